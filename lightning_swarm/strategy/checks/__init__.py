@@ -1,7 +1,7 @@
-"""What cannot work, or not yet, is refused before anything starts: the rule, what was found, what to do.
+"""Refuses what cannot work, or not yet, before anything starts: each error states the rule, the value, the remedy.
 
 `trainer.py` checks the Trainer, its callbacks and what is handed to it; `model.py` the model, its optimizers and its
-checkpoints; `multi_trainer.py` what several trainers do together.
+checkpoints; `multi_trainer.py` what several trainers cannot do together.
 """
 
 from lightning_swarm.strategy.checks.model import (
@@ -10,8 +10,10 @@ from lightning_swarm.strategy.checks.model import (
     check_folder,
     check_in_memory,
     check_new_layers,
+    check_new_selection,
     check_on_meta,
     check_optimizers,
+    check_untouched,
     find_folder,
     hyperparameters,
 )
@@ -45,12 +47,14 @@ __all__ = [
     "check_in_memory",
     "check_interactive",
     "check_new_layers",
+    "check_new_selection",
     "check_on_meta",
     "check_optimizers",
     "check_servers",
     "check_strategy",
     "check_trainer",
     "check_trainers",
+    "check_untouched",
     "find_folder",
     "hyperparameters",
     "makes_trials",

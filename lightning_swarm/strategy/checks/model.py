@@ -1,4 +1,4 @@
-"""What needs a model whose weights are all here, or that is as it was made."""
+"""Refuses what a model, its optimizer or its checkpoints ask for and a swarm does not do."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.strategy.checks.trainer import of_tuner
-from lightning_swarm.strategy.framework import callbacks_named
+from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.strategy.checks.trainer import WHOLE_MODULE_CALLBACKS, of_tuner
+from lightning_swarm.strategy.framework import callbacks_of
 
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 
 
 def check_ckpt_path(path: object) -> None:
-    """Refuse a checkpoint that is not there. What Lightning looks up itself passes: a name, the registry, a URL.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
+    """Refuse a checkpoint that is not there. What Lightning looks up itself passes: a name, the registry, a URL."""
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
         return
     if not Path(str(path)).exists():
@@ -36,11 +34,7 @@ def check_ckpt_path(path: object) -> None:
 
 
 def check_folder(path: object, storage_options: object) -> None:
-    """Refuse to write a sharded checkpoint where, or how, it cannot be.
-
-    Raises:
-        ConfigError: It is no folder of this machine, or options of a `CheckpointIO` are given.
-    """
+    """Refuse to write a sharded checkpoint elsewhere than into a folder of this machine, or with options."""
     if "://" in str(path):
         raise ConfigError(
             f"with `state_dict_type='sharded'` servers write into a folder, got {str(path)!r}. Name one that this "
@@ -54,11 +48,7 @@ def check_folder(path: object, storage_options: object) -> None:
 
 
 def find_folder(path: object) -> ShardedCheckpoint | None:
-    """The sharded checkpoint that is there; None: it is an ordinary one.
-
-    Raises:
-        ConfigError: It is a folder and no checkpoint, or not all of one.
-    """
+    """The sharded checkpoint at a path; None: an ordinary one. Refuses a folder that is no checkpoint."""
     if "://" in str(path) or not Path(str(path)).is_dir():
         return None
     folder = Path(str(path))
@@ -74,11 +64,7 @@ ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use o
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """The only optimizer.
-
-    Raises:
-        ConfigError: There is none, more than one, or one that needs a closure or sparse gradients.
-    """
+    """The only optimizer. Refuses none, several, and one that needs a closure or sparse gradients."""
     if len(optimizers) != 1:
         raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
     optimizer = optimizers[0]
@@ -93,11 +79,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
-    """All that a parameter group says beside its parameters, as plain numbers.
-
-    Raises:
-        ConfigError: A value is none.
-    """
+    """All that each parameter group holds beside its parameters, as plain values. Refuses other values."""
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -110,51 +92,66 @@ def _plain(name: str, value: object) -> object:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(name, one) for one in value]
+        return [_plain(name, entry) for entry in value]
     raise ConfigError(
         f"hyperparameters of a parameter group must be numbers, text or lists of them: `{name}` is a "
         f"{type(value).__name__}. Keep it outside the optimizer."
     )
 
 
-# They read weights, or put others into the module.
-_OF_WHOLE_MODULES = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+def check_new_selection(
+    before: Selection | None, selection: Selection, *, is_shared: bool, pending_samples: int
+) -> None:
+    """Refuse to change what trains in a run of several trainers, or in the middle of a step."""
+    if is_shared:
+        raise ConfigError(
+            "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
+            "has changed. Freeze parameters and add groups before `fit`, or use `role='auto'`."
+        )
+    if pending_samples:
+        assert before is not None
+        changed = sorted(set(before.frozen) ^ set(selection.frozen)) or "parameter groups"
+        raise ConfigError(
+            "which parameters train, and in which group, may change only where a step begins, for its gradients "
+            f"are summed on the servers: {changed} changed with {pending_samples} samples in the open step. "
+            "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
+            "divides the samples of an epoch."
+        )
+
+
+def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
+    """Refuse gradients at weights of the servers' stages: they are old here, and such a gradient is in no step."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if around is not None:
+        stepped -= set(map(id, around.parameters.values()))
+    touched = [
+        name for name, parameter in module.named_parameters() if id(parameter) in stepped and parameter.grad is not None
+    ]
+    if touched:
+        raise ConfigError(
+            "a loss may reach the pipeline's weights through its forward only, for they live on the servers: "
+            f"it reached {touched[:5]} directly. Use the optimizer's weight decay in place of a penalty, and call "
+            "the whole pipelined module in place of one of its blocks."
+        )
 
 
 def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
-    """Refuse to put layers into a model of which a callback has made a copy by now, or which a checkpoint has not.
-
-    Args:
-        trainer: Whose.
-        restored: Whether its model comes from a checkpoint.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse to put layers into a model that a callback has copied by now, or that is `restored` without them."""
     if restored:
         raise ConfigError(
             "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
             "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`: the optimizer's "
             "state would not fit."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        if isinstance(callback, callbacks_named("StochasticWeightAveraging", "WeightAveraging")):
-            raise ConfigError(
-                "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
-                f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
-            )
+    for callback in callbacks_of(trainer, "StochasticWeightAveraging", "WeightAveraging"):
+        raise ConfigError(
+            "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
+            f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
+        )
 
 
 def check_in_memory(module: LightningModule, what: str) -> None:
-    """Refuse what needs all of a module's weights in this process.
-
-    Args:
-        module: Which.
-        what: In words.
-
-    Raises:
-        ConfigError: Some of them are on meta.
-    """
+    """Refuse what needs all of a module's weights in this process, if some are on meta; `what` names it."""
     if is_on_meta(module):
         raise ConfigError(
             f"a module on torch's meta device has its weights on the servers only, got {type(module).__name__} where "
@@ -163,13 +160,8 @@ def check_in_memory(module: LightningModule, what: str) -> None:
 
 
 def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse what a module cannot be used for whose weights are on meta.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse what a module cannot be used for whose weights are on meta."""
     if config.split == "time":
         check_in_memory(module, "`split='time'` is to measure its blocks")
-    for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():  # type: ignore[attr-defined]
-        if isinstance(callback, callbacks_named(*_OF_WHOLE_MODULES)):
-            check_in_memory(module, f"{type(callback).__name__}{of_tuner(callback)} works with all of them")
+    for callback in callbacks_of(trainer, *WHOLE_MODULE_CALLBACKS) if trainer.state.fn == TrainerFn.FITTING else ():
+        check_in_memory(module, f"{type(callback).__name__}{of_tuner(callback)} works with all of them")

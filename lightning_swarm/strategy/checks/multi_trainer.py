@@ -1,4 +1,4 @@
-"""What several trainers of one run cannot do together."""
+"""Refuses what several trainers of one run cannot do together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.strategy.checks.trainer import check_callback_imports, check_callbacks, of_tuner
-from lightning_swarm.strategy.framework import callbacks_named
-
-# They change what the servers hold between two batches of the lead; other trainers have batches under way then.
-_OF_ONE_TRAINER = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+from lightning_swarm.strategy.checks.trainer import (
+    WHOLE_MODULE_CALLBACKS,
+    check_callback_imports,
+    check_callbacks,
+    of_tuner,
+)
+from lightning_swarm.strategy.framework import callbacks_of
 
 
 def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
-    """Refuse what several trainers cannot do together.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse what several trainers cannot do together."""
     if config.target_batch_size is None:
         raise ConfigError(
             "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
@@ -39,25 +37,15 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             "the trainers of a step must scale their losses alike, and with `precision='16-mixed'` each finds a scale "
             "of its own. Use 'bf16-mixed' with `role='both'`, or 16-mixed with `role='auto'`."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        if isinstance(callback, callbacks_named(*_OF_ONE_TRAINER)):
-            raise ConfigError(
-                "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
-                f"got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
-            )
+    for callback in callbacks_of(trainer, *WHOLE_MODULE_CALLBACKS):
+        raise ConfigError(
+            "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
+            f"got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
+        )
 
 
 def check_brought_callbacks(trainer: Trainer, config: SwarmConfig, *, beside_others: bool) -> None:
-    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's.
-
-    Args:
-        trainer: Whose.
-        config: The user's settings.
-        beside_others: It is one of several that train.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's."""
     check_callback_imports(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         check_callbacks(trainer)
@@ -66,11 +54,7 @@ def check_brought_callbacks(trainer: Trainer, config: SwarmConfig, *, beside_oth
 
 
 def check_servers(config: SwarmConfig, num_devices: int) -> None:
-    """Refuse a run in which nobody would serve.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse a run without servers."""
     if config.role == "trainer" and num_devices < 2 and not config.initial_peers:
         raise ConfigError(
             f"`role='trainer'` needs servers: `devices` must be at least 2, got {num_devices}. "
@@ -79,7 +63,7 @@ def check_servers(config: SwarmConfig, num_devices: int) -> None:
 
 
 def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
-    """Whether others may come to train in a run that this program begins: then nothing may keep several from it."""
+    """True if others may join as trainers of a run that this program begins: nothing keeps several from it."""
     if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.deterministic:
         return False
     try:
@@ -96,7 +80,7 @@ def check_alone(session: Session, name: str) -> None:
 
 
 def refuse_collective(name: str) -> NoReturn:
-    """Refuse what needs all trainers at one place."""
+    """Refuse what needs all trainers at the same point."""
     raise ConfigError(
         f"trainers of a swarm do not wait for each other within a step, so there is nothing that `{name}` could "
         "collect. Use `self.log(..., sync_dist=True)`, which counts over the batches of all of them."

@@ -1,4 +1,4 @@
-"""What the Trainer, or its LightningModule, asks for and a swarm does not do."""
+"""Refuses what the Trainer, or its LightningModule, asks for and a swarm does not do."""
 
 from __future__ import annotations
 
@@ -14,54 +14,48 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.strategy.framework import ImportTree, callbacks_named, framework_of, mixed_import
+from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
 
-# It looks for the largest batch that fits into memory, in batches that fail: on the servers, where it cannot see it.
+# It looks for the largest batch that fits into memory by batches that fail, but they fail on the servers.
 _MEMORY_CALLBACKS = ("BatchSizeFinder",)
 
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
 _TRIAL_CALLBACKS = ("LearningRateFinder",)
 
+# They read or replace weights of the whole module, or change what trains, between two batches of the lead.
+WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+
 
 def check_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that cannot do here what they are for.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        if isinstance(callback, callbacks_named(*_WEIGHT_CALLBACKS)):
-            raise ConfigError(
-                "callbacks must not read or change weights during fit, they live on the servers: "
-                f"got {type(callback).__name__}. Remove it for now."
-            )
-        if isinstance(callback, callbacks_named(*_MEMORY_CALLBACKS)):
-            raise ConfigError(
-                "callbacks must not look for the batch that fits into memory, it is cut into microbatches for the "
-                f"servers': got {type(callback).__name__}. Choose `microbatch_size` for the smallest server, and the "
-                "batch size for the training."
-            )
+    """Refuse callbacks that cannot do here what they are for."""
+    for callback in callbacks_of(trainer, *_WEIGHT_CALLBACKS):
+        raise ConfigError(
+            "callbacks must not read or change weights during fit, they live on the servers: "
+            f"got {type(callback).__name__}. Remove it for now."
+        )
+    for callback in callbacks_of(trainer, *_MEMORY_CALLBACKS):
+        raise ConfigError(
+            "callbacks must not look for the batch that fits into memory, it is cut into microbatches for the "
+            f"servers': got {type(callback).__name__}. Choose `microbatch_size` for the smallest server, and the "
+            "batch size for the training."
+        )
 
 
 def makes_trials(trainer: Trainer) -> bool:
-    """Whether a callback may train for a while and then go back."""
-    return any(isinstance(one, callbacks_named(*_TRIAL_CALLBACKS)) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    """True if a callback may train for a while and then restore what it found."""
+    return bool(callbacks_of(trainer, *_TRIAL_CALLBACKS))
 
 
 def of_tuner(callback: object) -> str:
-    """What the user may have written instead of the callback."""
+    """Names what the user may have written in place of the callback."""
     return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
 
 
 def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
-    """Refuse a strategy of one import tree in a Trainer of the other. Lightning has handed over its accelerator.
-
-    Raises:
-        ConfigError: Naming both imports.
-    """
+    """Refuse a strategy of one import tree in a Trainer of the other. Lightning has handed over its accelerator."""
     if not isinstance(strategy.accelerator, framework.accelerator):
         other = framework.other
         raise ConfigError(
@@ -72,18 +66,14 @@ def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
 
 
 def check_data_module(trainer: Trainer, datamodule: LightningDataModule) -> None:
-    """Refuse a data module of the other import tree, which Lightning would take for a DataLoader.
-
-    Raises:
-        ConfigError: Naming both imports.
-    """
+    """Refuse a data module of the other import tree, which Lightning would take for a DataLoader."""
     wanted = framework_of(trainer)
     if not isinstance(datamodule, wanted.data_module):
         raise mixed_import("LightningDataModule", type(datamodule), wanted)
 
 
 def check_callback_imports(trainer: Trainer) -> None:
-    """Likewise, a callback."""
+    """Refuse callbacks of the other import tree."""
     wanted = framework_of(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
         if not isinstance(callback, wanted.callbacks.Callback):
@@ -94,18 +84,14 @@ _log = logging.getLogger(__name__)
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
-# They may do other things, so they are called, with a word about what they will not find.
+# They may do other things, so they are called, with a warning that there are no gradients.
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do."""
     if trainer.num_nodes != 1:
         raise ConfigError(
             f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and type on "
@@ -124,11 +110,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
 
 
 def check_interactive(num_devices: int) -> None:
-    """Refuse further peers of this machine where there is no script to start again for them.
-
-    Raises:
-        ConfigError: This is a notebook, or a Python prompt.
-    """
+    """Refuse further peers of this machine in a notebook or at a prompt, where no script can run again for them."""
     if num_devices > 1 and _IS_INTERACTIVE:
         raise ConfigError(
             "in a notebook or at a Python prompt `devices` must be 1: above it this script would be started again for "
@@ -146,21 +128,15 @@ _LOADERS = {
 
 
 def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, object]) -> None:
-    """Refuse to start a run without data. Lightning would notice, too, when all peers are up.
+    """Refuse to start a run without data. Lightning would notice, too, but only when all peers are up.
 
-    Args:
-        trainer: Knows what is to be done.
-        module: May bring the data.
-        handed: What the Trainer's method was called with, by the names of its arguments.
-
-    Raises:
-        ConfigError: Nobody brings data.
+    `handed` are the arguments of the Trainer's method, by name.
     """
     assert trainer.state.fn is not None
     function, framework = trainer.state.fn.value, framework_of(trainer)
     hook = _LOADERS[function]
     loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
-    data = next((one for one in (loaders, handed.get("datamodule")) if one is not None), module)
+    data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
     if isinstance(data, (framework.data_module, framework.module)) and not framework.is_overridden(hook, data):
         others = "no dataloader and no data module" if data is module else "a data module"
         raise ConfigError(
@@ -194,11 +170,7 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
 
 
 def check_compiling() -> None:
-    """Refuse to compile where nothing would be compiled.
-
-    Raises:
-        ConfigError: This torch leaves the code under a dispatch mode as it is, without a word.
-    """
+    """Refuse to compile with a torch that silently leaves code under a dispatch mode as it is."""
     if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
         raise ConfigError(
             "`torch.compile` of a swarm's stages needs a newer torch, which compiles where random numbers are keyed; "
