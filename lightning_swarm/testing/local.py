@@ -30,7 +30,7 @@ from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.strategy.restart import arguments_of, run_through
+from lightning_swarm.strategy.restart import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.sabotage import sabotage
@@ -248,9 +248,10 @@ class _InlineLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        self._strategy.check(trainer, arguments_of(function, args, kwargs))
+        call = TrainerCall(self._strategy, trainer, function, args, kwargs)
+        self._strategy.check(trainer, call.arguments)
         self._strategy.prepare()
-        return run_through(self._strategy, trainer, function, args, kwargs)
+        return call.run()
 
     @override
     def kill(self, signum: int) -> None:
