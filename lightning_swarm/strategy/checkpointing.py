@@ -46,7 +46,7 @@ class CheckpointFiles(Callback):
         self._jobs: list[Future[None]] = []
         self._under_way: str | None = None
         self._error: BaseException | None = None
-        self._meanwhile = False  # the callback that saves now reads no file afterwards
+        self._in_background = False  # the callback that saves now reads no file afterwards
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         # A user's own callback may do anything with the file as soon as it was saved.
         self._watched = [
@@ -63,7 +63,7 @@ class CheckpointFiles(Callback):
         """
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
-        taken = _copied(checkpoint, own) if self._meanwhile else None
+        taken = _copied(checkpoint, own) if self._in_background else None
         if taken is None:
             write(checkpoint, path)
         else:
@@ -121,11 +121,11 @@ class CheckpointFiles(Callback):
 
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
             # It links to the file, or a logger is told of it: then it has to be there.
-            self._meanwhile = callback.save_last != "link" and not any(map(_reads, trainer.loggers))
+            self._in_background = callback.save_last != "link" and not any(map(_reads, trainer.loggers))
             try:
                 save(trainer, filepath)
             finally:
-                self._meanwhile = False
+                self._in_background = False
 
         def is_there(filepath: str, trainer: Trainer) -> bool:
             if os.fspath(filepath) == self._under_way:

@@ -81,7 +81,7 @@ class SwarmLauncher(_Launcher):
         self._num_threads: int | None = None  # torch's, before this run shared the cores
         self.local_rank = process.local_rank()  # this process's number among this machine's peers
         self.launch_id = process.launch_id()  # of the peers that were started together last; a run's id may be reused
-        self._leaves = False  # this server was told to leave
+        self._is_leaving = False  # this server was told to leave
 
     @property
     @override
@@ -189,11 +189,11 @@ class SwarmLauncher(_Launcher):
 
     def let_children_leave(self) -> None:
         """Have this machine's other servers leave a run that goes on."""
-        self._leaves = True
+        self._is_leaving = True
         for child in self._children:
             child.terminate()
 
-    def _heed(self, reason: str) -> None:
+    def _handle_notice(self, reason: str) -> None:
         """A cloud is about to take this machine away."""
         if self._strategy.config.only_serves:
             self._leave(reason)
@@ -205,8 +205,8 @@ class SwarmLauncher(_Launcher):
     def _end_children_in_order(self, code: int) -> None:
         limits = self._strategy.config.limits
         # Those that leave may have to wait for a record of their own.
-        timeout = limits.leave_timeout + (limits.drain_timeout if self._leaves else 0.0)
-        self.end_children(timeout, dismissed=code == 0 or (self._leaves and code < 128))
+        timeout = limits.leave_timeout + (limits.drain_timeout if self._is_leaving else 0.0)
+        self.end_children(timeout, dismissed=code == 0 or (self._is_leaving and code < 128))
 
     @override
     def kill(self, signum: int) -> None:
@@ -276,7 +276,7 @@ class SwarmLauncher(_Launcher):
                 self._invite()
             self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
-            peer.watch_for_notice(self._strategy.config.preemption, self._heed)
+            peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
         return joins
 
     def _invite(self) -> None:

@@ -145,7 +145,7 @@ class SwarmOptimization:
         try:
             self._train_here(optimizer, LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
-            _log.warning("A batch that was brought besides counts nowhere: %s", error)
+            _log.warning("A batch that was brought for another trainer counts nowhere: %s", error)
             self._session.revoke_batch()
             self._logs.revoke()
 

@@ -88,7 +88,7 @@ class Teardown:
         if not strategy._gathers or weights is None or strategy._session is None or not weights.stale:
             return
         try:
-            weights.stay_home(strategy.optimizers[0], timeout=strategy.config.limits.leave_timeout)
+            weights.gather_into_module(strategy.optimizers[0], timeout=strategy.config.limits.leave_timeout)
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 

@@ -51,23 +51,23 @@ class ModuleWeights:
 
     # ------------------------------------------------------------------ in the module
 
-    def visit_home(self) -> None:
+    def refresh_module(self) -> None:
         """Put the weights of the last step into the module, for a callback."""
         if self._version != self._active_run[0].version:
-            self._bring_weights_home(self._limits.call_timeout)
+            self._gather_weights(self._limits.call_timeout)
 
-    def stay_home(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
+    def gather_into_module(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
         """Put weights and optimizer state of the last step where one machine would have them.
 
         The optimizer is that of the whole module. `timeout` is in seconds; None: that of any call.
         """
         timeout = self._limits.call_timeout if timeout is None else timeout
         state = self._optimizer_state(optimizer, timeout)
-        self._bring_weights_home(timeout)
+        self._gather_weights(timeout)
         optimizer.load_state_dict(state)
         self.stale = False
 
-    def _bring_weights_home(self, timeout: float) -> None:
+    def _gather_weights(self, timeout: float) -> None:
         session, _ = self._active_run
         session.hold_still()
         own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
@@ -248,7 +248,7 @@ class WeightSync(Callback):
     def __init__(self, trainer: Trainer, weights: ModuleWeights, *, stays: bool) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights = weights
-        self._stays = stays
+        self._keeps_trained = stays
         self._wrapped: list[tuple[Any, str]] = []
         for callback in callbacks_of(trainer, "WeightAveraging"):
             self._average(callback)
@@ -264,24 +264,27 @@ class WeightSync(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(_reads(callback, trainer.current_epoch) for callback in self._callbacks):
-            self._weights.visit_home()
+            self._weights.refresh_module()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._stays:
-            self._weights.stay_home(trainer.optimizers[0])
+        if self._keeps_trained:
+            self._weights.gather_into_module(trainer.optimizers[0])
 
     def _average(self, callback: Any) -> None:
         """Sync weights for a `WeightAveraging`, only when it, or a subclass, decides to read or write."""
 
         def visit_if(updates: bool) -> None:
             if updates:
-                self._weights.visit_home()
+                self._weights.refresh_module()
 
         self._wrap(callback, "should_update", after=visit_if)
         # It swaps its averages with what the module holds, and swaps back.
         self._wrap(
-            callback, "on_validation_epoch_start", before=self._weights.visit_home, after=lambda _: self._weights.lend()
+            callback,
+            "on_validation_epoch_start",
+            before=self._weights.refresh_module,
+            after=lambda _: self._weights.lend(),
         )
         self._wrap(callback, "on_validation_epoch_end", before=self._weights.take_back)
 

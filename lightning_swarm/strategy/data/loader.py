@@ -181,9 +181,9 @@ class SharedLoader:
         if instead is not None:
             return iter(instead)
         # Workers begin to read when an iterator is made, and Lightning may make one before there is a run.
-        return self._given(None if self.loader.num_workers else iter(self.loader))
+        return self._read(None if self.loader.num_workers else iter(self.loader))
 
-    def _given(self, made: Iterator[Any] | None) -> Iterator[Any]:
+    def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
         for batch in iter(self.loader) if made is None else made:
             number, num_left = self.lane.unread.popleft()
             self._on_batch(number, num_left)

@@ -104,7 +104,7 @@ class SharedData:
         made = copy.copy(loader)
         vars(made).update(batch_sampler=lane, _iterator=None)
         alone = cache(alone)
-        self._loader = SharedLoader(made, self._given, lambda: alone() if self._is_one_of_several else None)
+        self._loader = SharedLoader(made, self._note_batch, lambda: alone() if self._is_one_of_several else None)
         return self._loader
 
     def open(self, session: Session) -> None:
@@ -113,8 +113,8 @@ class SharedData:
         fit_loop = self._trainer.fit_loop
         self._save, self._load = fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint
         self._begin = fit_loop.epoch_loop.on_run_start
-        fit_loop.on_save_checkpoint = self._saved  # type: ignore[method-assign]
-        fit_loop.on_load_checkpoint = self._loaded  # type: ignore[method-assign]
+        fit_loop.on_save_checkpoint = self._save_with_plans  # type: ignore[method-assign]
+        fit_loop.on_load_checkpoint = self._load_with_plans  # type: ignore[method-assign]
         fit_loop.epoch_loop.on_run_start = self._epoch_begins  # type: ignore[method-assign]
         self._reset = fit_loop.epoch_loop.reset
         fit_loop.epoch_loop.reset = self._quietly_reset  # type: ignore[method-assign]
@@ -164,7 +164,7 @@ class SharedData:
 
     def _indices(self, number: BatchNumber) -> list[Any]:
         epoch, index = number
-        self._planned(epoch)
+        self._plan_of(epoch)
         return self._listings[epoch][index]
 
     # ------------------------------------------------------------------ the lane
@@ -172,15 +172,15 @@ class SharedData:
     def _lane(self) -> Iterator[tuple[BatchNumber, list[Any], int]]:
         """Yield this trainer's part of the epoch, and how much follows each batch. The next one is chosen one ahead."""
         epoch = self._trainer.current_epoch
-        plan = self._planned(epoch)
+        plan = self._plan_of(epoch)
         assert self._session is not None
-        upcoming = None if plan is None else self._after(plan, plan.begin - 1)
+        upcoming = None if plan is None else self._next_index(plan, plan.begin - 1)
         while plan is not None and upcoming is not None and upcoming < plan.num_batches:
-            index, upcoming = upcoming, self._after(plan, upcoming)
+            index, upcoming = upcoming, self._next_index(plan, upcoming)
             num_left = len(range(upcoming, plan.num_batches, len(self._session.lanes)))
             yield (epoch, index), self._listings[epoch][index], num_left
 
-    def _after(self, plan: EpochPlan, index: int) -> int:
+    def _next_index(self, plan: EpochPlan, index: int) -> int:
         """The next batch of the lane, by the present trainers, and without batches that count already."""
         assert self._session is not None
         position = self._session.run.position or (0, 0)
@@ -202,7 +202,7 @@ class SharedData:
         length, limit = len(self._origin), self._trainer.limit_train_batches
         return int(length * limit) if isinstance(limit, float) else min(length, limit)
 
-    def _given(self, number: BatchNumber, num_left: int) -> None:
+    def _note_batch(self, number: BatchNumber, num_left: int) -> None:
         """Tell Lightning, for the batch in hand, how many follow it in this epoch."""
         self.number, self._num_left = number, num_left
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
@@ -226,12 +226,12 @@ class SharedData:
 
     # ------------------------------------------------------------------ plans
 
-    def _planned(self, epoch: int) -> EpochPlan | None:
+    def _plan_of(self, epoch: int) -> EpochPlan | None:
         """The plan of an epoch, whose order is listed here. None: all of the epoch is complete."""
         if epoch not in self._plans:
             assert self._session is not None
             if self._session.is_lead:
-                self._draw(epoch)
+                self._plan_epoch(epoch)
             else:
                 try:
                     plan = self._session.take_plan(epoch)
@@ -240,10 +240,10 @@ class SharedData:
                     return None
                 if plan is None:
                     return None
-                self._take(plan)
+                self._list_plan(plan)
         return self._plans[epoch]
 
-    def _draw(self, epoch: int) -> None:
+    def _plan_epoch(self, epoch: int) -> None:
         """List, at the lead, an epoch that begins or goes on, and tell the others."""
         if self._start is None:
             self._start = self._first_position(epoch)
@@ -251,10 +251,10 @@ class SharedData:
             for older_epoch in older:  # where an epoch ended, the generator goes on with the next epoch's order
                 plan = self._list_again(older_epoch)
                 if older_epoch >= self._start[0]:  # its rest is in no update of the weights that the run goes on from
-                    self._tell(plan)
+                    self._publish(plan)
             if older and epoch not in self._restored:
                 self._seed_workers()
-        self._tell(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
+        self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
 
     def _seed_workers(self) -> None:
         """Draw what a loader draws where an epoch begins; it did so before older epochs were listed again."""
@@ -293,7 +293,7 @@ class SharedData:
     def _list_again(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as it was drawn before the checkpoint."""
         plan = self._restored[epoch]
-        self._take(plan, "those that were listed before the checkpoint was written")
+        self._list_plan(plan, "those that were listed before the checkpoint was written")
         return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self._is_last(epoch))
 
     def _is_last(self, epoch: int) -> bool:
@@ -305,14 +305,14 @@ class SharedData:
         at, index = self._start
         return index if at == epoch else num_batches if at > epoch else 0
 
-    def _tell(self, plan: EpochPlan) -> None:
+    def _publish(self, plan: EpochPlan) -> None:
         assert self._session is not None
         assert self._start is not None
         self._plans[plan.epoch] = plan
         self._session.plan(plan, self._start)
-        self._forget()
+        self._forget_old_epochs()
 
-    def _take(self, plan: EpochPlan, others: str = "those of the lead") -> None:
+    def _list_plan(self, plan: EpochPlan, others: str = "those of the lead") -> None:
         """List what was drawn elsewhere, and refuse it if the listing here is another one."""
         assert self._origin is not None
         own = loader_module.own_generators(self._origin)
@@ -331,7 +331,7 @@ class SharedData:
                 "of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
             )
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
-        self._forget()
+        self._forget_old_epochs()
 
     def _list(self, epoch: int) -> EpochListing:
         assert self._origin is not None
@@ -344,7 +344,7 @@ class SharedData:
             batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin)
         )
 
-    def _forget(self) -> None:
+    def _forget_old_epochs(self) -> None:
         """Forget epochs of which no batch is left."""
         position = self.position
         first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
@@ -360,14 +360,14 @@ class SharedData:
         assert self._session is not None
         return self._session.run.position or self._start
 
-    def _saved(self) -> dict[str, Any]:
+    def _save_with_plans(self) -> dict[str, Any]:
         state = self._save()
         if self.shares and self.position is not None:
             plans = [torch.frombuffer(bytearray(encode(plan)), dtype=torch.uint8) for plan in self._plans.values()]
             state[STATE] = {"plans": plans, "position": list(self.position)}
         return state
 
-    def _loaded(self, state_dict: dict[str, Any]) -> None:
+    def _load_with_plans(self, state_dict: dict[str, Any]) -> None:
         found = state_dict.get(STATE)
         if found is not None:
             plans = [decode(packed.numpy().tobytes(), EpochPlan) for packed in found["plans"]]

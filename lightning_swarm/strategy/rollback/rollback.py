@@ -34,17 +34,17 @@ _MAX_TRIES: Final = 3
 """Most runs that begin at one step and come to no snapshot of their own."""
 
 _TRIAL: Final = (
-    "The run could not go back: `LearningRateFinder` was trying rates, and leaves the Trainer as its trial has it when "
-    "that breaks off. Start the run again, with a new Trainer."
+    "The run could not roll back: `LearningRateFinder` was trying rates, and leaves the Trainer as its trial has it "
+    "when that breaks off. Start the run again, with a new Trainer."
 )
 
 _NO_SNAPSHOT: Final = (
-    "The run cannot go on without those that are gone, and there is no snapshot to go back to: one needs a server of "
-    "another stage, and is taken at the run's first step and every `Limits.snapshot_interval` seconds."
+    "The run cannot go on without the peers that are gone, and there is no snapshot to roll back to: one needs a "
+    "server of another stage, and is taken at the run's first step and every `Limits.snapshot_interval` seconds."
 )
 
 _BEHIND: Final = (
-    "The run goes back to step {}, and this trainer kept nothing of its loop that belongs there. The others go on "
+    "The run rolls back to step {}, and this trainer kept nothing of its loop that belongs there. The others go on "
     "without it."
 )
 
@@ -207,14 +207,14 @@ class Rollback:
                     return None
                 replaced = peer.lead.replaced_by()
                 if replaced:
-                    error.add_note(f"The run does not go back here: {replaced}")
+                    error.add_note(f"The run does not roll back here: {replaced}")
                     return None
                 if any(one not in trainer.callbacks for one in self._rate_finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)
                     return None
                 self._choose_target(peer)
         except SwarmError as failure:
-            error.add_note(f"The run could not go back: {failure}")
+            error.add_note(f"The run could not roll back: {failure}")
             return None
         if self._target is None or self._target.num_tries >= _MAX_TRIES:
             error.add_note(_NO_SNAPSHOT)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.strategy.checks.trainer import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
+from lightning_swarm.strategy.checks import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
 from lightning_swarm.strategy.framework import FRAMEWORKS, ImportTree
 
 
