@@ -38,7 +38,7 @@ from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.ranks import RankHooks
-from lightning_swarm.strategy.rollback.recovery import Recovery
+from lightning_swarm.strategy.rollback.recovery import RunRecovery
 from lightning_swarm.strategy.rollback.rollback import Rollback
 from lightning_swarm.strategy.startup import Startup
 from lightning_swarm.strategy.teardown import Teardown
@@ -189,7 +189,7 @@ class SwarmStrategy(RankHooks):
         self._initial_weights = InitialWeights()  # of weights that the module does not hold
         self._rank_override = extra_trainers.RankOverride()
         self._rollback = Rollback()
-        self._recovery = Recovery(self)
+        self._recovery = RunRecovery(self)
         self._startup = Startup(self)
         self._checkpoints = Checkpoints(self)
         self._teardown = Teardown(self)

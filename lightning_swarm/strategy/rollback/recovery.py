@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Recovery:
+class RunRecovery:
     """Rolls a strategy's run back after an error, as its lead, as its next lead, or beside its lead."""
 
     def __init__(self, strategy: SwarmStrategy) -> None:
