@@ -15,6 +15,7 @@ from typing import Any, Final, get_args
 from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
 from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.rebase import written_part
 from lightning_swarm.monitor.survey import picture, short_name
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
@@ -26,7 +27,7 @@ from lightning_swarm.planner.records import Machine, ModelProfile, Now
 from lightning_swarm.planner.report import describe, describe_now
 from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.strategy.framework import LIGHTNING
-from lightning_swarm.strategy.strategy import SwarmHooks
+from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _NAMES = [field.name for field in fields(Compression)]
 
@@ -319,7 +320,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
         raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
     module: Any = made.model
     strategy = made.trainer.strategy
-    swarm = strategy.config if isinstance(strategy, SwarmHooks) else None
+    swarm = strategy.config if isinstance(strategy, written_part(SwarmStrategy)) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
     travel = TransferCost(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)

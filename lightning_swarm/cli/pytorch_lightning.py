@@ -2,16 +2,11 @@
 
 from pytorch_lightning.cli import LightningCLI, SaveConfigCallback
 
-from lightning_swarm.cli.swarm_cli import SaveConfigHooks, SwarmCLIHooks
+from lightning_swarm.cli import swarm_cli
+from lightning_swarm.core.rebase import rebased
 from lightning_swarm.pytorch_lightning import SwarmStrategy
 
 __all__ = ["SaveConfig", "SwarmCLI"]
 
-
-class SaveConfig(SaveConfigHooks, SaveConfigCallback):  # type: ignore[misc]  # noqa: D101 - checked and documented in its first base
-    __doc__ = SaveConfigHooks.__doc__
-
-
-class SwarmCLI(SwarmCLIHooks, LightningCLI):  # type: ignore[misc]  # noqa: D101 - checked and documented in its first base
-    strategy_class = SwarmStrategy
-    __doc__ = SwarmCLIHooks.__doc__
+SaveConfig = rebased(swarm_cli.SaveConfig, SaveConfigCallback, __name__)
+SwarmCLI = rebased(swarm_cli.SwarmCLI, LightningCLI, __name__, strategy_class=SwarmStrategy)

@@ -21,9 +21,10 @@ from lightning.pytorch.cli import (
 from typing_extensions import override
 
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.strategy.strategy import SwarmHooks, SwarmStrategy
+from lightning_swarm.core.rebase import written_once
+from lightning_swarm.strategy.strategy import SwarmStrategy
 
-# The hooks stand before the classes of either import tree. Types are checked as if it were before these.
+# At run time `written_once` puts the classes before those of either import tree.
 if TYPE_CHECKING:
     _LightningCLI = LightningCLI
     _SaveConfigCallback = SaveConfigCallback
@@ -31,7 +32,8 @@ else:
     _LightningCLI = _SaveConfigCallback = object
 
 
-class SaveConfigHooks(_SaveConfigCallback):
+@written_once(SaveConfigCallback)
+class SaveConfig(_SaveConfigCallback):
     """Saves what `fit` was run with, into the folder that a logger makes for it."""
 
     @override
@@ -41,18 +43,15 @@ class SaveConfigHooks(_SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
-class SaveConfig(SaveConfigHooks, SaveConfigCallback):  # noqa: D101 - see there
-    __doc__ = SaveConfigHooks.__doc__
-
-
-class SwarmCLIHooks(_LightningCLI):
+@written_once(LightningCLI, strategy_class=SwarmStrategy)
+class SwarmCLI(_LightningCLI):
     """A LightningCLI whose strategy is `SwarmStrategy` unless another one is named.
 
     Used as LightningCLI is: ``SwarmCLI(MyModel, MyData)`` in a script, or without classes. ``trainer_defaults`` with a
     strategy comes before this one's. Needs jsonargparse: ``pip install "lightning-swarm[cli]"``.
     """
 
-    strategy_class: ClassVar[type[SwarmHooks]]
+    strategy_class: ClassVar[type[SwarmStrategy]]
 
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -131,8 +130,3 @@ class SwarmCLIHooks(_LightningCLI):
                 chosen = self._get(self.config_init, key)
                 return chosen if isinstance(kind, tuple) else _global_add_class_path(kind, chosen)
         return None
-
-
-class SwarmCLI(SwarmCLIHooks, LightningCLI):  # noqa: D101 - see there
-    strategy_class = SwarmStrategy
-    __doc__ = SwarmCLIHooks.__doc__

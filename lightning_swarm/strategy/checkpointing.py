@@ -1,52 +1,43 @@
-"""Lightning's hooks on state: what is saved, loaded, and gone back to."""
+"""Checkpoints: what is saved and loaded, and the thread that writes the lead's files while training goes on."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_swarm.client import model_state
-from lightning_swarm.core.errors import ConfigError, SwarmError, WentBack
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
-from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta
+from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
-from lightning_swarm.peer.peer import Peer
-from lightning_swarm.protocol.messages.run import StageManifest
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.framework import FRAMEWORKS, callbacks_named
-from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.ranks import RankHooks
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
-from lightning_swarm.strategy.rollback.rollback import Rollback, RollbackTarget
 from lightning_swarm.strategy.weight_sync import ModuleWeights
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.strategy import SwarmStrategy
 
 
 class CheckpointFiles(Callback):
-    """The lead's files: `ModelCheckpoint`'s in a thread of their own, one after the other, all others at once.
+    """Writes the lead's files: those of `ModelCheckpoint` in a thread of their own, all others at once.
 
-    Who asks whether a file under way is there waits for it, and so do the next file and the end of training. What is to
-    be removed is removed after what was written before it, so a run that is killed leaves the old file or the new one.
-
-    Args:
-        trainer: Whose; this becomes the first of its callbacks, until `close`.
-        io: Writes and removes files, from either thread.
+    A question whether a file under way is there waits for it, and so do the next file and the end of training. What is
+    to be removed is removed after what was written before it, so a run that is killed leaves the old file or the new
+    one. It is the first of the Trainer's callbacks until `close`.
     """
 
     def __init__(self, trainer: Trainer, io: CheckpointIO) -> None:
@@ -55,29 +46,24 @@ class CheckpointFiles(Callback):
         self._jobs: list[Future[None]] = []
         self._under_way: str | None = None
         self._error: BaseException | None = None
-        self._meanwhile = False  # who saves now looks at no file when it has been saved
+        self._in_background = False  # the callback that saves now reads no file afterwards
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        # One of a user's own may do anything with the file as soon as it was saved.
-        self._watched = [one for one in self._callbacks if type(one) in callbacks_named("ModelCheckpoint")]
+        # A user's own callback may do anything with the file as soon as it was saved.
+        self._watched = [
+            callback for callback in self._callbacks if type(callback) in callbacks_named("ModelCheckpoint")
+        ]
         for callback in self._watched:
             self._watch(callback)
         self._callbacks.insert(0, self)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
-        """Write a file.
+        """Write a file. `own` are the tensors in it that nothing else refers to: they need no copy.
 
-        Args:
-            checkpoint: All of it.
-            path: Where.
-            options: As `CheckpointIO` takes them.
-            own: Tensors in it that nobody else has.
-
-        Raises:
-            Exception: This file, or the one before it, cannot be written.
+        Raises if this file, or the one before it, cannot be written.
         """
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
-        taken = _copied(checkpoint, own) if self._meanwhile else None
+        taken = _copied(checkpoint, own) if self._in_background else None
         if taken is None:
             write(checkpoint, path)
         else:
@@ -92,11 +78,7 @@ class CheckpointFiles(Callback):
             self._io.remove_checkpoint(path)
 
     def finish(self) -> None:
-        """Wait for what is under way.
-
-        Raises:
-            Exception: It cannot be written. It is said once.
-        """
+        """Wait for what is under way. Raises, once, if it cannot be written."""
         wait(self._jobs)
         self._jobs.clear()
         error, self._error, path, self._under_way = self._error, None, self._under_way, None
@@ -105,7 +87,7 @@ class CheckpointFiles(Callback):
             raise error
 
     def close(self) -> None:
-        """Leave the Trainer's callbacks as they were, when all is written. Raises as `finish`."""
+        """Leave the Trainer's callbacks as they were, once all is written. Raises as `finish` does."""
         self._callbacks.remove(self)
         while self._watched:
             callback = self._watched.pop()
@@ -116,7 +98,7 @@ class CheckpointFiles(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if all(job.done() for job in self._jobs):
-            self.finish()  # a full disk is said at the next batch
+            self.finish()  # a full disk is reported at the next batch
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,16 +116,16 @@ class CheckpointFiles(Callback):
             self._error = error
 
     def _watch(self, callback: Any) -> None:
-        """Know when a `ModelCheckpoint` saves, and when it looks for a file."""
+        """Notice when a `ModelCheckpoint` saves, and when it looks for a file."""
         save, exists = callback._save_checkpoint, callback.file_exists
 
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
             # It links to the file, or a logger is told of it: then it has to be there.
-            self._meanwhile = callback.save_last != "link" and not any(map(_reads, trainer.loggers))
+            self._in_background = callback.save_last != "link" and not any(map(_reads, trainer.loggers))
             try:
                 save(trainer, filepath)
             finally:
-                self._meanwhile = False
+                self._in_background = False
 
         def is_there(filepath: str, trainer: Trainer) -> bool:
             if os.fspath(filepath) == self._under_way:
@@ -154,7 +136,7 @@ class CheckpointFiles(Callback):
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
-    """What stays as it is while training goes on. None: something in it cannot be copied."""
+    """A copy that stays as it is while training goes on. None: something in it cannot be copied."""
     try:
         return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in own})
     except Exception:  # noqa: BLE001 - of a user's own classes, which can be saved all the same
@@ -162,231 +144,170 @@ def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
 
 
 def _reads(logger: object) -> bool:
-    """Whether a logger may look at a file when it was saved."""
+    """True if a logger may read a file once it was saved."""
     modules = [import_module(f"{framework.name}.loggers") for framework in FRAMEWORKS]
     known = [getattr(module, name) for module in modules for name in ("Logger", "TensorBoardLogger")]
-    return getattr(type(logger), "after_save_checkpoint", None) not in [one.after_save_checkpoint for one in known]
+    return getattr(type(logger), "after_save_checkpoint", None) not in [base.after_save_checkpoint for base in known]
 
 
-_log = logging.getLogger(__name__)
+class Checkpoints:
+    """Saves and loads what the swarm has trained, in Lightning's checkpoints.
 
+    Methods that take `lightnings` get Lightning's own way to do the same.
+    """
 
-class CheckpointHooks(RankHooks):
-    """The part of `SwarmHooks` that brings a run to where another one was."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._loop: SwarmOptimization | None = None
-        self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
-        self._files: CheckpointFiles | None = (
-            None  # of the lead while it trains, unless its user brought a `CheckpointIO`
-        )
+    def __init__(self, strategy: SwarmStrategy) -> None:
+        self._strategy = strategy
+        self.writes_files = False  # the user brought no `CheckpointIO`
+        self.files: CheckpointFiles | None = None  # of the lead while it trains, if it writes them
+        self.restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._folder: ShardedCheckpoint | None = None  # that is loaded
-        self._restored_step: int | None = None  # of the checkpoint that this run goes on from
-        self._origin = InitialWeights()  # of weights that the module does not hold
-        self._way_back = Rollback()
-        self._goes_back = False  # what is torn down goes on
-        self._put_back: Callable[[], None] = lambda: None  # what was left to the lead, where another one is it
-        self._inherited: Sequence[StageManifest] = ()  # of the run that this process took over: it stays cut as it is
 
-    # ------------------------------------------------------------------ saved and loaded
+    @property
+    def _is_sharded(self) -> bool:
+        return self._strategy.config.state_dict_type == "sharded"
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self._own_module
-        if not self.is_global_zero:
+    @property
+    def _stale_weights(self) -> ModuleWeights | None:
+        """The run's weights, if they are newer than the module's."""
+        weights = self._strategy._weights
+        return weights if weights is not None and weights.stale else None
+
+    # ------------------------------------------------------------------ saved
+
+    def module_state(self) -> dict[str, Any]:
+        """The module's state dict, with the weights of the last step."""
+        strategy, module = self._strategy, self._strategy._own_module
+        if not strategy.is_global_zero:
             return {}  # the lead saves, and keeps weights
         own: dict[str, Any] = module.state_dict()
-        states = self._way_back.states
+        states = strategy._rollback.states
         if states is not None and states.taking:
             return states.without_weights(own, model_state.first_names(module))
-        if self._weights is None:
+        if strategy._weights is None:
             return own
-        if self.config.state_dict_type == "sharded":
-            return self._weights.without_stages(own) if self._weights.stale else own
-        self._weights.complete(own)
+        if self._is_sharded:
+            return strategy._weights.without_stages(own) if strategy._weights.stale else own
+        strategy._weights.complete(own)
         return own
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        states = self._way_back.states
+    def optimizer_state(
+        self, optimizer: Optimizer, lightnings: Callable[[Optimizer], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """The optimizer's state dict at the last step."""
+        strategy = self._strategy
+        states = strategy._rollback.states
         if states is not None and states.taking:
             return states.without_state(optimizer)
-        if not self.is_global_zero:
+        if not strategy.is_global_zero:
             return {}
-        weights = self._weights if self._weights is not None and self._weights.stale else None
-        if self.config.state_dict_type == "sharded":
-            names = {id(parameter): name for name, parameter in self._own_module.named_parameters()}
+        weights = self._stale_weights
+        if self._is_sharded:
+            names = {id(parameter): name for name, parameter in strategy._own_module.named_parameters()}
             saved = optimizer.state_dict()  # of which the servers have what is not here
             return optimizer_state.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
-        if weights is not None:
-            return weights.optimizer_state(optimizer)
-        return super().optimizer_state(optimizer)
+        return lightnings(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._loop is not None and self._loop.num_late_batches:
-            take_back_batches(checkpoint, self._loop.num_late_batches)
-        if self.config.state_dict_type == "sharded":
-            self._save_sharded(checkpoint, filepath, storage_options)
-        elif self._files is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+    def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, lightnings: Callable[..., None]) -> None:
+        """Write a checkpoint."""
+        strategy = self._strategy
+        if strategy._loop is not None and strategy._loop.num_late_batches:
+            take_back_batches(checkpoint, strategy._loop.num_late_batches)
+        if self._is_sharded:
+            self._save_sharded(checkpoint, path, options)
+        elif self.files is None:
+            lightnings(checkpoint, path, options)
         else:
-            own = self._weights.gathered if self._weights is not None else ()
-            self._files.save(checkpoint, filepath, storage_options, own)
+            own = strategy._weights.gathered if strategy._weights is not None else ()
+            self.files.save(checkpoint, path, options, own)
 
-    def _save_sharded(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        checks.check_folder(path, storage_options)
-        if not self.is_global_zero:
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Any, options: Any | None) -> None:
+        checks.check_folder(path, options)
+        if not self._strategy.is_global_zero:
             return
-        if self._files is not None:
-            self._files.finish()
-        if self._weights is not None and self._weights.stale:
-            optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
-            self._weights.save_shards(Path(path), checkpoint, optimizer)
+        self.finish_files()
+        weights = self._stale_weights
+        if weights is not None:
+            optimizer = self._strategy.optimizers[0] if "optimizer_states" in checkpoint else None
+            weights.save_shards(Path(path), checkpoint, optimizer)
         else:
             model_state.save(Path(path), checkpoint, lambda _: [], part=0, also={})
 
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self._files is None:
-            super().remove_checkpoint(filepath)
-        else:
-            self._files.remove(filepath)
+    def remove(self, path: Any, lightnings: Callable[[Any], None]) -> None:
+        """Remove a checkpoint, after what is under way was written."""
+        (lightnings if self.files is None else self.files.remove)(path)
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self._files is not None:
-            self._files.finish()
-        restored = self._way_back.load(checkpoint_path)
+    def finish_files(self) -> None:
+        """Wait for the files under way; raises if one cannot be written."""
+        if self.files is not None:
+            self.files.finish()
+
+    def close_files(self) -> None:
+        """Write no more files in a thread of their own."""
+        files, self.files = self.files, None
+        if files is not None:
+            files.close()
+
+    # ------------------------------------------------------------------ loaded
+
+    def forget_loaded(self) -> None:
+        """The run is over that went on from a checkpoint."""
+        self._folder, self.restored_step = None, None
+
+    def load(self, path: Any, lightnings: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Read a checkpoint: that of a rollback, a folder, or a file as Lightning reads it."""
+        strategy = self._strategy
+        self.finish_files()
+        restored = strategy._rollback.load(path)
         if restored is not None:
-            self._restored_step = self._way_back.first_step
+            self.restored_step = strategy._rollback.first_step
             return restored
-        self._folder = checks.find_folder(checkpoint_path)
-        path = checkpoint_path if self._folder is None else Path(checkpoint_path) / sharded_format.REST
-        restored = super().load_checkpoint(path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
+        self._folder = checks.find_folder(path)
+        restored = lightnings(path if self._folder is None else Path(path) / sharded_format.REST)
         if self._folder is not None:
-            restored["state_dict"] = self._origin.read_folder(self._own_module, self._folder)
+            restored["state_dict"] = strategy._initial_weights.read_folder(strategy._own_module, self._folder)
             if self._folder.has_optimizer:  # whose state is for the servers
                 restored["optimizer_states"] = [optimizer_state.by_numbers(self._folder.read_groups())]
-        self._restored_step = restored.get("global_step")
+        self.restored_step = restored.get("global_step")
         return restored
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._way_back.goes_on and not self.is_global_zero:
+    def load_module(self, checkpoint: Mapping[str, Any], lightnings: Callable[[Mapping[str, Any]], None]) -> None:
+        """Load a checkpoint's weights, before a run begins or in the middle of one."""
+        strategy, module = self._strategy, self._strategy._own_module
+        if strategy._rollback.is_resuming and not strategy.is_global_zero:
             return  # the lead hands them out
-        module = self._own_module
         restore_boundary(module, checkpoint["state_dict"])
-        if self._session is None:  # the run is still to begin, with these weights
-            with self._origin.restoring(module, checkpoint["state_dict"], self.root_device) as state:
-                super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+        if strategy._session is None:  # the run is still to begin, with these weights
+            weights = checkpoint["state_dict"]
+            with strategy._initial_weights.restoring(module, weights, strategy.root_device) as state:
+                lightnings({**checkpoint, "state_dict": state})
             return
         checks.check_in_memory(module, "weights are loaded in the middle of a run")
-        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
-        if self._session.is_shared:
+        if strategy._session.is_shared:
             raise ConfigError(
                 "weights are loaded in the middle of a run where one trainer is all there is, for others would go on "
-                f"from newer ones; this run has {self._session.num_trainers}, and may have more. Load them before "
+                f"from newer ones; this run has {strategy._session.num_trainers}, and may have more. Load them before "
                 "`fit`; look for a learning rate with `role='auto'`, and set what it finds."
             )
-        assert self._weights is not None
-        self._way_back.weights_replaced()
-        self._weights.go_back(checkpoint["global_step"], load)
-        if self._loop is not None:
-            self._loop.go_back()
+        assert strategy._weights is not None
+        strategy._rollback.discard_snapshots()
+        strategy._weights.restart_from(checkpoint["global_step"], partial(lightnings, checkpoint))
+        if strategy._loop is not None:
+            strategy._loop.restart()
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        saved = None
-        if self._folder is None and is_on_meta(self._own_module):  # on which an optimizer keeps no state either
+    def load_optimizer(self, checkpoint: Mapping[str, Any], lightnings: Callable[[Mapping[str, Any]], None]) -> None:
+        """Load a checkpoint's optimizer state, and hand it out to the servers."""
+        strategy, saved = self._strategy, None
+        if self._folder is None and is_on_meta(strategy._own_module):  # on which an optimizer keeps no state either
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
-        super().load_optimizer_state_dict(checkpoint)
-        if not self.is_global_zero:
+        lightnings(checkpoint)
+        if not strategy.is_global_zero:
             return
-        assert self._weights is not None
-        assert self._loop is not None
-        self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
+        assert strategy._weights is not None
+        assert strategy._loop is not None
+        strategy._loop.tell_selection(strategy.optimizers[0])  # callbacks may have restored parameter groups
         if self._folder is not None:
-            self._weights.hand_out_shards(self.optimizers[0], self._folder)
+            strategy._weights.hand_out_shards(strategy.optimizers[0], self._folder)
         else:
-            self._weights.hand_out_optimizer(self.optimizers[0], saved)
-
-    # ------------------------------------------------------------------ gone back to
-
-    def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """After an error: make ready to run the Trainer's function again, with what is left of the swarm.
-
-        Args:
-            trainer: Whose.
-            error: What broke the run off.
-
-        Returns:
-            The checkpoint to go on from; empty: from none, as one that comes to the run. None: nowhere, or nothing is
-            lost that the run needs.
-        """
-        if self.peer is None or trainer.state.fn != TrainerFn.FITTING:
-            return None
-        found = self._way_on(trainer, self.peer, error)
-        if found is None:
-            return None
-        version, path = found
-        say = self.peer.events.note if self.is_global_zero else self.peer.events.hear  # once for the swarm
-        say("went_back", step=version, reason=str(error.__cause__ or error))
-        trainer.training = True  # it may have been validating
-        self._goes_back = True
-        try:
-            trainer._teardown()
-        finally:
-            self._goes_back = False
-        if self._swarm_launcher is not None:
-            self._swarm_launcher.forget_ended()
-        trainer.training, trainer.should_stop = True, False
-        return path
-
-    def _way_on(self, trainer: Trainer, peer: Peer, error: SwarmError) -> tuple[int, str] | None:
-        """The version of the weights, and the checkpoint, as `go_back` has it. This peer may be the lead then."""
-        if self.is_global_zero:
-            goal = self._way_back.find(trainer, peer, error)
-        elif isinstance(error, WentBack) and not peer.follower.is_told and self._comes_to is not None:
-            return self._come_again(peer)
-        else:
-            version = peer.follower.told_to_go_back()
-            if version is None:
-                return None
-            if not peer.inherits and peer.follower.is_led_anew:
-                self._way_back.begin_anew()
-                return version, ""
-            goal = self._inherit(trainer, peer) if peer.inherits else self._way_back.follow(version, error)
-        return None if goal is None else (goal.version, str(goal.path))
-
-    def _come_again(self, peer: Peer) -> tuple[int, str] | None:
-        """To a run that has gone back without this trainer, whose server was not in it to be told."""
-        view = peer.follower.find_run_again()
-        if view is None:
-            return None
-        self._comes_to = view
-        self._way_back.discard_states()
-        return view.manifest.first_step, ""
-
-    def _take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Where the run that another peer led goes on with this one as its lead."""
-        goal = self._way_back.inherit(trainer, peer)
-        assert peer.lead.run is not None
-        self._inherited = peer.lead.run.manifest.stages
-        self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
-        return goal
-
-    def _inherit(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Lead from here on, where this process trained beside another one."""
-        goal = self._take_over(trainer, peer)
-        _log.warning(
-            "The lead of run %r is gone. This peer takes the run over, from step %d on.",
-            self.config.run_id,
-            goal.version,
-        )
-        self._comes_to = None
-        self._take_rank()
-        self._put_back()
-        return goal
+            strategy._weights.hand_out_optimizer(strategy.optimizers[0], saved)

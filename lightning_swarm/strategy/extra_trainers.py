@@ -11,21 +11,39 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_swarm.strategy.data import part_of
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 
-# They decide when the run ends or what is kept of it, from what only the lead knows.
-_OF_THE_LEAD = ("Checkpoint", "EarlyStopping", "Timer")
+# They decide when the run ends or what is kept of it, by what only the lead knows.
+_LEAD_CALLBACKS = ("Checkpoint", "EarlyStopping", "Timer")
+
+
+class RankOverride:
+    """Sets the rank by which Lightning decides which process logs, and puts the process's own rank back."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def set(self, rank: int) -> None:
+        """Have this process log if its rank is zero by now."""
+        ranks = vars(rank_zero_only)
+        if self._before is None:
+            self._before = ranks["rank"]
+        ranks["rank"] = rank
+
+    def restore(self) -> None:
+        """Put the process's own rank back."""
+        if self._before is not None:
+            vars(rank_zero_only)["rank"], self._before = self._before, None
 
 
 def follow(trainer: Trainer) -> Callable[[], None]:
-    """Leave validation, files and decisions to the lead. Loggers and progress bars are off beyond rank zero anyway.
+    """Leave validation, files and decisions to the lead; what is returned takes them back.
 
-    Returns:
-        What puts all of it back: this trainer is to lead.
+    Loggers and progress bars are off beyond rank zero anyway.
     """
     own: Any = trainer  # whose attributes Lightning sets in its connectors
     fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
@@ -40,7 +58,7 @@ def follow(trainer: Trainer) -> Callable[[], None]:
     def put_back() -> None:
         own.limit_val_batches, own.num_sanity_val_steps = limits
         fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = least
-        own.callbacks[:] = [*callbacks, *(one for one in own.callbacks if one not in callbacks)]
+        own.callbacks[:] = [*callbacks, *(callback for callback in own.callbacks if callback not in callbacks)]
         if bar is not None:
             vars(bar).update(switches)
 
@@ -48,22 +66,26 @@ def follow(trainer: Trainer) -> Callable[[], None]:
 
 
 def leave_decisions(trainer: Trainer) -> None:
-    """Leave callbacks that decide to the lead. Those that a module brings come anew with each fit."""
+    """Remove callbacks that decide, for the lead decides. Those that a module brings come anew with each fit."""
     own: Any = trainer
-    own.callbacks[:] = [one for one in own.callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
+    own.callbacks[:] = [
+        callback for callback in own.callbacks if not isinstance(callback, callbacks_named(*_LEAD_CALLBACKS))
+    ]
 
 
 def follow_schedule(trainer: Trainer) -> None:
-    """Let the lead end the run, and keep only the schedulers that count its steps: records bring the rest."""
+    """Let the lead end the run, and keep only the schedulers that count its steps: records bring the others' values."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [
-        one for one in trainer.strategy.lr_scheduler_configs if one.interval == "step" and not one.reduce_on_plateau
+        config
+        for config in trainer.strategy.lr_scheduler_configs
+        if config.interval == "step" and not config.reduce_on_plateau
     ]
 
 
 def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
-    """Have a fit that is about to begin count on where the run is, schedulers of its steps included.
+    """Set the counters of a fit that is about to begin to where the run is, and the schedulers of its steps.
 
     Its own optimizer never steps; the records bring what it steps with elsewhere.
     """
@@ -83,7 +105,7 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
 
 
 def reseed(rank: int) -> None:
-    """Other random numbers than those of the trainers that were started with the same seed."""
+    """Draw other random numbers than the trainers that were started with the same seed."""
     seed = (torch.initial_seed() + rank) % (1 << 63)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002 - what users draw from
@@ -103,16 +125,16 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
     return lambda: torch.set_default_dtype(before)
 
 
-def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, comes: bool = False) -> Any:
+def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:
     """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`.
 
-    Of an iterable dataset each takes every n-th sample, of its own iteration. What is no DataLoader, and any dataset
-    with `use_distributed_sampler=False`, is read whole by every trainer. Then they must draw at random, and a warning
-    says so if they are not seen to. One that `comes` to a run under way reads all of it, too, whatever it is.
+    Each trainer takes every n-th sample of an iterable dataset, of its own iteration. What is no DataLoader, and any
+    dataset with `use_distributed_sampler=False`, is read whole by every trainer. Then trainers must draw at random, and
+    a warning says so if they do not seem to. A trainer that `joins` a run under way reads all of any data, too.
     """
-    if num_trainers == 1 and not comes:
+    if num_trainers == 1 and not joins:
         return dataloader
-    parts = not comes and trainer._accelerator_connector.use_distributed_sampler
+    parts = not joins and trainer._accelerator_connector.use_distributed_sampler
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
     if iterable and isinstance(dataloader, DataLoader) and parts:
         return part_of(dataloader, trainer.global_rank, num_trainers)
@@ -131,11 +153,11 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, comes: bool =
         )
         return framework.with_sampler(dataloader, sampler)
     elif isinstance(dataloader.sampler, SequentialSampler):
-        remedy = "Shuffle" if comes else "Leave `use_distributed_sampler` out, or shuffle"
+        remedy = "Shuffle" if joins else "Leave `use_distributed_sampler` out, or shuffle"
     else:
         return dataloader
-    who = "This trainer, which comes to a run under way," if comes else "Every trainer of the run"
-    warn = warnings.warn if comes else rank_zero_warn  # its rank is never zero
+    who = "This trainer, which comes to a run under way," if joins else "Every trainer of the run"
+    warn = warnings.warn if joins else rank_zero_warn  # its rank is never zero
     warn(
         f"{who} reads all of its {type(dataloader).__name__}, and as far as can be seen in the same order as the "
         f"others: then each sample counts once for every trainer. {remedy}.",

@@ -1,4 +1,4 @@
-"""One process for each peer of this machine: the same script, run again, serves instead of training.
+"""Starts one process for each further peer of this machine: the script runs again there, and serves or trains along.
 
 Children hold a pipe to their parent. When it closes, however the parent died, they end.
 """
@@ -33,66 +33,55 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer, hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
-from lightning_swarm.strategy.restart import (
-    RestartableStrategy,
-    arguments_of,
-    lead_on,
-    on_from,
-    run_beside,
-    run_through,
-)
+from lightning_swarm.strategy.restart import RestartableStrategy, TrainerCall
 
 _log = logging.getLogger(__name__)
 
 
 class LaunchedStrategy(RestartableStrategy, Protocol):
-    """What the launcher needs of a strategy."""
+    """The part of a strategy that the launcher needs."""
 
     config: SwarmConfig
     peer: Peer | None
 
     @property
     def num_trainers(self) -> int:
-        """That are started together, on this machine."""
+        """Trainers that are started together, on this machine."""
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Be a server until the run is over; or until this peer is to lead, from the checkpoint that it returns."""
+        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
+
+        The data module, for a LightningModule that asks it for a size, say, is neither prepared nor set up. `handed`
+        are the arguments of the Trainer's method, by name; None: this peer never leads. Returns the checkpoint from
+        which this peer is to run the Trainer's function, in the place of the lead. None: the run is over.
+        """
 
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead."""
 
     def enter(self, trainer: Trainer) -> bool:
-        """Whether this process trains in a run that is under way. It begins one otherwise."""
+        """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
 
 
 class SwarmLauncher(_Launcher):
-    """Starts this machine's other peers, and ends them. Serves both import trees: Lightning never asks for its class.
-
-    Args:
-        strategy: Whose peers they are.
-        num_peers: On this machine, this process included.
-
-    Attributes:
-        local_rank: Which of this machine's peers this process is.
-        launch_id: Of the peers that were started together last. The run's id may be that of an earlier run.
-    """
+    """Starts and ends this machine's other peers, for both import trees: Lightning never asks for its class."""
 
     launched: ClassVar[bool] = False
-    """Whether a swarm was asked for in this process."""
+    """True if a swarm was asked for in this process."""
 
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
     def __init__(self, strategy: LaunchedStrategy, num_peers: int) -> None:
         super().__init__()
         self._strategy = strategy
-        self._num_peers = num_peers
+        self._num_peers = num_peers  # on this machine, this process included
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
-        self.local_rank = process.local_rank()
-        self.launch_id = process.launch_id()
-        self._leaves = False  # this server was told to
+        self.local_rank = process.local_rank()  # this process's number among this machine's peers
+        self.launch_id = process.launch_id()  # of the peers that were started together last; a run's id may be reused
+        self._is_leaving = False  # this server was told to leave
 
     @property
     @override
@@ -107,28 +96,24 @@ class SwarmLauncher(_Launcher):
         SwarmLauncher.launched = True
         follow_environment()
         self._strategy.config = process.settle(self._strategy.config, self.local_rank)
-        handed = arguments_of(function, args, kwargs)
-        if self._strategy.config.only_serves:
-            path = self._serve(trainer, (*args, *kwargs.values()), handed)
-            return lead_on(self._strategy, trainer, function, args, kwargs, path=path)
+        call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         datamodule = _datamodule((*args, *kwargs.values()))
+        if self._strategy.config.only_serves:
+            return call.run_as_lead(self._serve(call, datamodule))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
-        self._strategy.check(trainer, handed)
-        given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
+        self._strategy.check(trainer, call.arguments)
         if self.local_rank:
-            path = self._follow(lambda: self._start_peers(trainer), trainer, function, *given)
-            given = on_from(path, function, *given)
+            call = self._follow(call, lambda: self._start_peers(trainer))
         elif self._start_peers(trainer):
-            if handed.get("ckpt_path") is not None:
+            if call.arguments.get("ckpt_path") is not None:
                 _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
-                given = on_from(None, function, *given)
-            path = self._follow(lambda: None, trainer, function, *given)
-            given = on_from(path, function, *given)
-            self._invite()  # beside the lead it said nothing, and the address that others knew may be the dead one's
+                call = call.resumed(None)
+            call = self._follow(call)
+            self._invite()  # beside the lead it printed nothing, and others may only know the dead lead's address
         # Whatever happens in it, Lightning tears the strategy down.
-        return run_through(self._strategy, trainer, function, *given)
+        return call.run()
 
     def _check_module(self, module: LightningModule) -> None:
         """Refuse a module that the children would not build: they run the script up to its first `fit`."""
@@ -142,55 +127,47 @@ class SwarmLauncher(_Launcher):
                 "of its own, or with `devices=1`."
             )
 
-    def _serve(self, trainer: Trainer, given: Iterable[Any], handed: Mapping[str, Any]) -> str:
-        """Serve, and end the process then; unless this peer is to lead, from the checkpoint that this returns."""
+    def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str:
+        """Serve, then end the process; unless this peer is to lead, from the checkpoint that is returned."""
 
         def serve() -> str | None:
-            self._start_peers(trainer)
+            self._start_peers(call.trainer)
             with leaving_on_signals(self._leave):
-                return self._strategy.serve(trainer, _datamodule(given), handed)
+                return self._strategy.serve(call.trainer, datamodule, call.arguments)
 
         return self._end_with(serve)
 
-    def _follow(
-        self,
-        start: Callable[[], object],
-        trainer: Trainer,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> str:
-        """Train beside the lead, and end the process then: what comes after `fit` in the script is for the lead.
+    def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
+        """Train beside the lead, then end the process: what comes after `fit` in the script is for the lead.
 
-        Returns:
-            The checkpoint from which this peer is to lead, if it comes to that.
+        Returns the call with which this peer is to lead, if it comes to that.
         """
 
         def follow() -> str | None:
             start()
-            self._strategy.follow(trainer)
+            self._strategy.follow(call.trainer)
             try:
-                return run_beside(self._strategy, trainer, function, args, kwargs)
+                return call.run_beside()
             except BaseException as error:
-                framework_of(trainer).call._interrupt(trainer, error)
-                trainer._teardown()
+                framework_of(call.trainer).call._interrupt(call.trainer, error)
+                call.trainer._teardown()
                 raise
 
-        return self._end_with(follow)
+        return call.resumed(self._end_with(follow))
 
     def _end_with(self, work: Callable[[], str | None]) -> str:
-        """Do it, then end the process, unless it returns something."""
+        """Do the work, then end the process, unless the work returns something."""
         code = 0
         try:
             result = work()
             if result is not None:
                 return result
         except KeyboardInterrupt:
-            code = 130  # as a shell has it
-        except SystemExit as told:  # by a second signal
-            code = told.code if isinstance(told.code, int) else int(told.code is not None)
+            code = 130  # as in a shell
+        except SystemExit as leaving:  # by a second signal
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         except SwarmError as error:
-            # In the place of the interpreter's own last word, which no configuration of logs can silence either.
+            # In place of the interpreter's traceback; like that, no configuration of logs can silence it.
             print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
             code = 1
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
@@ -204,20 +181,20 @@ class SwarmLauncher(_Launcher):
         os._exit(code)
 
     def _leave(self, reason: str) -> None:
-        """At a server: leave the run, and have this machine's other servers leave it."""
+        """Leave the run, at a server, and have this machine's other servers leave it."""
         _log.warning("%s: leaving. Once more, and it ends at once.", reason)
         self.let_children_leave()
         if self._strategy.peer is not None:
             self._strategy.peer.leave()
 
     def let_children_leave(self) -> None:
-        """Have this machine's other servers leave the run, which goes on."""
-        self._leaves = True
+        """Have this machine's other servers leave a run that goes on."""
+        self._is_leaving = True
         for child in self._children:
             child.terminate()
 
-    def _heed(self, reason: str) -> None:
-        """A cloud says that this machine is to go."""
+    def _handle_notice(self, reason: str) -> None:
+        """A cloud is about to take this machine away."""
         if self._strategy.config.only_serves:
             self._leave(reason)
             return
@@ -228,8 +205,8 @@ class SwarmLauncher(_Launcher):
     def _end_children_in_order(self, code: int) -> None:
         limits = self._strategy.config.limits
         # Those that leave may have to wait for a record of their own.
-        timeout = limits.leave_timeout + (limits.drain_timeout if self._leaves else 0.0)
-        self.end_children(timeout, dismissed=code == 0 or (self._leaves and code < 128))
+        timeout = limits.leave_timeout + (limits.drain_timeout if self._is_leaving else 0.0)
+        self.end_children(timeout, dismissed=code == 0 or (self._is_leaving and code < 128))
 
     @override
     def kill(self, signum: int) -> None:
@@ -237,7 +214,7 @@ class SwarmLauncher(_Launcher):
 
     @property
     def processes(self) -> list[int]:
-        """Of the other peers that this one started."""
+        """Ids of the other peers that this process started."""
         return [child.pid for child in self._children]
 
     def check_children(self) -> None:
@@ -252,19 +229,18 @@ class SwarmLauncher(_Launcher):
 
     @property
     def num_ended(self) -> int:
-        """How many children have ended."""
+        """Number of children that have ended."""
         return sum(child.poll() is not None for child in self._children)
 
     def forget_ended(self) -> None:
-        """Go on without the children that have ended."""
+        """Forget the children that have ended."""
         self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
         """End the children.
 
-        Args:
-            timeout: Seconds that they may take, once they were dismissed.
-            dismissed: They were told of the run's end and go by themselves. Else their run never began.
+        Children that were `dismissed`, told that the run is over, may take `timeout` seconds to end by themselves.
+        Else their run never began.
         """
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
@@ -284,8 +260,8 @@ class SwarmLauncher(_Launcher):
                 child.stdin.close()
 
     def _start_peers(self, trainer: Trainer) -> bool:
-        """This process's peer and, if it is the machine's first, the others. Whether it is to train beside a lead."""
-        first, enters = self.local_rank == 0, False
+        """Start this process's peer and, if it is the machine's first, the others. True: it trains beside a lead."""
+        first, joins = self.local_rank == 0, False
         command = process.of_child() if first and self._num_peers > 1 else []
         if self._num_peers > 1:
             self._num_threads = _share_cores(self._num_peers)
@@ -294,17 +270,17 @@ class SwarmLauncher(_Launcher):
             if self._strategy.config.only_serves:
                 peer.check_run_id()
             addresses = peer.runtime.run(peer.transport.addresses())
-            enters = self._strategy.enter(trainer)
-            # What only evaluates lets nobody in.
+            joins = self._strategy.enter(trainer)
+            # A run that only evaluates lets no peer in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 self._invite()
             self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
-            peer.watch_for_notice(self._strategy.config.preemption, self._heed)
-        return enters
+            peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
+        return joins
 
     def _invite(self) -> None:
-        """Say how others come to the run."""
+        """Print how others join the run."""
         peer = self._strategy.peer
         assert peer is not None
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
@@ -313,7 +289,7 @@ class SwarmLauncher(_Launcher):
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)
         for rank in range(1, self._num_peers):
-            told = process.for_child(
+            environment = process.for_child(
                 rank,
                 " ".join(addresses),
                 run_id=self._strategy.config.run_id,
@@ -322,12 +298,12 @@ class SwarmLauncher(_Launcher):
             )
             self._children.append(
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
-                subprocess.Popen(command, env=told, stdin=subprocess.PIPE, start_new_session=True)
+                subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
             )
 
 
 def _share_cores(num_peers: int) -> int | None:
-    """Peers of one machine share its cores, unless the user decided otherwise. Returns the number of threads before."""
+    """Share the cores among this machine's peers, unless the user decided. Returns the number of threads before."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
     before = torch.get_num_threads()
@@ -336,6 +312,6 @@ def _share_cores(num_peers: int) -> int | None:
 
 
 def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:
-    """The data module among what the Trainer was called with."""
+    """The data module among the arguments of the Trainer's method."""
     kinds = tuple(framework.data_module for framework in FRAMEWORKS)
-    return next((one for one in handed if isinstance(one, kinds)), None)
+    return next((value for value in handed if isinstance(value, kinds)), None)

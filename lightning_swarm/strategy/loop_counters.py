@@ -1,8 +1,9 @@
-"""Where a step ends by Lightning's own counters, as far as one trainer can say."""
+"""Counters of the training loop: schedulers' moves, complete batches, the loss scale, and where a step ends."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,42 +15,43 @@ from lightning.pytorch import Trainer
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
-from lightning_swarm.core.errors import StepError
+from lightning_swarm.core.errors import ConfigError, StepError
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.framework import framework_of
 
 
 class TrainerSchedulers:
-    """Of one Trainer, from `take_over` on."""
+    """Moves a Trainer's learning rate schedulers once for each record, from `take_over` on."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._num_moved = 0  # how often they were moved for records that are not counted yet
+        self._num_moved = 0  # moves for records that are not counted yet
 
     def take_over(self) -> None:
-        """Have Lightning's loop not move them once more where they were moved for a record that is still to come."""
+        """Keep Lightning's loop from moving them again where they were moved for a record that is still to come."""
         self._update = partial(type(self._epoch_loop).update_lr_schedulers, self._epoch_loop)
         self._epoch_loop.update_lr_schedulers = self._update_after_batch  # type: ignore[method-assign]
 
-    def go_back(self) -> None:
+    def restart(self) -> None:
         """The run goes on from other weights."""
         self._num_moved = 0
 
     def move(self, optimizer: Optimizer, num_records: int) -> None:
-        """Have them be where so many records that are not counted yet bring them."""
+        """Move them to where so many records bring them that are not counted yet."""
         while self._num_moved < num_records:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # they ask whether it stepped; it did, elsewhere
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
             self._num_moved += 1
 
     def count(self, optimizer: Optimizer, *, is_first: bool) -> None:
-        """A record is counted; for the first one in a batch Lightning moves them."""
+        """A record is counted; for the first record in a batch Lightning moves them."""
         if not is_first:
             self.move(optimizer, 1)
             self._num_moved -= 1
 
     def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """What Lightning calls after a batch."""
+        """Takes the place of the method that Lightning calls after a batch."""
         if interval == "step" and not update_plateau_schedulers and self._num_moved:
             self._num_moved -= 1
         else:
@@ -58,7 +60,7 @@ class TrainerSchedulers:
 
 @dataclass(frozen=True)
 class LoopBatch:
-    """One that Lightning's loop, or another trainer's absence, has brought."""
+    """A batch of Lightning's loop, or one that another trainer does not bring."""
 
     idx: int
     kwargs: OrderedDict[str, Any]
@@ -67,35 +69,30 @@ class LoopBatch:
 
 
 class CompletedBatches:
-    """Of one trainer.
-
-    Attributes:
-        lost: By their leases: they were through, count nowhere all the same, and are to run again.
-    """
+    """One trainer's complete batches that no record counts yet."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}  # by step
         self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # by lease: the step, the batch, its epoch
-        self.lost: dict[int, LoopBatch] = {}
+        self.lost: dict[int, LoopBatch] = {}  # by lease: they count nowhere all the same, and are to run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
-        """One more is through."""
+        """One more batch is complete."""
         self._batches[lease] = step, batch, epoch
         self._sizes.setdefault(step, []).append(batch.num_samples)
 
     def num_samples(self, step: int) -> int:
-        """Of those in a step."""
+        """Samples of a step's batches."""
         return sum(self._sizes.get(step, ()))
 
     def num_batches(self, epoch: int) -> int:
-        """Of an epoch."""
+        """Batches of an epoch."""
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
-        """It counts nowhere, as its step's record or who coordinates says.
+        """Have a batch run again: its step's record, or the coordinator, does not count it.
 
-        Raises:
-            StepError: It is not kept any more.
+        Raises StepError if the batch is not kept any more.
         """
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
@@ -108,43 +105,36 @@ class CompletedBatches:
             self._sizes[step].remove(batch.num_samples)
 
     def keep_no_batches(self) -> None:
-        """None of those that are through will run again."""
+        """Keep no batch to run it again."""
         self._batches.clear()
 
     def count(self, step: int) -> None:
         """The record of a step was counted."""
         self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
-        self._batches = {lease: one for lease, one in self._batches.items() if one[0] > step}
+        self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
     def recall(self, lost: Mapping[int, Any]) -> None:
-        """Have these run again, as the loop of another run would have had."""
+        """Have the batches run again that the loop of another run still had to."""
         self.lost = dict(lost)
 
 
 class LossScale:
-    """What the lead's losses are multiplied by, so that small gradients stay in the range of float16.
+    """The factor of the lead's losses that keeps small gradients in the range of float16.
 
-    Lightning's precision plugin multiplies; the servers divide the mean. The scaler sees no gradient of the model.
-
-    Args:
-        scaler: Of the plugin; None: it never scales.
+    Lightning's precision plugin multiplies by it; the servers divide the mean. The scaler sees none of their gradients.
     """
 
     def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler = scaler
+        self._scaler = scaler  # of the precision plugin; None: it never scales
 
     @property
     def adapts(self) -> bool:
-        """Whether it changes with the steps."""
+        """True if it changes with the steps."""
         return self._scaler is not None and self._scaler.is_enabled()
 
     @property
     def value(self) -> float:
-        """The scale of the next loss.
-
-        Raises:
-            StepError: It has come down to nothing.
-        """
+        """The scale of the next loss. Raises StepError if it has come down to nothing."""
         value = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         if not 0.0 < value < math.inf:
             raise StepError(
@@ -166,14 +156,7 @@ class LossScale:
 
 
 class LoopCounters:
-    """Of one trainer's loop.
-
-    Args:
-        trainer: Lightning's.
-        data: That trainers share, if they do.
-        target_batch_size: Samples of a step; None: Lightning's own arithmetic.
-        is_lead: Whether the run follows this loop.
-    """
+    """Says where a step ends by Lightning's own counters, as far as one trainer can know."""
 
     def __init__(self, trainer: Trainer, data: SharedData, target_batch_size: int | None, *, is_lead: bool) -> None:
         self._trainer = trainer
@@ -184,27 +167,42 @@ class LoopCounters:
 
     @property
     def by_windows(self) -> bool:
-        """Whether a step is a window of accumulation."""
+        """True if a step is a window of accumulation."""
         return self._target_batch_size is None
 
     @property
     def total_weight(self) -> float | None:
-        """Of a step: a full window's, of batches that weigh equally; None: it adds up."""
+        """Weight of a step: that of a full window, whose batches weigh the same. None: its samples add up."""
         return 1.0 if self.by_windows else None
 
+    def num_samples(self, batch: Any) -> int:
+        """Samples of a batch; where a step is a window they are only a label, and may be unknown."""
+        framework = framework_of(self._trainer)
+        try:
+            with warnings.catch_warnings():
+                if self.by_windows:
+                    warnings.simplefilter("ignore")
+                return framework.extract_batch_size(batch)
+        except framework.misconfiguration as error:
+            if self.by_windows:
+                return 1
+            raise ConfigError(
+                "`target_batch_size` counts samples, and this batch does not show how many it has: "
+                f"{type(batch).__name__}. Put a tensor with one row for each sample into it."
+            ) from error
+
     def begins_window(self, batch_idx: int) -> bool:
-        """Whether Lightning's accumulation begins with this batch."""
+        """True if Lightning's accumulation begins with this batch."""
         return batch_idx % self._trainer.accumulate_grad_batches == 0
 
     def is_full(self, num_samples: int) -> bool:
-        """Whether a step with so many of this trainer's samples is, if no other trainer has batches in it."""
+        """True if a step with so many of this trainer's samples is full when no other trainer has batches in it."""
         return self._target_batch_size is not None and num_samples >= self._target_batch_size
 
     def is_due(self, num_samples: int) -> bool:
-        """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch.
+        """True if a step with so many of this trainer's samples ends here, whatever was granted.
 
-        Args:
-            num_samples: Of this trainer's in it.
+        That is where Lightning's own step would end, or with the last batch.
         """
         if self.by_windows:
             # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
@@ -215,14 +213,14 @@ class LoopCounters:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the lead's epoch ends here: what follows it, a checkpoint say, shall miss no step of it."""
+        """True if the lead's epoch ends here: what follows it, a checkpoint say, must miss no step of it."""
         return self._is_lead and self._epoch_loop._num_ready_batches_reached()
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the lead's last epoch ends here."""
+        """True if the lead's last epoch ends here."""
         if self._data.shares:
-            return False  # who coordinates knows which batch is the run's last one
+            return False  # the coordinator knows which batch is the run's last one
         max_epochs = self._trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= max_epochs
         return last_epoch and self.ends_epoch

@@ -1,4 +1,4 @@
-"""What a torchmetrics object has taken in: taken out of it, sent, and put together by its own reductions."""
+"""Takes the states of torchmetrics objects out, packs them, and puts them together by their own reductions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol.messages.batches import MetricState
 
-_OF_TENSORS = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
-_PARTS_OF_MODULES = frozenset(vars(nn.Module()))
-_OF_LISTS = (dim_zero_cat, None)
-_INSTEAD = (
+_TENSOR_REDUCTIONS = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_LIST_REDUCTIONS = (dim_zero_cat, None)
+_REMEDY = (
     "Log what it computes for the batch, with its `batch_size`, or leave `sync_dist` out to get the lead's own value."
 )
 
@@ -32,11 +32,7 @@ class MetricContents:
 
 
 def check_metric(name: str, metric: Metric) -> None:
-    """Refuse a metric whose states cannot be put together.
-
-    Raises:
-        ConfigError: It is made of other metrics, or a state has a reduction of its own.
-    """
+    """Refuse a metric whose states cannot be put together."""
     kind = type(metric).__name__
     if any(isinstance(child, Metric) for child in metric.children()) or not metric._defaults:
         raise ConfigError(
@@ -44,21 +40,21 @@ def check_metric(name: str, metric: Metric) -> None:
             f"{kind} as {name!r}. Log the metrics that it is made of."
         )
     for state, default in metric._defaults.items():
-        if metric._reductions[state] not in (_OF_LISTS if isinstance(default, list) else _OF_TENSORS):
+        if metric._reductions[state] not in (_LIST_REDUCTIONS if isinstance(default, list) else _TENSOR_REDUCTIONS):
             raise ConfigError(
                 "`sync_dist=True` puts a metric's states together by their `dist_reduce_fx`, one of 'sum', 'mean', "
                 f"'max', 'min' and 'cat' (None for a list): state {state!r} of the {kind} {name!r} has another. "
-                f"{_INSTEAD}"
+                f"{_REMEDY}"
             )
 
 
 def copied(metric: Metric) -> dict[str, Any]:
-    """All that `update`, `forward` and `reset` change in a metric; `restore` puts it back."""
-    return {name: _copied(value) for name, value in vars(metric).items() if name not in _PARTS_OF_MODULES}
+    """A copy of all that `update`, `forward` and `reset` change in a metric; `restore` puts it back."""
+    return {name: _copied(value) for name, value in vars(metric).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def restore(metric: Metric, contents: dict[str, Any]) -> None:
-    """Let a metric be as it was when it was `copied`."""
+    """Put back into a metric what was `copied`."""
     vars(metric).update({name: _copied(value) for name, value in contents.items()})
 
 
@@ -70,20 +66,20 @@ def _copied(value: Any) -> Any:
 
 
 def has_value(metric: Metric) -> bool:
-    """Whether its last batch was taken in by `forward`, which computes that batch's own value."""
+    """True if its last batch was taken in by `forward`, which computes that batch's own value."""
     value: object = metric._forward_cache
     return value is not None
 
 
 def take(metric: Metric) -> MetricContents:
-    """Take out what is in `metric`, and leave it as if it were new, but for the value of its last `forward`."""
+    """Take the states out of a metric, and leave it as if new, but for the value of its last `forward`."""
     contents = MetricContents(metric._update_count, {name: getattr(metric, name) for name in metric._defaults})
     put(metric, MetricContents(0, {}))
     return contents
 
 
 def put(metric: Metric, contents: MetricContents) -> None:
-    """Let `metric` hold `contents` and nothing else."""
+    """Make a metric hold these contents and nothing else."""
     for name, default in metric._defaults.items():
         # Copies, because `update` and `reset` change states in place.
         state = contents.states.get(name, default)
@@ -91,37 +87,37 @@ def put(metric: Metric, contents: MetricContents) -> None:
     metric._update_count, metric._computed = contents.num_updates, None
 
 
-def together(metric: Metric, one: MetricContents, other: MetricContents) -> MetricContents:
-    """As if `metric` had taken in first the one, then the other."""
-    if not one.num_updates or not other.num_updates:
-        return one if one.num_updates else other
-    num_updates = one.num_updates + other.num_updates
+def together(metric: Metric, first: MetricContents, other: MetricContents) -> MetricContents:
+    """The contents of a metric that has taken in both, one after the other."""
+    if not first.num_updates or not other.num_updates:
+        return first if first.num_updates else other
+    num_updates = first.num_updates + other.num_updates
     share = other.num_updates / num_updates
     states = {
-        name: _reduced(metric._reductions[name], one.states[name], other.states[name], share) for name in one.states
+        name: _reduced(metric._reductions[name], first.states[name], other.states[name], share) for name in first.states
     }
     return MetricContents(num_updates, states)
 
 
 def _reduced(
-    reduction: object, one: Tensor | list[Tensor], other: Tensor | list[Tensor], share: float
+    reduction: object, first: Tensor | list[Tensor], other: Tensor | list[Tensor], share: float
 ) -> Tensor | list[Tensor]:
-    if isinstance(one, list) or isinstance(other, list):
-        return [*one, *other]
-    one, other = one.detach(), other.detach()
+    if isinstance(first, list) or isinstance(other, list):
+        return [*first, *other]
+    first, other = first.detach(), other.detach()
     if reduction == dim_zero_sum:
-        return one + other
+        return first + other
     if reduction == dim_zero_mean:
-        return one + (other - one) * share
+        return first + (other - first) * share
     if reduction == dim_zero_max:
-        return torch.maximum(one, other)
+        return torch.maximum(first, other)
     if reduction == dim_zero_min:
-        return torch.minimum(one, other)
-    return torch.cat([one, other])
+        return torch.minimum(first, other)
+    return torch.cat([first, other])
 
 
 def computed_of(metric: Metric, contents: MetricContents) -> object:
-    """What `metric` would compute if it held `contents`."""
+    """The value that a metric computes of these contents."""
     own = take(metric)
     put(metric, contents)
     try:
@@ -131,18 +127,14 @@ def computed_of(metric: Metric, contents: MetricContents) -> object:
 
 
 def pack(name: str, contents: MetricContents) -> tuple[MetricState, list[Tensor]]:
-    """As it travels."""
+    """Pack a metric's contents for a message."""
     lists = [state if isinstance(state, list) else [state] for state in contents.states.values()]
-    tensors = [tensor.detach().cpu() for one in lists for tensor in one]
-    return MetricState(name=name, num_updates=contents.num_updates, lengths=[len(one) for one in lists]), tensors
+    tensors = [tensor.detach().cpu() for state in lists for tensor in state]
+    return MetricState(name=name, num_updates=contents.num_updates, lengths=[len(state) for state in lists]), tensors
 
 
 def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> MetricContents:
-    """What another trainer's `metric` has taken in.
-
-    Raises:
-        ProtocolError: It is not the same metric.
-    """
+    """Unpack what another trainer's metric has taken in. Raises ProtocolError if it is not the same metric."""
     rest = iter(tensors)
     states: dict[str, Tensor | list[Tensor]] = {}
     if len(sent.lengths) != len(metric._defaults):
@@ -153,7 +145,7 @@ def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Metr
             states[name] = parts
             continue
         own = getattr(metric, name)
-        # One that begins as a number may find its shape as it goes.
+        # A state that begins as a number may find its shape as it goes.
         if length != 1 or parts[0].dtype != own.dtype or (default.dim() and not _fits(metric, name, parts[0], default)):
             found = [(str(part.dtype), list(part.shape)) for part in parts]
             raise ProtocolError(
@@ -164,5 +156,5 @@ def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Metr
 
 
 def _fits(metric: Metric, name: str, tensor: Tensor, default: Tensor) -> bool:
-    same = 1 if metric._reductions[name] == dim_zero_cat else 0  # whose first dimension grows
-    return tensor.shape[same:] == default.shape[same:]
+    first = 1 if metric._reductions[name] == dim_zero_cat else 0  # dimension 0 of a concatenation grows
+    return tensor.shape[first:] == default.shape[first:]

@@ -1,6 +1,6 @@
-"""What trainers log for all of them: ``self.log(..., sync_dist=True)`` means over all samples, whoever brought them.
+"""Shares what trainers log: ``self.log(..., sync_dist=True)`` means over all samples, of all trainers' batches.
 
-Trainers do not run in lockstep, so nobody waits for anybody here. What a batch logged travels with the batch; when the
+Trainers do not run in lockstep, so none waits for another here. What a batch logged travels with the batch; when the
 batch is in a record, the lead adds it to its own results, as if it had computed the batch itself.
 """
 
@@ -35,27 +35,24 @@ from lightning_swarm.strategy.metric_states import (
 _NOTHING = MetricContents(0, {})
 
 PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, MetricContents]]]]
-"""Which metrics are followed, and whether they have a value for each batch; and what the lead's own batches in the open
-step added, by their leases."""
+"""The metrics that are followed, each true if it has a value for each batch; and what the lead's own batches in the
+open step added, by their leases."""
 
 
 class SharedMetrics:
-    """While a batch is in hand, such a metric holds this batch only; then it is put together again.
+    """Shares metric objects that are logged with `sync_dist`.
 
-    So what travels is what the batch has added, and a batch that does not count leaves nothing behind.
-
-    Args:
-        module: Has the metrics. They are named by their places in it, as in all trainers' modules.
-        results: Lightning's `_ResultCollection` of the training epoch loop.
-        max_bytes: Of what a batch adds to all of them; None: this is the lead, from where it does not travel.
+    While a batch is in hand, such a metric holds this batch only; then it is put together again. So what travels is
+    what the batch has added, and a batch that does not count leaves nothing behind. Metrics are named by their places
+    in the module, as in all trainers' modules.
     """
 
     def __init__(self, module: nn.Module, results: Any, *, max_bytes: int | None) -> None:
         self._module = module
-        self._results = results
-        self._max_bytes = max_bytes
+        self._results = results  # Lightning's `_ResultCollection` of the training epoch loop
+        self._max_bytes = max_bytes  # that a batch adds to all metrics; None at the lead, whose batches do not travel
         self._metrics: dict[str, Metric] = {}
-        self._with_values: set[str] = set()  # those that have one for each batch, by their `forward`
+        self._with_values: set[str] = set()  # the metrics that have one for each batch, by their `forward`
         self._before: dict[str, MetricContents] | None = None  # what they held before the batch in hand
         self._lease = 0  # of the batch in hand
         self._step: dict[int, list[tuple[str, MetricContents]]] = {}  # of the lead's own batches in the open step
@@ -63,23 +60,23 @@ class SharedMetrics:
         self._decided: list[tuple[str, MetricContents]] = []  # of all batches of the newest step
 
     def follow(self, metric: Metric) -> None:
-        """It was logged. With it go those that share its states."""
-        known = next((name for name, one in self._metrics.items() if one is metric), None)
+        """Share a metric that was logged, and all that share its states."""
+        known = next((name for name, followed in self._metrics.items() if followed is metric), None)
         if known is not None:
             self._with_values |= {known} if has_value(metric) else set()
             return
-        names = {id(one): name for name, one in self._module.named_modules() if isinstance(one, Metric)}
+        names = {id(found): name for name, found in self._module.named_modules() if isinstance(found, Metric)}
         if id(metric) not in names:
             raise ConfigError(
                 "`sync_dist=True` finds a metric in the other trainers by its place in the LightningModule, where this "
                 f"{type(metric).__name__} has none. Make it an attribute, or an entry of a ModuleDict or ModuleList."
             )
-        for one in self._group(metric):
-            name = names[id(one)]
+        for member in self._group(metric):
+            name = names[id(member)]
             if name not in self._metrics:
-                check_metric(name, one)
-                self._metrics[name] = one
-            if has_value(one):
+                check_metric(name, member)
+                self._metrics[name] = member
+            if has_value(member):
                 self._with_values.add(name)
         if len(self._metrics) > MAX_LOGS:
             raise ConfigError(
@@ -89,22 +86,22 @@ class SharedMetrics:
     def _group(self, metric: Metric) -> Iterator[Metric]:
         yield metric
         for collection in self._module.modules():
-            # One of its metrics may be updated for several.
-            if isinstance(collection, MetricCollection) and any(one is metric for one in collection.modules()):
+            # Only one of a group of its metrics may be updated, for all of the group.
+            if isinstance(collection, MetricCollection) and any(member is metric for member in collection.modules()):
                 yield from collection.values(copy_state=False)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no metric was logged so far."""
+        """True if no metric was logged so far."""
         return not self._metrics
 
     def begin_batch(self, lease: int) -> None:
-        """A batch is in hand."""
+        """Empty the metrics for the batch in hand."""
         self._lease = lease
         self._before = {name: take(metric) for name, metric in self._metrics.items()}
 
     def finish_batch(self, *, counts: bool) -> Metrics:
-        """The batch is through, or will not count. What it added, as it travels."""
+        """Put the metrics together again. Returns what the batch added, as it travels, if it counts."""
         assert self._before is not None
         before, self._before = self._before, None
         added = [(name, take(metric)) for name, metric in self._metrics.items()]
@@ -127,31 +124,29 @@ class SharedMetrics:
         return [state for state, _ in packed], tensors
 
     def discard_batch(self, lease: int) -> None:
-        """A batch that came to its end counts nowhere. What the metrics hold is somebody else's to restore."""
+        """A complete batch counts nowhere. The caller restores what the metrics hold."""
         self._step.pop(lease, None)
 
     @property
     def pending(self) -> PendingMetrics:
-        """Between two batches."""
+        """What is still to be shared, between two batches."""
         return {name: name in self._with_values for name in self._metrics}, dict(self._step)
 
     def recall(self, pending: PendingMetrics) -> None:
-        """Be as it was then; what the metrics hold is somebody else's to restore."""
+        """Go on where another run's loop was. The caller restores what the metrics hold."""
         names, self._step = pending[0], {lease: list(added) for lease, added in pending[1].items()}
         modules = dict(self._module.named_modules())
-        self._metrics = {name: one for name in names if isinstance(one := modules.get(name), Metric)}
+        self._metrics = {name: metric for name in names if isinstance(metric := modules.get(name), Metric)}
         self._with_values = {name for name, has_values in names.items() if has_values}
 
     def decide(self, others: Sequence[Metrics]) -> None:
-        """At the lead: a record came, with what others' batches in it added."""
-        came = [one for sent in others for one in self._unpacked(*sent)]
-        self._others += came
-        own = [one for added in self._step.values() for one in added]
-        self._decided, self._step = [*own, *came], {}
+        """Take in, at the lead, what others' batches in a record added."""
+        received = [contents for sent in others for contents in self._unpack(*sent)]
+        self._others += received
+        own = [contents for added in self._step.values() for contents in added]
+        self._decided, self._step = [*own, *received], {}
 
-    def _unpacked(
-        self, states: Sequence[MetricState], tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[str, MetricContents]]:
+    def _unpack(self, states: Sequence[MetricState], tensors: Sequence[Tensor]) -> Iterator[tuple[str, MetricContents]]:
         begin = 0
         for sent in states:
             metric = self._metrics.get(sent.name)
@@ -165,7 +160,7 @@ class SharedMetrics:
             begin = end
 
     def replay(self) -> None:
-        """At the lead, after its own batch and before Lightning logs the step: take in what others' batches added."""
+        """Add what others' batches added, at the lead, after its own batch and before Lightning logs the step."""
         if self._before is not None:  # the batch in hand failed
             self.finish_batch(counts=False)
         others, self._others = self._others, []
@@ -176,17 +171,19 @@ class SharedMetrics:
         for key, entry in self._results.items():
             if not entry.is_tensor and id(entry.value) in names:
                 self._results.update_metrics(key, entry.value, 1)
-        for entry, value in self._of_step():
+        for entry, value in self._step_values():
             entry._forward_cache, entry.has_reset = value, False
         self._decided = []
 
     @property
     def of_step(self) -> dict[str, Any]:
-        """At the lead, what all batches of the newest step make, by the names of a logger's line."""
-        return {entry.meta.forked_name(on_step=True): value for entry, value in self._of_step() if entry.meta.logger}
+        """The values of all batches of the newest step, at the lead, by the names of a logger's line."""
+        return {
+            entry.meta.forked_name(on_step=True): value for entry, value in self._step_values() if entry.meta.logger
+        }
 
-    def _of_step(self) -> Iterator[tuple[Any, Any]]:
-        """Lightning's entries that have a value for each step, with that of the newest one."""
+    def _step_values(self) -> Iterator[tuple[Any, Any]]:
+        """Lightning's entries that have a value for each step, with the newest step's value."""
         names = {id(metric): name for name, metric in self._metrics.items() if name in self._with_values}
         for entry in self._results.values():
             if entry.is_tensor or not entry.meta.on_step:
@@ -206,17 +203,11 @@ _REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] =
 }
 
 Pending: TypeAlias = tuple[Mapping[int, Sequence[LoggedValue]], PendingMetrics]
-"""What a trainer logged of its batches in the open step, by their leases; and likewise of metrics."""
+"""What a trainer's batches in the open step logged, by their leases; and what they added to metrics."""
 
 
 class SharedLogs:
-    """Stands before the training loop's results and sees what is logged.
-
-    Args:
-        module: The LightningModule.
-        results: Lightning's `_ResultCollection` of the training epoch loop.
-        metrics: Of the same.
-    """
+    """Shares all that is logged with `sync_dist`: it stands before the training loop's results and sees it."""
 
     def __init__(self, module: nn.Module, results: Any, metrics: SharedMetrics) -> None:
         self._module = module
@@ -229,49 +220,49 @@ class SharedLogs:
         self._step: dict[int, list[LoggedValue]] = {}  # of this trainer's batches in the open step, by their leases
         self._others: list[LoggedValue] = []
         self._decided: list[LoggedValue] = []  # of all batches of the newest step
-        results.log = self._see
+        results.log = self._log
 
     def begin_batch(self, num_samples: int, lease: int) -> None:
-        """A batch is in hand."""
+        """Note what was logged before the batch in hand."""
         self._num_samples, self._lease, self._batch = num_samples, lease, []
         self._before = _LogsBefore(self._module, self._results)
         self._metrics.begin_batch(lease)
 
     @property
     def so_far(self) -> list[LoggedValue] | None:
-        """What the batch in hand logged, one entry for each name; None: that is not all that is shared of it."""
+        """What the batch in hand logged, one entry for each name; None: more is shared of it."""
         logs = fold(self._batch)
         return logs if self._metrics.is_empty and len(logs) <= MAX_LOGS else None
 
     def revoke(self) -> None:
-        """The batch counts nowhere, and runs again: what its first run logged is forgotten, by metrics, too."""
+        """Forget, in metrics, too, what a batch logged that counts nowhere, and runs again."""
         if self._num_samples is not None:
             self.finish_batch(counts=False)
         self.discard_batch(self._lease)
         self.restore()
 
     def discard_batch(self, lease: int) -> None:
-        """A batch that was through is not in the step. What the results and metrics hold is not changed."""
+        """A complete batch is not in the step. What the results and metrics hold is not changed."""
         self._step.pop(lease, None)
         self._metrics.discard_batch(lease)
 
     def restore(self) -> None:
-        """Leave the results and metrics as they were before the newest batch. What is shared of it is not changed."""
+        """Restore results and metrics as they were before the newest batch. What is shared of it is not changed."""
         assert self._before is not None
         self._before.restore()
 
     @property
     def pending(self) -> Pending:
-        """Between two batches: what is still to be shared of this trainer's."""
+        """What is still to be shared, between two batches, of this trainer's batches."""
         return dict(self._step), self._metrics.pending
 
     def recall(self, pending: Pending) -> None:
-        """Be as it was then, when the run goes on from there."""
+        """Go on where another run's loop was."""
         self._step = {lease: list(logs) for lease, logs in pending[0].items()}
         self._metrics.recall(pending[1])
 
     def finish_batch(self, *, counts: bool = True) -> tuple[list[LoggedValue], Metrics]:
-        """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""
+        """Close the batch in hand. Returns what it logged, one entry for each name, and added to metrics."""
         self._num_samples = None
         metrics = self._metrics.finish_batch(counts=counts)
         logs = fold(self._batch)
@@ -284,41 +275,41 @@ class SharedLogs:
         return logs, metrics
 
     def decide(self, others: Sequence[LoggedValue], metrics: Sequence[Metrics]) -> None:
-        """At the lead: a record came, with what others logged of its batches, and added to metrics."""
+        """Take in, at the lead, what others' batches in a record logged, and added to metrics."""
         self._metrics.decide(metrics)
         self._others += others
-        own = [one for logs in self._step.values() for one in logs]
+        own = [logged for logs in self._step.values() for logged in logs]
         self._decided, self._step = fold([*own, *others]), {}
 
     @property
     def of_step(self) -> dict[str, Any]:
-        """At the lead, what all batches of the newest step make, by the names of a logger's line."""
+        """The values of all batches of the newest step, at the lead, by the names of a logger's line."""
         logs = {
-            f"{one.name}_step" if one.on_epoch else one.name: one.value  # as Lightning calls it
-            for one in self._decided
-            if one.on_step and one.logger
+            f"{logged.name}_step" if logged.on_epoch else logged.name: logged.value  # as Lightning calls it
+            for logged in self._decided
+            if logged.on_step and logged.logger
         }
         return logs | self._metrics.of_step
 
     def replay(self) -> None:
-        """At the lead, after its own batch and before Lightning logs the step: take in what others logged."""
+        """Add what others logged, at the lead, after its own batch and before Lightning logs the step."""
         self._metrics.replay()
         others, self._others = self._others, []
         decided, self._decided = self._decided, []
-        for one in others:
-            metric = self._entry(one)
-            if metric is not None and one.on_epoch:
-                self._results.update_metrics(f"{_HOOK}.{one.name}", _tensor(one.value, metric), one.batch_size)
-        for one in decided:
-            metric = self._entry(one)
-            if metric is not None and one.on_step:
-                metric._forward_cache = _tensor(one.value, metric)
+        for logged in others:
+            metric = self._entry(logged)
+            if metric is not None and logged.on_epoch:
+                self._results.update_metrics(f"{_HOOK}.{logged.name}", _tensor(logged.value, metric), logged.batch_size)
+        for logged in decided:
+            metric = self._entry(logged)
+            if metric is not None and logged.on_step:
+                metric._forward_cache = _tensor(logged.value, metric)
                 metric.has_reset = False
-                if not one.on_epoch:
+                if not logged.on_epoch:
                     metric.value = metric._forward_cache
 
-    def _see(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
-        """In the place of `_ResultCollection.log`. Lightning shall not reduce: that is done here."""
+    def _log(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
+        """Takes the place of `_ResultCollection.log`. Lightning must not reduce: that is done here."""
         type(self._results).log(self._results, fx, name, value, sync_dist=False, **options)
         if not sync_dist:
             return
@@ -336,7 +327,7 @@ class SharedLogs:
         self._batch.append(
             LoggedValue(
                 name=name,
-                reduce=next(one for one in _REDUCTIONS if getattr(meta, f"is_{one}_reduction")),
+                reduce=next(reduction for reduction in _REDUCTIONS if getattr(meta, f"is_{reduction}_reduction")),
                 value=float(value),
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
                 on_step=meta.on_step,
@@ -346,32 +337,37 @@ class SharedLogs:
             )
         )
 
-    def _entry(self, one: LoggedValue) -> Any:
-        """The lead's own result of this name; made as the other trainer says, if it has none yet."""
-        key = f"{_HOOK}.{one.name}"
+    def _entry(self, logged: LoggedValue) -> Any:
+        """The lead's own result of this name, made with the other trainer's options if it has none yet."""
+        key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
-            reduce_fx = _REDUCTIONS[one.reduce]
-            options = {"prog_bar": one.prog_bar, "logger": one.logger, "on_step": one.on_step, "on_epoch": one.on_epoch}
+            reduce_fx = _REDUCTIONS[logged.reduce]
+            options = {
+                "prog_bar": logged.prog_bar,
+                "logger": logged.logger,
+                "on_step": logged.on_step,
+                "on_epoch": logged.on_epoch,
+            }
             nothing = torch.tensor(float("nan"))
             type(self._results).log(
-                self._results, _HOOK, one.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options
+                self._results, _HOOK, logged.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options
             )
             self._results[key].reset()
         metric = self._results[key]
         if not metric.is_tensor:
-            _log.warning("Another trainer logged %r as a number; here it is a metric object.", one.name)
+            _log.warning("Another trainer logged %r as a number; here it is a metric object.", logged.name)
             return None
         return metric
 
 
 class _LogsBefore:
-    """What was logged before a batch, and the metrics of the module as they were."""
+    """Copies of what was logged before a batch, and of the module's metrics."""
 
     def __init__(self, module: nn.Module, results: Any) -> None:
         self._results = results
         # A logged value is a metric of Lightning's own.
         self._entries = {key: copied(entry) for key, entry in results.items()}
-        self._metrics = [(one, copied(one)) for one in module.modules() if isinstance(one, Metric)]
+        self._metrics = [(metric, copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]
 
     def restore(self) -> None:
         for key in self._results.keys() - self._entries.keys():

@@ -1,4 +1,4 @@
-"""What a Trainer's settings mean for the run that it starts."""
+"""Prepares the module, and the run, that a Trainer's settings ask for."""
 
 from __future__ import annotations
 
@@ -38,16 +38,9 @@ from lightning_swarm.strategy.framework import ImportTree, framework_of
 
 
 def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: bool) -> None:
-    """Refuse what cannot be cut, as far as it can be seen before the model is configured.
+    """Refuse a model that cannot be cut, as far as it can be seen before the model is configured.
 
-    Args:
-        trainer: Whose module it is.
-        config: The user's settings.
-        num_stages: Into how many.
-        restored: Whether the model comes from a checkpoint, which may bring layers.
-
-    Raises:
-        ConfigError: With the remedy.
+    A model that is `restored` from a checkpoint may get boundary layers from it.
     """
     module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
     if is_overridden("setup", module) or is_overridden("configure_model", module):
@@ -63,7 +56,7 @@ def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: b
 
 
 def choose(trainer: Trainer, blocks: Blocks, config: SwarmConfig, num_stages: int) -> Sequence[range]:
-    """The blocks of each stage, where no run says so."""
+    """Choose the blocks of each stage, for a run that begins."""
     return choose_ranges(
         blocks,
         num_stages,
@@ -76,18 +69,7 @@ def choose(trainer: Trainer, blocks: Blocks, config: SwarmConfig, num_stages: in
 def insert_layers(
     trainer: Trainer, blocks: Blocks, config: SwarmConfig, ranges: Sequence[range], *, restored: bool
 ) -> None:
-    """Put the boundary layers in that the user asks for. A model that has such layers is cut where they stand.
-
-    Args:
-        trainer: Whose module it is.
-        blocks: Of the module.
-        config: The user's settings.
-        ranges: The blocks of each stage.
-        restored: Whether the model comes from a checkpoint.
-
-    Raises:
-        ConfigError: They cannot be put in there, or by now.
-    """
+    """Insert the boundary layers that the user asks for. A model that has such layers is cut where they stand."""
     if config.boundary is not None:
         if not boundary_layers(trainer.lightning_module):
             checks.check_new_layers(trainer, restored=restored)
@@ -95,11 +77,7 @@ def insert_layers(
 
 
 def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
-    """What each block of the Trainer's module costs on this machine, for ``split="time"``.
-
-    Raises:
-        ConfigError: There is no example to measure with.
-    """
+    """Measure what each block of the Trainer's module costs on this machine, for ``split="time"``."""
     module, strategy = trainer.lightning_module, trainer.strategy
     example = module.example_input_array
     if example is None:
@@ -117,26 +95,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Makes what a peer cuts into stages, and its server computes with, of LightningModules.
-
-    Args:
-        config: The user's settings.
-        framework: Of the modules.
-        device: Where this peer computes.
-        origin: Of weights that a module does not hold.
-        compiler: Of the stages; None: they run as they are.
-        knows_length: Whether this process's own Trainer can say how long the run is: the lead, whose data counts.
-    """
+    """Makes the models that a peer cuts into stages, and its server computes with, from LightningModules."""
 
     config: SwarmConfig
     framework: ImportTree
-    device: torch.device
-    origin: InitialWeights
-    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None
-    knows_length: bool
+    device: torch.device  # on which this peer computes
+    initial_weights: InitialWeights  # of weights that a module does not hold
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None  # of the stages; None: they run as they are
+    knows_length: bool  # this process's Trainer knows how long the run is: the lead, whose data counts
 
     def of(self, module: LightningModule, *, keep: bool) -> PeerModel:
-        """A peer's copy of the model, `keep` as in `PeerModel`."""
+        """A peer's copy of the model; `keep` is that of `PeerModel`."""
         return PeerModel(
             module,
             find_blocks(module, self.config.pipeline),
@@ -145,29 +114,25 @@ class ModelSetup:
             keep=keep,
             compiler=self.compiler,
             offload=self.config.offload_optimizer,
-            origin=self.origin.weights,
+            origin=self.initial_weights.weights,
         )
 
     def served(self, module: LightningModule) -> PeerModel:
-        """Of a peer that only serves: moved there, as a loop would have it."""
+        """The model of a peer that only serves, moved to its device as a loop would do."""
         module.trainer.precision_plugin.convert_module(module)
         with staying_on_meta():
             module.to(self.device)
         return self.of(module, keep=False)
 
     def beside(self, module: LightningModule, own: PeerModel, *, shared: bool, written: bool) -> PeerModel:
-        """Of a trainer's own server.
+        """The model of a trainer's own server: what the trainer cuts itself, if nothing speaks against it.
 
-        Args:
-            module: The trainer's.
-            own: What the trainer cuts: the same, if nothing speaks against it.
-            shared: Whether others train in the run, or may come to.
-            written: Whether callbacks write into the module's weights.
+        The run is `shared` if others train in it, or may come to. The module is `written` if callbacks write weights.
         """
         if shared or is_on_meta(module):
             # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
             return self.of(_twin(module), keep=not is_on_meta(module))
-        if written:  # and its stages' weights are no part of that
+        if written:  # the stages' weights must not change with it
             apart = copy.deepcopy(module)
             apart.trainer = module.trainer
             return self.of(apart, keep=False)
@@ -175,12 +140,9 @@ class ModelSetup:
 
 
 def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Bring the module to where a loop would begin with it. Enters none, and touches no data.
+    """Set the module up as for a loop, without entering one and without touching data.
 
-    Args:
-        trainer: Of this process; it never runs.
-        module: That its strategy is connected with.
-        datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
+    The data module, for a LightningModule that asks it for a size, say, is neither prepared nor set up.
     """
     module.trainer = trainer
     if datamodule is not None:
@@ -192,16 +154,16 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
 
 
 def remember(module: nn.Module) -> Callable[[PeerModel], None]:
-    """What serving changes in a module: what is returned puts it back, but for weights. It takes what was served."""
+    """Remember what serving changes in a module, but for weights; what is returned restores it after serving."""
     on_meta = is_on_meta(module)
-    modes = [(one, one.training) for one in module.modules()]
-    trains = {name: one.requires_grad for name, one in module.named_parameters()}
+    modes = [(child, child.training) for child in module.modules()]
+    trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
     def put_back(served: PeerModel) -> None:
         if not on_meta:
             served.make_whole()
-        for one, training in modes:
-            one.training = training
+        for child, training in modes:
+            child.training = training
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trains.get(name, parameter.requires_grad))
         hook(module)
@@ -210,14 +172,7 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
 
 
 def could_lead(trainer: Trainer, module: LightningModule, config: SwarmConfig, handed: Mapping[str, Any]) -> bool:
-    """Whether a process that serves has all that it takes to go on as the lead.
-
-    Args:
-        trainer: Of this process.
-        module: That it serves.
-        config: The user's settings.
-        handed: What the Trainer's method was called with.
-    """
+    """True if a process that serves has all that the lead needs; `handed` are the arguments of the Trainer's method."""
     if config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or not has_whole_model(module, config):
         return False
     try:
@@ -230,20 +185,20 @@ def could_lead(trainer: Trainer, module: LightningModule, config: SwarmConfig, h
 
 
 def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
-    """Whether the weights can come here from the servers, as the lead of a run that goes back has them."""
+    """True if the weights can come here from the servers, as a rollback needs them at the lead."""
     return config.state_dict_type == "full" and not is_on_meta(module)
 
 
 def _optimizer_maker(
     module: LightningModule, framework: ImportTree, *, knows_length: bool
 ) -> Callable[[int | None], Optimizer]:
-    """What makes the user's optimizer for a server; it gets the run's number of steps, if that is known."""
+    """A function that makes the user's optimizer for a server, from the run's number of steps, if that is known."""
 
     def make(total_steps: int | None) -> Optimizer:
         fit_loop = module.trainer.fit_loop
         own = fit_loop.max_epochs, fit_loop.epoch_loop.max_steps
         if not knows_length and total_steps is not None:
-            # `estimated_stepping_batches` shall answer what it does at the lead.
+            # `estimated_stepping_batches` must return what it does at the lead.
             fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
         try:
             configured: Any = module.configure_optimizers()
@@ -255,7 +210,7 @@ def _optimizer_maker(
 
 
 def _twin(module: LightningModule) -> LightningModule:
-    """The same parameters, buffers and whatever else, in modules of their own: their modes and hooks are nobody else's.
+    """Copy modules, so that modes and hooks are separate, with the same parameters, buffers and whatever else.
 
     Not `deepcopy`: a module may refer to its data, or to what cannot be copied.
     """
@@ -278,7 +233,7 @@ def _copy(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
 
 
 def how_to_go_on(trainer: Trainer) -> str:
-    """What to do when a run broke off."""
+    """Tells the user what to do when a run broke off."""
     saved = {
         Path(path)
         for callback in trainer.checkpoint_callbacks
@@ -301,7 +256,7 @@ def run_spec(
     open_to_trainers: bool,
     first_step: int,
 ) -> RunSpec:
-    """What the Trainer asks for, together with what it does not know: the arguments, each as in `RunSpec`."""
+    """The run that the Trainer asks for; the arguments, each as in `RunSpec`, are what it does not know."""
     clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
     return RunSpec(
@@ -322,7 +277,7 @@ def run_spec(
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Steps of the whole run, if the Trainer knows them without loading data that nobody asked for yet."""
+    """Steps of the whole run, if the Trainer knows them without loading data too early."""
     if trainer.max_epochs == -1:
         return trainer.max_steps if trainer.max_steps != -1 else None
     if trainer.train_dataloader is None:

@@ -1,39 +1,33 @@
-"""Lightning's hooks on processes: which of the run's trainers this one is, and what it would hear of the others."""
+"""Lightning's hooks on processes: this one's rank among the run's trainers, and what it would collect from others."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.client.session import Session
-from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.launcher import SwarmLauncher
 
-# `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
 if TYPE_CHECKING:
     _Strategy = Strategy
 else:
-    _Strategy = object
+    _Strategy = object  # `written_once` puts `SwarmStrategy` before the Strategy of either import tree
 
 
 class RankHooks(_Strategy):
-    """The part of `SwarmHooks` that knows this process among others.
+    """The part of `SwarmStrategy` that knows this process among others.
 
     Trainers do not wait for each other: what one process would answer is answered at once. That is what Lightning's own
     callers need, for the lead decides and saves alone. What would need the others' values is refused.
     """
-
-    config: SwarmConfig
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -44,21 +38,15 @@ class RankHooks(_Strategy):
         self.num_trainers = 1  # that are started together, on this machine
         self._session: Session | None = None
         self._is_shared = False  # others train in the run, or may come to
-        self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
-        self._rank_before: int | None = None  # for Lightning, where this process was given another one
-        self._looping = False  # in the training loop, not where it makes its loaders
+        self._joined: RunView | None = None  # the run under way in which this process is one more trainer
+        self._in_batches = False  # Lightning runs batches, and does not make its loaders
 
     @property
     def _own_module(self) -> LightningModule:
-        """Once Lightning has connected it."""
+        """The module, once Lightning has connected it."""
         module = self.lightning_module
         assert module is not None
         return module
-
-    @property
-    def _swarm_launcher(self) -> SwarmLauncher | None:
-        """What starts this machine's peers; None: they are all in this process."""
-        return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -71,55 +59,31 @@ class RankHooks(_Strategy):
         return self._devices[self.local_rank % len(self._devices)]
 
     @property
+    def _swarm_launcher(self) -> SwarmLauncher | None:
+        """The launcher that starts this machine's peers. None: they are all in this process."""
+        return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
+
+    @property
     def local_rank(self) -> int:
-        """Which of this machine's peers this process is."""
+        """The number of this process among this machine's peers."""
         return self._swarm_launcher.local_rank if self._swarm_launcher is not None else 0
 
     @property
     def global_rank(self) -> int:
-        """As `local_rank`; beyond those who trained before, where this process came to a run under way."""
-        return self.local_rank + (len(self._comes_to.seats.trainers) if self._comes_to is not None else 0)
+        """The local rank; in a process that joined a run under way, behind all who trained before."""
+        return self.local_rank + (len(self._joined.seats.trainers) if self._joined is not None else 0)
 
     @property
     @override
     def is_global_zero(self) -> bool:
-        return self.local_rank == 0 and self._comes_to is None
-
-    def enter(self, trainer: Trainer) -> bool:
-        """Whether this process trains in a run that is under way. It begins one otherwise."""
-        assert self.peer is not None
-        may_train = self.config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
-        if not may_train or not self.config.initial_peers or self.local_rank:
-            return False
-        view = self.peer.follower.find_run()
-        if view is None:
-            return False
-        checks.check_trainers(trainer, self.config)
-        rank_zero_info(f"Training in run {self.config.run_id!r}, which is at step {view.version}, beside its lead.")
-        self._comes_to, self._is_shared, self.num_trainers = view, True, 1
-        self._take_rank()
-        return True
-
-    def _take_rank(self) -> None:
-        """Have Lightning say and log once, in this process or in none, what belongs to its rank by now."""
-        ranks = vars(rank_zero_only)
-        if self._rank_before is None:
-            self._rank_before = ranks["rank"]
-        ranks["rank"] = self.global_rank
-
-    def _leave_rank(self) -> None:
-        """What the process had before."""
-        if self._rank_before is not None:
-            vars(rank_zero_only)["rank"], self._rank_before = self._rank_before, None
-
-    # ------------------------------------------------------------------ what Lightning would do together
+        return self.local_rank == 0 and self._joined is None
 
     @property
     def is_distributed(self) -> bool:
         """Lightning asks whether `sync_dist=True` means something. The lead alone validates."""
         module = self.lightning_module
         # Where it makes loaders it asks, too, and would share the data in a way of its own.
-        return self._looping and self._is_shared and module is not None and bool(module.trainer.training)
+        return self._in_batches and self._is_shared and module is not None and bool(module.trainer.training)
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +104,7 @@ class RankHooks(_Strategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if name == "train_dataloader()":
-            self._looping = False
+            self._in_batches = False
         if name == "pre_setup" and self.num_trainers > 1:
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
             assert self.peer is not None

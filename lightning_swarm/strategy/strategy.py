@@ -1,16 +1,14 @@
-"""`SwarmStrategy`: Lightning's hooks, each a few lines that call the parts below.
+"""`SwarmStrategy`: its settings, and Lightning's hooks.
 
-Those on processes, on saved state and on ends are in `ranks`, `resuming` and `ending`.
+What the hooks do is in `startup`, `checkpointing`, `rollback.recovery` and `teardown`, whose classes work on the
+strategy as Lightning's connectors work on the Trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -18,87 +16,98 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.interception import Interception
 from lightning_swarm.client.session import Session
 from lightning_swarm.client.status import SwarmStatus, status_of
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
-from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
-from lightning_swarm.model.partition import find_blocks
-from lightning_swarm.model.selection import read_selection
+from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta, staying_on_meta
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import Preemption, Role, StateDictType, SwarmConfig
-from lightning_swarm.protocol.messages.run import Selection, ranges_of
+from lightning_swarm.protocol.messages.run import Selection, StageManifest
 from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancing, RunSettings
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup
-from lightning_swarm.strategy.checkpointing import CheckpointFiles
-from lightning_swarm.strategy.data import SharedData, can_share
+from lightning_swarm.strategy.checkpointing import Checkpoints
+from lightning_swarm.strategy.data import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.teardown import TeardownHooks
-from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync, writes_weights
+from lightning_swarm.strategy.ranks import RankHooks
+from lightning_swarm.strategy.rollback.recovery import RunRecovery
+from lightning_swarm.strategy.rollback.rollback import Rollback
+from lightning_swarm.strategy.startup import Startup
+from lightning_swarm.strategy.teardown import Teardown
+from lightning_swarm.strategy.weight_sync import ModuleWeights
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from pytorch_lightning import accelerators, plugins
+
+    # Of either import tree: `written_once` leaves those of the class's own.
+    EitherAccelerator: TypeAlias = Accelerator | accelerators.Accelerator
+    EitherCheckpointIO: TypeAlias = CheckpointIO | plugins.CheckpointIO
+    EitherPrecision: TypeAlias = Precision | plugins.Precision
+
 _LIMITS = Limits()
 
 
-class SwarmHooks(TeardownHooks):
+@written_once(Strategy, framework=LIGHTNING)
+class SwarmStrategy(RankHooks):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
     The LightningModule stays as it is; the loss curve is the plain Trainer's up to float rounding.
 
+    Where it says that the starter's value holds, peers that join a run use the value of the peer that started it.
+
     Args:
-        num_stages: Into how many stages the model is cut. None: one for each device.
+        num_stages: Number of stages that the model is cut into. None: one for each device.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
             LightningModule's `configure_stages()` returns, else the one `Sequential` that holds all parameters.
         split: How the cut is balanced: by ``"parameters"``, or by the ``"time"`` that each block takes on this machine
             with the LightningModule's `example_input_array`. Or the names of the blocks where stages begin.
-        boundary: Layers that are put into the model where it is cut, so that fewer features travel, and trained with
-            it: `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers is cut where they stand.
-        microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy. The
-            starter's word holds.
+        boundary: Layers inserted where the model is cut, so that fewer features travel, and trained with it:
+            `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers is cut where they stand.
+        microbatch_size: Samples that are routed at once. None: each batch is cut into as many parts as keep the stages
+            busy. The starter's value holds.
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
             arithmetic with `accumulate_grad_batches`.
-        role: ``"auto"``: who starts the run trains and serves, who joins it (`initial_peers`) serves, and trains on in
-            the place of a starter that dies if it has data. ``"both"``: this process trains and serves, and with
+        role: ``"auto"``: the peer that starts the run trains and serves. Peers that join (`initial_peers`) only serve;
+            one that has data takes over if the starter dies. ``"both"``: this process trains and serves, and with
             several devices so do the others; it needs `target_batch_size` then. ``"trainer"``: it holds no stage.
             ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
         run_id: Names the run.
-        initial_peers: Whom to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or multiaddresses.
+        initial_peers: Peers to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or multiaddresses.
         listen: IP address to listen on, with a port or without: ``"0.0.0.0:31337"`` for all of the machine's. Further
             peers of the machine take the ports that follow.
-        announce: At which address and port others reach this peer, if not at those it listens on.
+        announce: Address and port at which others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights. One on torch's meta device never does.
         state_dict_type: What a checkpoint is: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder,
             to which each server writes its own stages, so that nobody has to hold the whole model.
         offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
         delay_optimizer_step: Average and step while the next step's microbatches are computed: each step's gradient is
-            that of the weights one step before. The starter's word holds.
+            that of the weights one step before. The starter's value holds.
         deterministic: Add gradients up so that the trained weights do not depend, to the bit, on which servers compute
-            what, nor on how many there are, nor on which of them die: on machines of one kind, for one trainer. It
-            needs `microbatch_size`. That a server's own kernels give the same twice is asked for by
-            ``Trainer(deterministic=True)``. The starter's word holds.
-        rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
-            it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
-        rebalance_interval: Seconds between two decisions on that, at the latest; when peers come or go it is decided at
-            once.
-        preemption: Whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``, ``"azure"``,
-            or ``"auto"`` for whichever answers. A server leaves the run in order then; a trainer takes it for a
-            SIGTERM. None: nobody is asked.
+            what, on how many there are, or on which of them die: on machines of one kind, for one trainer. Needs
+            `microbatch_size`. ``Trainer(deterministic=True)`` asks for kernels that give the same result twice. The
+            starter's value holds.
+        rebalancing: Which servers move to another stage during the run: ``"gain"``: one moves where the pipeline gains
+            more than the move costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: no server moves. The starter's
+            value holds.
+        rebalance_interval: Seconds between two such decisions, at most; one is made at once when peers come or go.
+        preemption: The cloud whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``,
+            ``"azure"``, or ``"auto"`` for whichever answers. A server then leaves the run in order; a trainer takes it
+            for a SIGTERM. None: no cloud is asked.
         compression: How tensors travel between stages and between the servers of a stage: ``"float16"``,
             ``"bfloat16"``, ``"8bit"``, ``"6bit"``, ``"4bit"`` or, as they are, ``"none"``. Or a `Compression`, which
-            says it of activations, gradients and averaging apart. The starter's word holds.
+            sets activations, gradients and averaging apart. The starter's value holds.
         limits: Bounds on waiting and memory.
         accelerator: As in every strategy of Lightning.
         checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written while training
@@ -139,10 +148,11 @@ class SwarmHooks(TeardownHooks):
         preemption: Preemption | None = None,
         compression: CodecName | Compression = "none",
         limits: Limits = _LIMITS,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        accelerator: EitherAccelerator | None = None,
+        checkpoint_io: EitherCheckpointIO | None = None,
+        precision_plugin: EitherPrecision | None = None,
     ) -> None:
+        self._compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # of the stages
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
         self.config = SwarmConfig(
@@ -172,10 +182,22 @@ class SwarmHooks(TeardownHooks):
             ),
             limits=limits,
         )
+        self._loop: SwarmOptimization | None = None
+        self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
+        self._data: SharedData | None = None  # of the run
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
-        self._writes_files = False  # nobody brought a `CheckpointIO`
+        self._inherited_stages: Sequence[StageManifest] = ()  # a run that was taken over stays cut as it is
+        self._trains = False  # from a fit's setup to the end of its loop
+        self._undo = contextlib.ExitStack()  # of what a run changes in module, loop and callbacks
+        self._initial_weights = InitialWeights()  # of weights that the module does not hold
+        self._rank_override = extra_trainers.RankOverride()
+        self._rollback = Rollback()
+        self._recovery = RunRecovery(self)
+        self._startup = Startup(self)
+        self._checkpoints = Checkpoints(self)
+        self._teardown = Teardown(self)
 
-    # ------------------------------------------------------------------ what Lightning asks
+    # ------------------------------------------------------------------ module and device
 
     @property
     def _lightning_module(self) -> LightningModule | None:
@@ -193,6 +215,15 @@ class SwarmHooks(TeardownHooks):
         self._module = module
 
     @property
+    def _gathers(self) -> bool:
+        """True if the module is to hold the trained weights once training is over."""
+        return self.config.gather_on_end and not is_on_meta(self._own_module)
+
+    @property
+    def _num_stages(self) -> int:
+        return self.config.num_stages or len(self._devices)
+
+    @property
     @override
     def handles_gradient_accumulation(self) -> bool:
         return True  # the swarm says when a step is full
@@ -201,8 +232,8 @@ class SwarmHooks(TeardownHooks):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if not self.config.only_serves:  # who serves gets all values from the lead
-                stack.enter_context(self._origin.recording(self.root_device))
+            if not self.config.only_serves:  # a peer that only serves gets all values from the lead
+                stack.enter_context(self._initial_weights.recording(self.root_device))
             stack.enter_context(super().tensor_init_context(empty_init=False))
             if empty_init:
                 stack.enter_context(torch.device("meta"))
@@ -213,68 +244,55 @@ class SwarmHooks(TeardownHooks):
         with staying_on_meta():
             self._own_module.to(self.root_device)
 
-    # ------------------------------------------------------------------ data
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._own_module.trainer
-        if not trainer.training:
-            return dataloader
-        part = partial(
-            extra_trainers.share, trainer, dataloader, num_trainers=self.num_trainers, comes=self._comes_to is not None
-        )
-        if self._shares_data and can_share(dataloader, trainer):
-            made: object = self._data_of(trainer).share(dataloader, part)
-        else:
-            made = part()
-        self._way_back.loader_made(made)
-        return made
-
-    @property
-    def _shares_data(self) -> bool:
-        """Whether others may train along."""
-        config = self.config
-        together = (
-            config.role == "both"
-            and config.settings.target_batch_size is not None
-            and not config.settings.delay_optimizer_step
-        )
-        return together or self._is_shared
-
-    def _data_of(self, trainer: Trainer) -> SharedData:
-        """Of this run, or of the one that it is about to begin."""
-        if self._data is None:
-            self._data = SharedData(trainer)
-        return self._data
-
     # ------------------------------------------------------------------ starting
 
     @override
     def _configure_launcher(self) -> None:
         checks.check_strategy(self, self.framework)
         checks.check_interactive(len(self._devices))
-        self._writes_files = self._checkpoint_io is None
+        self._checkpoints.writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
-    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
-        """Refuse what cannot work, as far as it can be seen before the model is configured.
+    # What the launcher asks, as its `LaunchedStrategy` says.
 
-        Args:
-            trainer: Whose.
-            handed: What its method was called with.
-        """
-        module = self._own_module
-        checks.check_trainer(trainer, module, self.config)
-        together = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
-        self.num_trainers = len(self._devices) if together else 1
-        if self.num_trainers > 1:
-            checks.check_trainers(trainer, self.config)
-        self._is_shared = self.num_trainers > 1 or checks.may_be_shared(trainer, self.config)
-        checks.check_data(trainer, module, handed)
-        ckpt_path = handed.get("ckpt_path")
-        checks.check_ckpt_path(ckpt_path)
-        model_setup.check(trainer, self.config, self._num_stages, restored=ckpt_path is not None)
-        checks.check_servers(self.config, len(self._devices))
+    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
+        """Refuse what cannot work, as far as it can be seen before the model is configured."""
+        self._startup.check(trainer, handed)
+
+    def enter(self, trainer: Trainer) -> bool:
+        """Join a run that is under way as one more trainer, if there is one."""
+        return self._startup.join_run_under_way(trainer)
+
+    def follow(self, trainer: Trainer) -> None:
+        """Become a trainer beside the lead, which another process is."""
+        self._recovery.restore_lead_role = extra_trainers.follow(trainer)
+
+    def serve(
+        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Be a server until the run is over, or until this peer is to lead from the checkpoint that is returned."""
+        return self._startup.serve(trainer, datamodule, handed)
+
+    def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
+        """Make ready to run the Trainer's function again after an error, with what is left of the swarm."""
+        return self._recovery.prepare(trainer, error)
+
+    def check_peers(self) -> None:
+        """Raise if a peer that this process started has ended."""
+        if self._swarm_launcher is not None:
+            self._swarm_launcher.check_children()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # The first that is asked of a strategy once the module has brought its callbacks.
+        if not self.config.only_serves:
+            self._startup.check_brought_callbacks(self._own_module.trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._own_module.trainer
+        return self._startup.share_loader(trainer, dataloader) if trainer.training else dataloader
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -285,179 +303,21 @@ class SwarmHooks(TeardownHooks):
                 raise ConfigError(checks.ONE_OPTIMIZER.format("several")) from error
             raise
 
-    def follow(self, trainer: Trainer) -> None:
-        """Become a trainer beside the lead, which another process is."""
-        self._put_back = extra_trainers.follow(trainer)
-
-    @override
-    def setup_environment(self) -> None:
-        """The first that is asked of a strategy once the module has brought its callbacks."""
-        super().setup_environment()
-        if self.config.only_serves:
-            return
-        trainer, beside = self._own_module.trainer, self.num_trainers > 1 or not self.is_global_zero
-        if not self.is_global_zero:
-            extra_trainers.leave_decisions(trainer)
-        checks.check_brought_callbacks(trainer, self.config, beside_others=beside)
-        self._is_shared = beside or checks.may_be_shared(trainer, self.config)
-
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        """The last that is done to the module before its optimizer is made."""
-        module, config = self._own_module, self.config
-        blocks = find_blocks(module, config.pipeline)
-        # Where the run is cut in which this process is to train, or which it took over; else it begins one.
-        ranges = ranges_of(self._comes_to.manifest.stages if self._comes_to is not None else self._inherited)
-        self._ranges = ranges or model_setup.choose(module.trainer, blocks, config, self._num_stages)
-        restored = self._restored_step is not None
-        model_setup.insert_layers(module.trainer, blocks, config, self._ranges, restored=restored)
-        self._origin.fill_outside(module, blocks, self.root_device)
+        self._startup.cut_module(self._own_module)  # the last that is done to it before its optimizer is made
         return super()._setup_model(model)
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if self._comes_to is not None:
-            assert self.peer is not None
-            extra_trainers.reseed(self.peer.boot_id)
-        elif not self.is_global_zero:
-            extra_trainers.reseed(self.local_rank)
-        module = self._own_module
-        checks.check_on_meta(trainer, module, self.config)
-        self._origin.index_tensors(module)
+        self._startup.prepare_module(trainer)
         super().setup(trainer)
-        if not self.is_global_zero:
-            extra_trainers.follow_schedule(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        selection = read_selection(module, checks.check_optimizers(self.optimizers)) if fitting else None
-        model = self._models.of(module, keep=True)
-        model.cut(self._ranges)  # what cannot be cut is refused here, before anyone is asked
-        self._session = self._start_run(trainer, model, self._ranges, selection)
-        self._origin.spend(module, trains=fitting)
-        self._undo.callback(Interception(model.blocks, self._session.pipeline).remove)
-        if fitting:
-            self._take_loop_over(trainer, self._session)
-        if self.is_global_zero:
-            self._come_home(trainer, self._session)
+        self._startup.begin(trainer)
 
     def _start_run(
         self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
-        assert self.peer is not None
-        follower, device = self.peer.follower, self.root_device
-        if self._is_shared:
-            self._undo.callback(extra_trainers.settle_dtype(self.precision_plugin))
-        if self._comes_to is not None and not (self._way_back.goes_on or self._way_back.begins_anew):
-            server = self._for_server(trainer, model) if self.config.role == "both" else None
-            inherits = server is not None and model_setup.has_whole_model(self._own_module, self.config)
-            session, epoch = follower.train_in(self._comes_to, model, server, device, inherits=inherits)
-            extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
-            return session
-        if self.is_global_zero:
-            return self._begin_run(trainer, model, ranges, selection)
-        session = follower.join_run(model, self._for_server(trainer, model), device)
-        if self._way_back.begins_anew:
-            extra_trainers.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
-        return session
-
-    def _begin_run(
-        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-    ) -> Session:
-        """As the lead."""
-        assert self.peer is not None
-        launcher = self._swarm_launcher
-        if launcher is not None:
-            self.peer.lead.num_known_dead = lambda: launcher.num_ended
-        self.peer.lead.check_first()
-        serves = self.config.role != "trainer"
-        if serves:
-            self.peer.serve(self._for_server(trainer, model), trains=True)
-        spec = model_setup.run_spec(
-            trainer,
-            ranges,
-            selection,
-            num_servers=self._num_servers,
-            num_trainers=self.num_trainers if serves else 0,
-            open_to_trainers=checks.may_be_shared(trainer, self.config),
-            # Lightning restores its own counter only after this.
-            first_step=trainer.global_step if self._restored_step is None else self._restored_step,
-        )
-        return self.peer.start_run(spec, model, self.root_device, self.check_peers)
-
-    @property
-    def _num_servers(self) -> int:
-        """How many of them the run waits for; whoever else is there serves, too."""
-        return max(1, len(self._devices) - (self.config.role == "trainer"))
-
-    def check_peers(self) -> None:
-        """Raise if a peer that this process started has ended."""
-        if self._swarm_launcher is not None:
-            self._swarm_launcher.check_children()
-
-    def _take_loop_over(self, trainer: Trainer, session: Session) -> None:
-        """Have the training loop's steps be the swarm's."""
-        assert self.peer is not None
-        limits, data = self.config.limits, self._data_of(trainer)
-        data.open(session)
-        self._undo.callback(data.close)
-        self._loop = SwarmOptimization(
-            trainer,
-            session,
-            self.config.settings.target_batch_size,
-            max_metric_bytes=limits.max_metric_bytes,
-            data=data,
-        )
-        self._loop.take_over()
-        self._trains = True
-        self._way_back.watch(trainer, self.peer, session, self._loop, snapshot_interval=limits.snapshot_interval)
-
-    def _come_home(self, trainer: Trainer, session: Session) -> None:
-        """At the lead: have weights and files be where callbacks, and whoever comes after the run, look for them."""
-        assert self.peer is not None
-        module, fitting = self._own_module, trainer.state.fn == TrainerFn.FITTING
-        stale = is_on_meta(module) or (self._weights is not None and self._weights.stale)
-        self._weights = ModuleWeights(self.peer, session, module, limits=self.config.limits, stale=stale)
-        self._undo.callback(WeightSync(trainer, self._weights, stays=self._gathers).close)
-        if fitting and self.config.gather_on_end and not self._gathers:
-            rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
-        if fitting and self._writes_files:
-            self._files = CheckpointFiles(trainer, self.checkpoint_io)
-
-    # ------------------------------------------------------------------ serving
-
-    def serve(
-        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
-    ) -> str | None:
-        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
-
-        Args:
-            trainer: Of this process; it does not run before.
-            datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
-            handed: What the Trainer's method was called with; None: this peer never leads.
-
-        Returns:
-            The checkpoint from which this peer is to run the Trainer's function, in the place of the lead. None: the
-            run is over.
-        """
-        assert self.peer is not None
-        module = self._own_module
-        self.connect(module)
-        model_setup.set_up(trainer, module, datamodule)
-        put_back = model_setup.remember(module)
-        model = self._models.served(module)
-        inherits = handed is not None and model_setup.could_lead(trainer, module, self.config, handed)
-        self.peer.serve(model, inherits=inherits)
-        self.peer.serve_to_the_end(rank_zero_info)
-        if not self.peer.inherits:
-            self.peer.close()
-            return None
-        goal = self._take_over(trainer, self.peer)
-        shared = self.peer.lead.run is not None and self.peer.lead.run.is_shared
-        self.peer.events.note("went_back", step=goal.version, reason="this peer leads in the place of another one")
-        self.peer.release(goal.version)
-        put_back(model)
-        if shared:  # others train in it
-            self.config = replace(self.config, role="both")
-        return str(goal.path)
+        return self._startup.start_run(trainer, model, ranges, selection)
 
     @property
     def _models(self) -> model_setup.ModelSetup:
@@ -465,21 +325,16 @@ class SwarmHooks(TeardownHooks):
             config=self.config,
             framework=self.framework,
             device=self.root_device,
-            origin=self._origin,
+            initial_weights=self._initial_weights,
             compiler=self._compiler,
             knows_length=self.is_global_zero and not self.config.only_serves,
         )
-
-    def _for_server(self, trainer: Trainer, model: PeerModel) -> PeerModel:
-        """What this trainer's own server computes with."""
-        written = writes_weights(trainer)
-        return self._models.beside(self._own_module, model, shared=self._is_shared, written=written)
 
     # ------------------------------------------------------------------ the loop
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._looping = True
+        self._in_batches = True
         if self._weights is not None:
             self._weights.stale = True
 
@@ -495,11 +350,61 @@ class SwarmHooks(TeardownHooks):
             self._session.renew()
         return super().validation_step(*args, **kwargs)
 
-    # ------------------------------------------------------------------ what users ask
+    # ------------------------------------------------------------------ saving and loading
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return self._checkpoints.optimizer_state(optimizer, super().optimizer_state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.remove(filepath, super().remove_checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        load = super().load_checkpoint
+        return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load = super().load_model_state_dict
+        self._checkpoints.load_module(checkpoint, lambda found: load(found, strict))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
+
+    # ------------------------------------------------------------------ ending
+
+    @override
+    def on_train_end(self) -> None:
+        self._teardown.end_loop()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._teardown.handle_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._teardown.tear_down(super().teardown)
+
+    def leave(self) -> None:
+        """End the run and this machine's peers. Twice is fine."""
+        self._teardown.leave()
+
+    # ------------------------------------------------------------------ for users
 
     @property
     def address(self) -> str:
-        """Where others join, as ``lightning-swarm join`` and `initial_peers` take it.
+        """The address at which others join, as ``lightning-swarm join`` and `initial_peers` take it.
 
         Raises:
             ConfigError: There is no peer yet, or any more.
@@ -523,17 +428,6 @@ class SwarmHooks(TeardownHooks):
             raise ConfigError("`status()` needs a run under way: call it from fit_start to fit_end.")
         return status_of(self._session)
 
-    # ------------------------------------------------------------------ parts
-
-    @property
-    def _num_stages(self) -> int:
-        return self.config.num_stages or len(self._devices)
-
 
 def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-class SwarmStrategy(SwarmHooks, Strategy):  # noqa: D101 - see there
-    framework = LIGHTNING
-    __doc__ = SwarmHooks.__doc__

@@ -1,4 +1,4 @@
-"""The weights of a run: on its servers, and what the lead's own module holds of them."""
+"""Syncs a run's weights between its servers and the lead's module, around callbacks that read or write them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,19 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import WrittenValue
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.strategy.framework import callbacks_named
+from lightning_swarm.strategy.framework import callbacks_named, callbacks_of
 
 _T = TypeVar("_T")
 
 
 class ModuleWeights:
-    """The lead's word on weights and optimizer state, whose home is its module while nothing trains.
+    """Moves weights and optimizer state between the servers and the lead's module and checkpoints.
 
-    Args:
-        peer: The lead, which has begun the run.
-        session: Its session in it.
-        module: What the run was begun with.
-        limits: Bounds on waiting and memory.
-        stale: Whether another run left `module` without what it trained.
+    `stale` is true if an earlier run left the module without what it trained.
     """
 
     def __init__(self, peer: Peer, session: Session, module: nn.Module, *, limits: Limits, stale: bool) -> None:
-        self.stale = stale  # the module's weights are older than what the swarm made of them
+        self.stale = stale  # the module's weights are older than the swarm's
         self.num_lent = 0
         self._peer = peer
         self._session: Session | None = session
@@ -51,31 +46,29 @@ class ModuleWeights:
         self._gathered: list[weakref.ref[Tensor]] = []
 
     def end_run(self) -> None:
-        """The run is over: what the module does not hold now is lost."""
+        """The run is over: what the module does not hold by now is lost."""
         self._session = None
 
     # ------------------------------------------------------------------ in the module
 
-    def visit_home(self) -> None:
-        """Let the module hold the weights of the last step, for a callback."""
-        if self._version != self._of_run[0].version:
-            self._bring_weights_home(self._limits.call_timeout)
+    def refresh_module(self) -> None:
+        """Put the weights of the last step into the module, for a callback."""
+        if self._version != self._active_run[0].version:
+            self._gather_weights(self._limits.call_timeout)
 
-    def stay_home(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
+    def gather_into_module(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
         """Put weights and optimizer state of the last step where one machine would have them.
 
-        Args:
-            optimizer: Over the whole module.
-            timeout: Seconds; None: those of any call.
+        The optimizer is that of the whole module. `timeout` is in seconds; None: that of any call.
         """
         timeout = self._limits.call_timeout if timeout is None else timeout
         state = self._optimizer_state(optimizer, timeout)
-        self._bring_weights_home(timeout)
+        self._gather_weights(timeout)
         optimizer.load_state_dict(state)
         self.stale = False
 
-    def _bring_weights_home(self, timeout: float) -> None:
-        session, _ = self._of_run
+    def _gather_weights(self, timeout: float) -> None:
+        session, _ = self._active_run
         session.hold_still()
         own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
         # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
@@ -93,8 +86,8 @@ class ModuleWeights:
 
     @property
     def gathered(self) -> Sequence[Tensor]:
-        """What was put into the newest checkpoint, of which the swarm keeps nothing."""
-        return [tensor for one in self._gathered if (tensor := one()) is not None]
+        """The tensors that were gathered for the newest checkpoint, and that nothing else refers to."""
+        return [tensor for reference in self._gathered if (tensor := reference()) is not None]
 
     def complete(self, own: dict[str, Any]) -> None:
         """Put the weights of the last step into the module's state dict, unless the module holds them."""
@@ -111,14 +104,11 @@ class ModuleWeights:
         return {name: value for name, value in own.items() if first.get(name) not in held}
 
     def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-        """Write a checkpoint as a folder, to which the servers write what they hold.
+        """Write a checkpoint, which Lightning made `without_stages`, as a folder to which servers write their stages.
 
-        Args:
-            path: Its name.
-            found: As Lightning has it, `without_stages`.
-            optimizer: Over the whole module. None: its state is left out.
+        Without an optimizer its state is left out.
         """
-        session, run = self._of_run
+        session, run = self._active_run
         names, limits, parameter_names = self._saved_names, self._limits, self._parameter_names
 
         def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
@@ -142,16 +132,16 @@ class ModuleWeights:
 
         held = set().union(*names)
         saved = self._module.state_dict(keep_vars=True).keys()
-        first = model_state.first_names(self._module).items()
-        also = {name: one for name, one in first if name != one and one in held and name in saved}
+        first_names = model_state.first_names(self._module).items()
+        also = {name: first for name, first in first_names if name != first and first in held and name in saved}
         model_state.save(path, found, write, part=len(names), also=also)
 
     @property
     def _saved_names(self) -> list[set[str]]:
-        """What each stage has that is saved, and no stage before it."""
+        """The names of what each stage saves, and no stage before it."""
         found: list[set[str]] = []
         for spec in (stage.spec for stage in self._peer.lead.stages):
-            own = {one.name for one in (*spec.parameters, *spec.buffers) if one.persistent}
+            own = {tensor.name for tensor in (*spec.parameters, *spec.buffers) if tensor.persistent}
             found.append(own.difference(*found))
         return found
 
@@ -166,7 +156,7 @@ class ModuleWeights:
         return renumbered
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
-        session, run = self._of_run
+        session, run = self._active_run
         session.hold_still()
         session.renew()
         max_bytes = self._limits.max_message_bytes
@@ -176,21 +166,16 @@ class ModuleWeights:
 
     # ------------------------------------------------------------------ on the servers
 
-    def go_back(self, step: int, load: Callable[[], None]) -> None:
-        """Send the run back to `step`, with other weights. Arguments are those of `Lead.go_back`."""
-        session, _ = self._of_run
+    def restart_from(self, step: int, load: Callable[[], None]) -> None:
+        """Restart the run at `step`, with the weights that `load` puts into the module."""
+        session, _ = self._active_run
         self._peer.lead.go_back(session, step, load)
         self.stale = False
         self._version = session.version
 
     def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
-        """Let the servers go on with the state that a checkpoint has brought.
-
-        Args:
-            optimizer: Over the whole module.
-            saved: The state, as it was saved. None: the optimizer has it.
-        """
-        _, run = self._of_run
+        """Have the servers go on with a checkpoint's optimizer state, as it was saved; None: the optimizer has it."""
+        _, run = self._active_run
         names = self._parameter_names
         state = (
             optimizer_state.by_name(optimizer, names)
@@ -202,8 +187,8 @@ class ModuleWeights:
         )
 
     def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
-        """As `hand_out_optimizer`, from a folder, for one stage after the other."""
-        _, run = self._of_run
+        """Do what `hand_out_optimizer` does from a folder, for one stage after the other."""
+        _, run = self._active_run
         groups = folder.read_groups()["param_groups"]
         for index, stage in enumerate(run.manifest.stages):
             state = folder.read_state(name for name, _, _ in stage.parameters)
@@ -215,8 +200,8 @@ class ModuleWeights:
             )
 
     def lend(self) -> None:
-        """Let the servers evaluate with what the module holds now, until `take_back`; their own stay as they are."""
-        session, run = self._of_run
+        """Have the servers evaluate with the module's weights until `take_back`; their own stay as they are."""
+        session, run = self._active_run
         self.num_lent += 1
         timeout = self._limits.call_timeout
         self._peer.runtime.run(
@@ -225,8 +210,8 @@ class ModuleWeights:
         session.pipeline.lent = self.num_lent
 
     def take_back(self) -> None:
-        """Let the servers evaluate with their own weights again."""
-        session, run = self._of_run
+        """Have the servers evaluate with their own weights again."""
+        session, run = self._active_run
         number, session.pipeline.lent = session.pipeline.lent, 0
         if number:
             timeout = self._limits.call_timeout
@@ -237,8 +222,8 @@ class ModuleWeights:
         return {id(parameter): name for name, parameter in self._module.named_parameters()}
 
     @property
-    def _of_run(self) -> tuple[Session, RunState]:
-        """What there is while the run is under way."""
+    def _active_run(self) -> tuple[Session, RunState]:
+        """Session and state of the run, while it is under way."""
         if self._session is None:
             raise ConfigError(
                 "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
@@ -249,29 +234,24 @@ class ModuleWeights:
 
 
 def writes_weights(trainer: Trainer) -> bool:
-    """Whether a callback puts averages into the lead's module."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-    return any(isinstance(one, callbacks_named("WeightAveraging", "StochasticWeightAveraging")) for one in callbacks)
+    """True if a callback puts averages into the lead's module."""
+    return bool(callbacks_of(trainer, "WeightAveraging", "StochasticWeightAveraging"))
 
 
 class WeightSync(Callback):
-    """The first of the Trainer's callbacks, until `close`: what the others look at is there before them.
+    """Puts weights into the module before callbacks read them, as the Trainer's first callback, until `close`.
 
-    Args:
-        trainer: Whose module it is.
-        weights: Those of the run.
-        stays: Whether what was trained is in the module when training ends. It is what it looks like then: callbacks
-            may change it, and it is saved as it is.
+    If it `stays`, the trained model is in the module when training ends: callbacks may change it, and it is saved as
+    it is.
     """
 
     def __init__(self, trainer: Trainer, weights: ModuleWeights, *, stays: bool) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights = weights
-        self._stays = stays
+        self._keeps_trained = stays
         self._wrapped: list[tuple[Any, str]] = []
-        for callback in self._callbacks:
-            if isinstance(callback, callbacks_named("WeightAveraging")):
-                self._average(callback)
+        for callback in callbacks_of(trainer, "WeightAveraging"):
+            self._average(callback)
         self._callbacks.insert(0, self)
 
     def close(self) -> None:
@@ -284,24 +264,27 @@ class WeightSync(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(_reads(callback, trainer.current_epoch) for callback in self._callbacks):
-            self._weights.visit_home()
+            self._weights.refresh_module()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._stays:
-            self._weights.stay_home(trainer.optimizers[0])
+        if self._keeps_trained:
+            self._weights.gather_into_module(trainer.optimizers[0])
 
     def _average(self, callback: Any) -> None:
-        """Serve a `WeightAveraging`, whatever its subclass decides, and only when it decides to read or write."""
+        """Sync weights for a `WeightAveraging`, only when it, or a subclass, decides to read or write."""
 
         def visit_if(updates: bool) -> None:
             if updates:
-                self._weights.visit_home()
+                self._weights.refresh_module()
 
         self._wrap(callback, "should_update", after=visit_if)
         # It swaps its averages with what the module holds, and swaps back.
         self._wrap(
-            callback, "on_validation_epoch_start", before=self._weights.visit_home, after=lambda _: self._weights.lend()
+            callback,
+            "on_validation_epoch_start",
+            before=self._weights.refresh_module,
+            after=lambda _: self._weights.lend(),
         )
         self._wrap(callback, "on_validation_epoch_end", before=self._weights.take_back)
 
@@ -313,7 +296,7 @@ class WeightSync(Callback):
         before: Callable[[], None] = lambda: None,
         after: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """Do something before a method of the callback, and after it with what it returned."""
+        """Call `before` ahead of a method of the callback, and `after` with what it returned."""
         own = getattr(callback, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -327,8 +310,8 @@ class WeightSync(Callback):
 
 
 def _reads(callback: Any, epoch: int) -> bool:
-    """Whether a callback reads weights at the beginning of an epoch."""
+    """True if a callback reads weights at the beginning of an epoch."""
     if isinstance(callback, callbacks_named("StochasticWeightAveraging")):
         return bool(epoch >= callback.swa_start)
-    # It passes over parameters whose values equal those of another one that trains: by the values of now.
+    # It passes over parameters whose values equal those of another parameter that trains, by their present values.
     return isinstance(callback, callbacks_named("BaseFinetuning"))

@@ -21,6 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
+from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
@@ -30,18 +31,19 @@ from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.strategy.restart import arguments_of, run_through
-from lightning_swarm.strategy.strategy import SwarmHooks, SwarmStrategy
+from lightning_swarm.strategy.restart import TrainerCall
+from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.sabotage import sabotage
 
 if TYPE_CHECKING:
-    _SwarmHooks = SwarmHooks
+    _SwarmStrategy = SwarmStrategy
 else:
-    _SwarmHooks = object
+    _SwarmStrategy = object
 
 
-class InMemoryHooks(_SwarmHooks):
+@written_once(SwarmStrategy)
+class InMemoryStrategy(_SwarmStrategy):
     """`SwarmStrategy` whose peers all run in this thread; ``devices`` is their number.
 
     The servers' copies of the model start with NaN in every parameter, so a weight that did not come from the starter
@@ -243,14 +245,10 @@ class InMemoryHooks(_SwarmHooks):
         return self.microbatch_s[min(number, len(self.microbatch_s) - 1)]
 
 
-class InMemoryStrategy(InMemoryHooks, SwarmStrategy):  # noqa: D101 - see there
-    __doc__ = InMemoryHooks.__doc__
-
-
 class _InlineLauncher(_Launcher):
     """A launcher that starts no process."""
 
-    def __init__(self, strategy: InMemoryHooks) -> None:
+    def __init__(self, strategy: InMemoryStrategy) -> None:
         super().__init__()
         self._strategy = strategy
 
@@ -262,9 +260,10 @@ class _InlineLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        self._strategy.check(trainer, arguments_of(function, args, kwargs))
+        call = TrainerCall(self._strategy, trainer, function, args, kwargs)
+        self._strategy.check(trainer, call.arguments)
         self._strategy.prepare()
-        return run_through(self._strategy, trainer, function, args, kwargs)
+        return call.run()
 
     @override
     def kill(self, signum: int) -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm.client.status import SwarmStatus
+from lightning_swarm.core.rebase import written_part
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.run import Member
@@ -26,7 +27,6 @@ from lightning_swarm.strategy.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LI
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
-from lightning_swarm.testing.local import InMemoryHooks
 from tests.held import Held, watched
 from tests.parity.models import Net, make_optimizer, make_schedule
 
@@ -64,7 +64,7 @@ class Run:
 class SwarmRun(Run):
     """What is seen of a swarm besides."""
 
-    strategy: InMemoryHooks
+    strategy: InMemoryStrategy
     status: SwarmStatus  # at the end of training
     records: list[Record]
     rosters: list[list[list[Member]]]  # after each of them
@@ -239,7 +239,7 @@ class _Watch:
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(trainer.strategy, InMemoryHooks):
+        if not isinstance(trainer.strategy, written_part(InMemoryStrategy)):
             return
         session = trainer.strategy._session
         assert session is not None
@@ -269,7 +269,7 @@ class _Watch:
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(trainer.strategy, InMemoryHooks):
+        if not isinstance(trainer.strategy, written_part(InMemoryStrategy)):
             return
         session = trainer.strategy._session
         assert session is not None
@@ -334,14 +334,14 @@ def quiet_warnings() -> Iterator[None]:
         yield
 
 
-def _remaining(strategy: InMemoryHooks) -> list[Peer]:
+def _remaining(strategy: InMemoryStrategy) -> list[Peer]:
     """All but the servers that the newest record left out."""
     assert strategy._session is not None
     members = {member for roster in strategy._session._steps.run.rosters for member in roster}
     return [peer for peer in strategy.peers if peer.server is None or peer.server.admission.me in members]
 
 
-def assert_replicas_equal(strategy: InMemoryHooks) -> None:
+def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
     """All replicas of a stage hold the same bits, optimizer state included."""
     by_stage: dict[int, set[int]] = {}
     for peer in _remaining(strategy):
@@ -351,7 +351,7 @@ def assert_replicas_equal(strategy: InMemoryHooks) -> None:
     assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
 
 
-def assert_nothing_kept(strategy: InMemoryHooks) -> None:
+def assert_nothing_kept(strategy: InMemoryStrategy) -> None:
     """When the last step is decided, no peer holds a tensor of any call."""
     for peer in _remaining(strategy):
         assert peer.server is None or peer.server.calls.cache.used_bytes == 0

@@ -26,7 +26,7 @@ from lightning_swarm.peer import discovery
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.strategy.restart import arguments_of, lead_on, run_through
+from lightning_swarm.strategy.restart import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.parity.harness import QUIET
 from tests.parity.models import digits, loader
@@ -256,12 +256,13 @@ class _ThreadLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
+        call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         self._strategy.make_peer()
         if self._strategy.config.only_serves:
-            path = self._strategy.serve(trainer, None, arguments_of(function, args, kwargs))
-            return None if path is None else lead_on(self._strategy, trainer, function, args, kwargs, path=path)
-        self._strategy.check(trainer, arguments_of(function, args, kwargs))
-        return run_through(self._strategy, trainer, function, args, kwargs)
+            path = self._strategy.serve(trainer, None, call.arguments)
+            return None if path is None else call.run_as_lead(path)
+        self._strategy.check(trainer, call.arguments)
+        return call.run()
 
     @override
     def kill(self, signum: int) -> None:

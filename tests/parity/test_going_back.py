@@ -523,20 +523,20 @@ def test_without_a_snapshot_the_error_names_the_checkpoint(tmp_path: Path) -> No
         callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)],
         enable_checkpointing=True,
     )
-    assert "there is no snapshot to go back to" in notes
+    assert "there is no snapshot to roll back to" in notes
     assert "step=4.ckpt" in notes
 
 
 def test_who_dies_before_the_first_step_takes_the_run_along() -> None:
     _, notes = broken_off(Killing([0], [[1]]))
-    assert "there is no snapshot to go back to" in notes
+    assert "there is no snapshot to roll back to" in notes
 
 
 def test_a_stage_and_its_keeper_die_together() -> None:
     """The second stage is kept by the third's server, and that by the second's."""
     killing = Killing([6], [[1, 2]])
     _, notes = broken_off(killing, num_stages=4, devices=4)
-    assert "there is no snapshot to go back to" in notes
+    assert "there is no snapshot to roll back to" in notes
 
 
 class Halves(L.Callback):
@@ -549,7 +549,7 @@ class Halves(L.Callback):
 
 def test_a_hook_that_works_on_weights_keeps_the_run_from_going_back(caplog: pytest.LogCaptureFixture) -> None:
     _, notes = broken_off(Killing([5], [[1]]), callbacks=[Halves()])
-    assert "there is no snapshot to go back to" in notes
+    assert "there is no snapshot to roll back to" in notes
     said = [record for record in caplog.records if "cannot be kept in memory" in record.message]
     assert len(said) == 1, "once, at the first snapshot"
     assert "['halves'][0]" in said[0].message
@@ -571,7 +571,7 @@ def test_a_full_disk_keeps_the_run_from_going_back(
     monkeypatch.setattr(torch, "save", save)
     _, notes = broken_off(Killing([5], [[1]]))
     assert len(written) == 1
-    assert "The run could not go back: the way back leads through a checkpoint" in notes
+    assert "The run could not roll back: the way back leads through a checkpoint" in notes
     assert f"{failure}. Make room in {tmp_path}" in notes
     assert not list(tmp_path.iterdir())
 

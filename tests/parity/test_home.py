@@ -28,13 +28,13 @@ if not hasattr(lightning_callbacks, "WeightAveraging"):
 @pytest.mark.parametrize(("every", "times"), [(1, 2 * EPOCH), (3, 5), (100, 1)])
 def test_weights_come_home_only_where_they_are_read(every: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
-    bring = ModuleWeights._bring_weights_home
+    bring = ModuleWeights._gather_weights
 
     def noted(self: Any, timeout: float) -> None:
         bring(self, timeout)
         brought.append(self._version)
 
-    monkeypatch.setattr(ModuleWeights, "_bring_weights_home", noted)
+    monkeypatch.setattr(ModuleWeights, "_gather_weights", noted)
 
     def made(_: str) -> list[L.Callback]:
         return [lightning_callbacks.EMAWeightAveraging(update_every_n_steps=every)]

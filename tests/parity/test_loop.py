@@ -338,7 +338,7 @@ class ComesHome(L.Callback):
         assert trainer.strategy._weights is not None
         parameters = dict(pl_module.named_parameters())
         before = {name: one._version for name, one in parameters.items()}
-        trainer.strategy._weights.visit_home()
+        trainer.strategy._weights.refresh_module()
         self.written = {name: one._version > before[name] for name, one in parameters.items()}
 
 

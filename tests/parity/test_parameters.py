@@ -186,7 +186,7 @@ def test_a_broken_run_is_torn_down_whatever_can_be_gathered(
     def gather(self: ModuleWeights, optimizer: Optimizer, *, timeout: float) -> None:
         raise KeyError("a name")
 
-    monkeypatch.setattr(ModuleWeights, "stay_home", gather)
+    monkeypatch.setattr(ModuleWeights, "gather_into_module", gather)
     strategy = InMemoryStrategy(num_stages=2)
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": STEPS}, strategy=strategy)
     with pytest.raises(ConfigError, match="a loss may reach the pipeline"), quiet_warnings():

@@ -34,7 +34,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.strategy.restart import arguments_of, lead_on, run_through
+from lightning_swarm.strategy.restart import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.held import batches_of
 from tests.parity.harness import QUIET
@@ -218,21 +218,21 @@ class ThreadStrategy(SwarmStrategy):
         return self._session.pipeline.batch.grant.generation
 
     @override
-    def go_back(self, trainer: L.Trainer, error: SwarmError) -> str | None:
-        path = super().go_back(trainer, error)
+    def prepare_rollback(self, trainer: L.Trainer, error: SwarmError) -> str | None:
+        path = super().prepare_rollback(trainer, error)
         if path is not None and self.is_global_zero:
-            self._note_way_back()
+            self._note_rollback()
         return path
 
     @override
     def serve(self, trainer: L.Trainer, datamodule: Any, handed: Any = None) -> str | None:
         path = super().serve(trainer, datamodule, handed)
         if path is not None:
-            self._note_way_back()
+            self._note_rollback()
         return path
 
-    def _note_way_back(self) -> None:
-        step = self._way_back.first_step
+    def _note_rollback(self) -> None:
+        step = self._rollback.first_step
         assert step is not None
         assert self.peer is not None
         self._seen.go_back(step, self.peer.lead._generation)
@@ -300,17 +300,18 @@ class _ThreadLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
+        call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         if self._strategy.config.only_serves:
             self._strategy.make_peer()
-            path = self._strategy.serve(trainer, None, arguments_of(function, args, kwargs))
-            return None if path is None else lead_on(self._strategy, trainer, function, args, kwargs, path=path)
-        self._strategy.check(trainer, arguments_of(function, args, kwargs))
+            path = self._strategy.serve(trainer, None, call.arguments)
+            return None if path is None else call.run_as_lead(path)
+        self._strategy.check(trainer, call.arguments)
         self._strategy.make_peer()
         if self._strategy.comes:
             assert self._strategy.enter(trainer)
         if not self._strategy.is_global_zero:
             self._strategy.follow(trainer)
-        return run_through(self._strategy, trainer, function, args, kwargs)
+        return call.run()
 
     @override
     def kill(self, signum: int) -> None:

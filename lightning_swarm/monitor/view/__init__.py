@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.rebase import written_once
 from lightning_swarm.monitor.view.scene import (
     DownsampledSeries,
     PeerPresence,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 else:
     _ProgressBar = object
 
-__all__ = ["SwarmView", "ViewHooks"]
+__all__ = ["SwarmView"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class _ReportsStatus(Protocol):
         """At this moment."""
 
 
-class ViewHooks(_ProgressBar):
+@written_once(ProgressBar)
+class SwarmView(_ProgressBar):
     """Shows a run while it trains: its stages and peers, loss, samples/s, and events as they happen.
 
     ``Trainer(callbacks=[SwarmView()])`` has it in the place of Lightning's progress bar. On a terminal it is a panel
@@ -299,7 +301,3 @@ def _progress(trainer: Trainer) -> float | None:
         return None
     done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return float(min((trainer.current_epoch + min(done / num_batches, 1.0)) / max_epochs, 1.0))
-
-
-class SwarmView(ViewHooks, ProgressBar):  # noqa: D101 - documented in its first base
-    __doc__ = ViewHooks.__doc__

@@ -1,14 +1,14 @@
-"""The data of a run that several trainers may bring: one order of all batches, whoever reads them.
+"""The data of a run that several trainers may bring: one order of all batches, whichever trainer reads them.
 
 All trainers list the same samplers with the same random numbers, which the lead's plan of an epoch brings with a
-digest of what it listed. So a number names a batch, and no index travels. Each reads a lane of the epoch ahead, with
-the workers that its DataLoader has (`loader.py`); the coordinator says which batch is whose (its `step/leases.py`),
-and a trainer that waits for others reads one besides. `shared.py` is what a trainer knows of it all. An iterable
-dataset has no numbers: each trainer takes every n-th sample.
+digest of what it listed. So a number names a batch, and no index travels. Each trainer reads a lane of the epoch ahead,
+with the workers that its DataLoader has (`loader.py`); the coordinator leases each batch to a trainer (its
+`step/leases.py`), and a trainer that waits for others reads an extra batch. `shared.py` keeps a trainer's view of it
+all. An iterable dataset has no numbers: each trainer takes every n-th sample.
 """
 
 from lightning_swarm.strategy.data.loader import SharedLoader, own_generators, part_of
-from lightning_swarm.strategy.data.shared import STATE, SharedData, at_position, can_share
+from lightning_swarm.strategy.data.shared import STATE, SharedData, at_position, can_share, without_resume_warning
 
 __all__ = [
     "STATE",
@@ -18,4 +18,5 @@ __all__ = [
     "can_share",
     "own_generators",
     "part_of",
+    "without_resume_warning",
 ]

@@ -1,4 +1,4 @@
-"""What takes the place of the user's DataLoader: it reads a lane of an epoch ahead, and says which batch is which."""
+"""Takes the place of the user's DataLoader: it reads a lane of an epoch ahead, and numbers its batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
 
 
 class StridedDataset(IterableDataset[Any]):
-    """Every n-th sample of an iterable dataset; whatever else is asked of it is the whole one's.
+    """Every n-th sample of an iterable dataset; all other attributes are those of the whole dataset.
 
-    Args:
-        whole: Each trainer iterates over it by itself. In one order at all of them, the parts have nothing in common.
-        rank: Of the trainer.
-        num_trainers: n.
+    Each trainer iterates over the whole dataset by itself. If it has one order at all of them, no parts overlap.
     """
 
     def __init__(self, whole: IterableDataset[Any], rank: int, num_trainers: int) -> None:
@@ -42,7 +39,7 @@ class StridedDataset(IterableDataset[Any]):
         return len(range(self._rank, len(self.whole), self._num_trainers))  # type: ignore[arg-type]  # if it has one
 
     def __getattr__(self, name: str) -> Any:
-        if name == "whole":  # on its way to a worker's process it has nothing yet
+        if name == "whole":  # while it is unpickled in a worker it has no attributes yet
             raise AttributeError(name)
         return getattr(self.whole, name)
 
@@ -56,14 +53,14 @@ def part_of(loader: DataLoader[Any], rank: int, num_trainers: int) -> DataLoader
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
-    """Of a DataLoader, or what takes its place, and its samplers: each once."""
+    """The generators of a DataLoader, or of what takes its place, and of its samplers: each once."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    found = [getattr(one, "generator", None) for one in (loader, *samplers)]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    found = [getattr(source, "generator", None) for source in (loader, *samplers)]
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
 def take(own: Sequence[torch.Generator]) -> RandomNumbers:
-    """Where all generators are."""
+    """The state of all generators."""
     _, python, python_gauss = random.getstate()
     numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - what users draw from
     _, keys, place, has_gauss, gauss = numpy
@@ -74,16 +71,12 @@ def take(own: Sequence[torch.Generator]) -> RandomNumbers:
         numpy=np.asarray(keys, dtype="<u4").tobytes(),
         numpy_place=int(place),
         numpy_gauss=float(gauss) if has_gauss else None,
-        own=[one.get_state().numpy().tobytes() for one in own],
+        own=[generator.get_state().numpy().tobytes() for generator in own],
     )
 
 
 def restore(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
-    """Have them go on from there.
-
-    Raises:
-        ProtocolError: It is not where generators of this machine can be.
-    """
+    """Set all generators to a state. Raises ProtocolError if generators of this machine cannot have it."""
     try:
         torch.set_rng_state(_as_tensor(numbers.torch))
         python = np.frombuffer(numbers.python, dtype="<u4").tolist()
@@ -92,15 +85,15 @@ def restore(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
         gauss = numbers.numpy_gauss
         state = ("MT19937", keys, numbers.numpy_place, int(gauss is not None), gauss or 0.0)
         np.random.set_state(state)  # noqa: NPY002 - what users draw from
-        for one, buffer in zip(own, numbers.own, strict=True):
-            one.set_state(_as_tensor(buffer))
+        for generator, buffer in zip(own, numbers.own, strict=True):
+            generator.set_state(_as_tensor(buffer))
     except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise ProtocolError(f"the lead's random numbers cannot be gone on with here: {error}") from error
 
 
 @contextmanager
 def drawing_from(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> Iterator[None]:
-    """Have generators go on from there; those of the process are afterwards where they were before."""
+    """Set all generators to a state for a while; those of the process have their own state again afterwards."""
     before = take(())
     try:
         restore(numbers, own)
@@ -114,16 +107,13 @@ def _as_tensor(buffer: bytes) -> torch.Tensor:
 
 
 _HIDDEN: Final = ("state_dict", "load_state_dict")
-"""The place in the data is the run's, not a loader's."""
+"""A loader has no state of its own: the position in the data is the run's."""
 
 
 class LaneSampler:
     """The batch sampler of a loader that reads a lane.
 
-    Args:
-        origin: The user's batch sampler.
-        read: Numbers and indices of the batches of the lane of the epoch under way, and how many follow each.
-        num_batches: Of a whole epoch's lane.
+    `read` yields number and indices of each batch in the lane of the epoch under way, and how many follow it.
     """
 
     def __init__(
@@ -132,23 +122,23 @@ class LaneSampler:
         read: Callable[[], Iterator[tuple[BatchNumber, list[Any], int]]],
         num_batches: Callable[[], int],
     ) -> None:
-        self.origin = origin
-        self.handed: deque[tuple[BatchNumber, int]] = deque()  # that the loader has not given yet
+        self.origin = origin  # the user's batch sampler
+        self.unread: deque[tuple[BatchNumber, int]] = deque()  # batches that the loader has not given yet
         self._read = read
         self._num_batches = num_batches
 
     def __iter__(self) -> Iterator[list[Any]]:
-        handed = self.handed = deque()
+        unread = self.unread = deque()
         for number, indices, num_left in self._read():
-            handed.append((number, num_left))
+            unread.append((number, num_left))
             yield indices
 
     def __len__(self) -> int:
-        """Of a whole epoch's lane."""
+        """Batches of a whole epoch's lane."""
         return self._num_batches()
 
     def __getattr__(self, name: str) -> Any:
-        """As the user's: its sampler, its sizes, its `set_epoch`."""
+        """Look up attributes of the user's: its sampler, its sizes, its `set_epoch`."""
         if name == "origin":
             raise AttributeError(name)
         return getattr(self.origin, name)
@@ -157,10 +147,8 @@ class LaneSampler:
 class SharedLoader:
     """A DataLoader whose batches have numbers.
 
-    Args:
-        loader: Made anew from the user's, with a `LaneSampler`.
-        on_batch: Called with each batch's number before it is given, and how many follow it in the lane.
-        instead: What to read where this one cannot be shared after all; None: it can.
+    `loader` is the user's, with a `LaneSampler`. `on_batch` is called before each batch is given, with its number and
+    how many follow it in the lane. `instead` returns what to read if this loader cannot be shared after all, or None.
     """
 
     def __init__(
@@ -173,17 +161,17 @@ class SharedLoader:
         self._on_batch = on_batch
         self._instead = instead
         if hasattr(loader, "in_order"):
-            loader.in_order = True  # by which a batch is known again
+            loader.in_order = True  # by their order batches get their numbers
 
     @property
     def lane(self) -> LaneSampler:
-        """What it reads by."""
+        """Its batch sampler."""
         lane = self.loader.batch_sampler
         assert isinstance(lane, LaneSampler)
         return lane
 
     def __len__(self) -> int:
-        """Of a whole epoch's lane."""
+        """Batches of a whole epoch's lane."""
         instead = self._instead()
         return len(self.lane) if instead is None else len(instead)
 
@@ -193,27 +181,27 @@ class SharedLoader:
         if instead is not None:
             return iter(instead)
         # Workers begin to read when an iterator is made, and Lightning may make one before there is a run.
-        return self._given(None if self.loader.num_workers else iter(self.loader))
+        return self._read(None if self.loader.num_workers else iter(self.loader))
 
-    def _given(self, made: Iterator[Any] | None) -> Iterator[Any]:
+    def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
         for batch in iter(self.loader) if made is None else made:
-            number, num_left = self.lane.handed.popleft()
+            number, num_left = self.lane.unread.popleft()
             self._on_batch(number, num_left)
             yield batch
 
     def fetch(self, indices: Sequence[Any]) -> Any:
-        """One more batch, read here and now."""
+        """Read one more batch here and now."""
         loader = self.loader
         return _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, loader.drop_last).fetch(indices)
 
     def __getattr__(self, name: str) -> Any:
-        """As the DataLoader has it."""
+        """Look up attributes of the DataLoader."""
         if name == "loader" or name in _HIDDEN:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Likewise: Lightning sets how workers begin, and takes their iterator away."""
+        """Set attributes of the DataLoader: Lightning sets how workers begin, and takes their iterator away."""
         if name in ("worker_init_fn", "_iterator"):
             setattr(self.loader, name, value)
         else:

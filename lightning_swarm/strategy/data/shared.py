@@ -1,4 +1,4 @@
-"""What a trainer knows of the data that all trainers of its run bring together."""
+"""One trainer's view of the data that all trainers of its run bring together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import groupby, islice
 from typing import Any, Final
@@ -30,15 +31,9 @@ from lightning_swarm.strategy.framework import framework_of
 
 
 class EpochListing:
-    """What a batch sampler gives in an epoch.
+    """The first batches of indices that a batch sampler gives in an epoch, and a digest of them.
 
-    Args:
-        batches: Of the sampler.
-        num_batches: How many of them.
-        ends: Whether the sampler is asked for one more, as by loaders with workers.
-
-    Raises:
-        ConfigError: They are nothing that an epoch can be shared by.
+    If it `ends`, the sampler is asked for one more, as by loaders with workers.
     """
 
     def __init__(self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False) -> None:
@@ -57,7 +52,7 @@ class EpochListing:
             )
         flat = [index for batch in listed for index in batch]
         plain = all(type(index) is int for index in flat)
-        # Whatever else samplers give is kept, and compared, as it is written.
+        # Other things than indices, which samplers may give, are kept as they are and compared by their `repr`.
         numbers = np.array(flat, dtype="<i8") if plain else None
         self._flat: Any = flat if numbers is None else numbers
         self._starts = np.cumsum([0, *lengths])
@@ -65,7 +60,7 @@ class EpochListing:
         self.digest = hashlib.sha256(repr(self.sizes).encode() + b"\0" + content).digest()
 
     def __len__(self) -> int:
-        """Of batches."""
+        """Number of batches."""
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> list[Any]:
@@ -77,15 +72,11 @@ class EpochListing:
 
 
 STATE: Final = "swarm_data"
-"""Under which a fit loop's state has the place in the data."""
+"""Name in a fit loop's state of the position in the data."""
 
 
 class SharedData:
-    """One trainer's, in one run. Without a loader that is shared it does nothing.
-
-    Args:
-        trainer: Whose.
-    """
+    """Plans and reads the data of one trainer in one run. Without a shared loader it does nothing."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -103,11 +94,9 @@ class SharedData:
     # ------------------------------------------------------------------ a run begins and ends
 
     def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
-        """What takes the loader's place.
+        """Make what takes the place of the user's loader.
 
-        Args:
-            loader: The user's.
-            alone: Makes what is read where it turns out that it is one of several loaders.
+        `alone` makes what is read if the loader turns out to be one of several.
         """
         self._origin = loader
         lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
@@ -115,7 +104,7 @@ class SharedData:
         made = copy.copy(loader)
         vars(made).update(batch_sampler=lane, _iterator=None)
         alone = cache(alone)
-        self._loader = SharedLoader(made, self._given, lambda: alone() if self._is_one_of_several else None)
+        self._loader = SharedLoader(made, self._note_batch, lambda: alone() if self._is_one_of_several else None)
         return self._loader
 
     def open(self, session: Session) -> None:
@@ -124,8 +113,8 @@ class SharedData:
         fit_loop = self._trainer.fit_loop
         self._save, self._load = fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint
         self._begin = fit_loop.epoch_loop.on_run_start
-        fit_loop.on_save_checkpoint = self._saved  # type: ignore[method-assign]
-        fit_loop.on_load_checkpoint = self._loaded  # type: ignore[method-assign]
+        fit_loop.on_save_checkpoint = self._save_with_plans  # type: ignore[method-assign]
+        fit_loop.on_load_checkpoint = self._load_with_plans  # type: ignore[method-assign]
         fit_loop.epoch_loop.on_run_start = self._epoch_begins  # type: ignore[method-assign]
         self._reset = fit_loop.epoch_loop.reset
         fit_loop.epoch_loop.reset = self._quietly_reset  # type: ignore[method-assign]
@@ -139,7 +128,7 @@ class SharedData:
 
     @property
     def shares(self) -> bool:
-        """Whether batches have numbers."""
+        """True if batches have numbers."""
         return self._loader is not None and not self._is_one_of_several
 
     @property
@@ -150,7 +139,7 @@ class SharedData:
     # ------------------------------------------------------------------ the batch in hand, and others
 
     def size(self, number: BatchNumber) -> int:
-        """Samples of a batch: the indices that its sampler gives."""
+        """Samples of a batch, which are the indices that its sampler gives."""
         return len(self._indices(number))
 
     @property
@@ -162,7 +151,7 @@ class SharedData:
         return epoch, self._plans[epoch].num_batches
 
     def read_batch(self, number: BatchNumber) -> Any:
-        """A batch that no loader here has read, as Lightning would hand it to `training_step`."""
+        """Read a batch that no loader here has read, as Lightning would hand it to `training_step`."""
         assert self._loader is not None
         trainer, module = self._trainer, self._trainer.lightning_module
         batch = self._loader.fetch(self._indices(number))
@@ -175,24 +164,24 @@ class SharedData:
 
     def _indices(self, number: BatchNumber) -> list[Any]:
         epoch, index = number
-        self._planned(epoch)
+        self._plan_of(epoch)
         return self._listings[epoch][index]
 
     # ------------------------------------------------------------------ the lane
 
     def _lane(self) -> Iterator[tuple[BatchNumber, list[Any], int]]:
-        """This trainer's part of the epoch, and how much follows each batch. What comes next is settled one ahead."""
+        """Yield this trainer's part of the epoch, and how much follows each batch. The next one is chosen one ahead."""
         epoch = self._trainer.current_epoch
-        plan = self._planned(epoch)
+        plan = self._plan_of(epoch)
         assert self._session is not None
-        upcoming = None if plan is None else self._after(plan, plan.begin - 1)
+        upcoming = None if plan is None else self._next_index(plan, plan.begin - 1)
         while plan is not None and upcoming is not None and upcoming < plan.num_batches:
-            index, upcoming = upcoming, self._after(plan, upcoming)
+            index, upcoming = upcoming, self._next_index(plan, upcoming)
             num_left = len(range(upcoming, plan.num_batches, len(self._session.lanes)))
             yield (epoch, index), self._listings[epoch][index], num_left
 
-    def _after(self, plan: EpochPlan, index: int) -> int:
-        """The next batch of the lane, whoever trains by now, and without those that count already."""
+    def _next_index(self, plan: EpochPlan, index: int) -> int:
+        """The next batch of the lane, by the present trainers, and without batches that count already."""
         assert self._session is not None
         position = self._session.run.position or (0, 0)
         begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
@@ -201,20 +190,20 @@ class SharedData:
         return next_in_lane(plan.begin, begin, self._session.lanes, self._session.own)
 
     def _lane_length(self) -> int:
-        """Of a whole epoch, which Lightning limits by itself where the limit is a share."""
+        """Batches of a whole epoch's lane. Lightning limits it by itself where the limit is a share."""
         assert self._origin is not None
         limit = self._trainer.limit_train_batches
         length = len(self._origin) if isinstance(limit, float) else self._num_batches()
         return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
 
     def _num_batches(self) -> int:
-        """Of an epoch of all trainers."""
+        """Batches of an epoch of all trainers."""
         assert self._origin is not None
         length, limit = len(self._origin), self._trainer.limit_train_batches
         return int(length * limit) if isinstance(limit, float) else min(length, limit)
 
-    def _given(self, number: BatchNumber, num_left: int) -> None:
-        """A batch is in hand: by what follows it Lightning knows its epoch's last one."""
+    def _note_batch(self, number: BatchNumber, num_left: int) -> None:
+        """Tell Lightning, for the batch in hand, how many follow it in this epoch."""
         self.number, self._num_left = number, num_left
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
@@ -226,25 +215,23 @@ class SharedData:
             fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
 
     def _quietly_reset(self) -> None:
-        with warnings.catch_warnings():
-            if self.shares:  # that this loader cannot go on in the middle of an epoch: but the run's data can
-                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        with without_resume_warning() if self.shares else nullcontext():
             self._reset()
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
-        """One that goes on may have as many batches behind it as this trainer would read of a whole one."""
+        """Lift Lightning's limit: an epoch that goes on may have more batches behind it than a whole lane has."""
         if self.shares and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             self._trainer.fit_loop.max_batches = float("inf")  # known with the first batch
         self._begin(data_fetcher)
 
     # ------------------------------------------------------------------ plans
 
-    def _planned(self, epoch: int) -> EpochPlan | None:
-        """The order of an epoch, listed here. None: all of it is through."""
+    def _plan_of(self, epoch: int) -> EpochPlan | None:
+        """The plan of an epoch, whose order is listed here. None: all of the epoch is complete."""
         if epoch not in self._plans:
             assert self._session is not None
             if self._session.is_lead:
-                self._draw(epoch)
+                self._plan_epoch(epoch)
             else:
                 try:
                     plan = self._session.take_plan(epoch)
@@ -253,24 +240,24 @@ class SharedData:
                     return None
                 if plan is None:
                     return None
-                self._take(plan)
+                self._list_plan(plan)
         return self._plans[epoch]
 
-    def _draw(self, epoch: int) -> None:
-        """At the lead: list an epoch that begins or goes on, and tell the others."""
+    def _plan_epoch(self, epoch: int) -> None:
+        """List, at the lead, an epoch that begins or goes on, and tell the others."""
         if self._start is None:
             self._start = self._first_position(epoch)
-            older = sorted(one for one in self._restored if one < epoch)
-            for one in older:  # where one ended, the generator of the next one's order goes on
-                plan = self._again(one)
-                if one >= self._start[0]:  # its rest is in no update of the weights that are gone on from
-                    self._tell(plan)
+            older = sorted(older_epoch for older_epoch in self._restored if older_epoch < epoch)
+            for older_epoch in older:  # where an epoch ended, the generator goes on with the next epoch's order
+                plan = self._list_again(older_epoch)
+                if older_epoch >= self._start[0]:  # its rest is in no update of the weights that the run goes on from
+                    self._publish(plan)
             if older and epoch not in self._restored:
                 self._seed_workers()
-        self._tell(self._again(epoch) if epoch in self._restored else self._listed(epoch))
+        self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
 
     def _seed_workers(self) -> None:
-        """Draw what a loader draws where an epoch begins; this one did so before the older ones were listed again."""
+        """Draw what a loader draws where an epoch begins; it did so before older epochs were listed again."""
         origin = self._origin
         assert origin is not None
         stays = origin.persistent_workers and origin.num_workers > 0
@@ -278,7 +265,7 @@ class SharedData:
             torch.empty((), dtype=torch.int64).random_(generator=origin.generator)
 
     def _first_position(self, epoch: int) -> BatchNumber:
-        """With which batch this generation of the run begins."""
+        """The batch with which this generation of the run begins."""
         if self._restored_position is not None:
             at, index = self._restored_position
             if index >= self._restored[at].num_batches:
@@ -289,48 +276,44 @@ class SharedData:
             return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self._num_batches())
         return epoch, 0
 
-    def _listed(self, epoch: int) -> EpochPlan:
-        """As a DataLoader would draw it now."""
+    def _list_anew(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch as a DataLoader would draw it now."""
         assert self._origin is not None
         random = loader_module.take(loader_module.own_generators(self._origin))
         listing = self._listings[epoch] = self._list(epoch)
         return EpochPlan(
             epoch=epoch,
-            begin=self._begin_of(epoch, len(listing)),
+            begin=self._first_batch(epoch, len(listing)),
             sizes=listing.sizes,
             digest=listing.digest,
             random=random,
             last=self._is_last(epoch),
         )
 
-    def _again(self, epoch: int) -> EpochPlan:
-        """As it was drawn before the checkpoint."""
+    def _list_again(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch as it was drawn before the checkpoint."""
         plan = self._restored[epoch]
-        self._take(plan, "those that were listed before the checkpoint was written")
-        return replaced(plan, begin=self._begin_of(epoch, plan.num_batches), last=self._is_last(epoch))
+        self._list_plan(plan, "those that were listed before the checkpoint was written")
+        return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self._is_last(epoch))
 
     def _is_last(self, epoch: int) -> bool:
         max_epochs = self._trainer.fit_loop.max_epochs
         return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
 
-    def _begin_of(self, epoch: int, num_batches: int) -> int:
+    def _first_batch(self, epoch: int, num_batches: int) -> int:
         assert self._start is not None
         at, index = self._start
         return index if at == epoch else num_batches if at > epoch else 0
 
-    def _tell(self, plan: EpochPlan) -> None:
+    def _publish(self, plan: EpochPlan) -> None:
         assert self._session is not None
         assert self._start is not None
         self._plans[plan.epoch] = plan
         self._session.plan(plan, self._start)
-        self._forget()
+        self._forget_old_epochs()
 
-    def _take(self, plan: EpochPlan, others: str = "those of the lead") -> None:
-        """List what somebody else drew.
-
-        Raises:
-            ConfigError: It comes to something else here.
-        """
+    def _list_plan(self, plan: EpochPlan, others: str = "those of the lead") -> None:
+        """List what was drawn elsewhere, and refuse it if the listing here is another one."""
         assert self._origin is not None
         own = loader_module.own_generators(self._origin)
         listing = None
@@ -348,12 +331,12 @@ class SharedData:
                 "of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
             )
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
-        self._forget()
+        self._forget_old_epochs()
 
     def _list(self, epoch: int) -> EpochListing:
         assert self._origin is not None
         batches: Any = self._origin.batch_sampler
-        for sampler in {id(one): one for one in (batches, getattr(batches, "sampler", None))}.values():
+        for sampler in {id(sampler): sampler for sampler in (batches, getattr(batches, "sampler", None))}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         num_batches = self._num_batches()
@@ -361,8 +344,8 @@ class SharedData:
             batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin)
         )
 
-    def _forget(self) -> None:
-        """What no batch is of any more."""
+    def _forget_old_epochs(self) -> None:
+        """Forget epochs of which no batch is left."""
         position = self.position
         first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
         over = [epoch for epoch in self._plans if epoch < first]
@@ -373,36 +356,44 @@ class SharedData:
 
     @property
     def position(self) -> BatchNumber | None:
-        """The first batch that the weights of this version know nothing of."""
+        """The first batch that the weights of this version have not been trained on."""
         assert self._session is not None
         return self._session.run.position or self._start
 
-    def _saved(self) -> dict[str, Any]:
+    def _save_with_plans(self) -> dict[str, Any]:
         state = self._save()
         if self.shares and self.position is not None:
-            plans = [torch.frombuffer(bytearray(encode(one)), dtype=torch.uint8) for one in self._plans.values()]
+            plans = [torch.frombuffer(bytearray(encode(plan)), dtype=torch.uint8) for plan in self._plans.values()]
             state[STATE] = {"plans": plans, "position": list(self.position)}
         return state
 
-    def _loaded(self, state_dict: dict[str, Any]) -> None:
+    def _load_with_plans(self, state_dict: dict[str, Any]) -> None:
         found = state_dict.get(STATE)
         if found is not None:
-            plans = [decode(one.numpy().tobytes(), EpochPlan) for one in found["plans"]]
+            plans = [decode(packed.numpy().tobytes(), EpochPlan) for packed in found["plans"]]
             epoch, index = found["position"]
-            self._restored = {one.epoch: one for one in plans}
+            self._restored = {plan.epoch: plan for plan in plans}
             self._restored_position = (epoch, index) if epoch in self._restored else None
         self._load(state_dict)
 
 
+@contextmanager
+def without_resume_warning() -> Iterator[None]:
+    """Silence Lightning's warning that a loader cannot go on in the middle of an epoch: here its data can."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        yield
+
+
 def at_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
-    """Have a checkpoint's run go on with another batch than the one that was next when it was taken."""
+    """Have a checkpoint's run go on with another batch than the one that was next when it was saved."""
     found = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
     if found is not None and position is not None:
         found["position"] = list(position)
 
 
 def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:
-    """Whether batches can be numbered: those of a map-style dataset, whose sampler says how many there are."""
+    """True if batches can be numbered: those of a map-style dataset, whose sampler has a length."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     return (

@@ -1,8 +1,8 @@
-"""A loop between two of its batches, at the versions of which there are snapshots: a checkpoint but for weights.
+"""States of a loop between two of its batches, for the versions that have snapshots: checkpoints without weights.
 
-Records need not come between two batches of a trainer: while it reads data, or waits for a place with a batch in hand,
-others fill steps. So what a loop was at belongs to all versions that could not count its next batch, and do count those
-before: from the version after the newest of its own steps to the one in whose step the next batch got its place.
+Records need not come between two batches of a trainer: while it reads data, or waits for a grant with a batch in hand,
+others fill steps. So a state belongs to all versions that cannot count the loop's next batch, and do count those
+before: from the version after the newest of its own steps to the version in whose step the next batch got its grant.
 """
 
 from __future__ import annotations
@@ -32,42 +32,25 @@ _LOGGING: Final = ("_first_loop_iter", "_current_fx")  # by which Lightning know
 
 
 Counts = Callable[[int, Collection[int]], bool]
-"""Whether the record of a step counts all batches at these places."""
+"""Says if the record of a step counts all batches of these leases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """A loop between two batches.
+    """The state of a loop between two batches."""
 
-    Args:
-        checkpoint: As Lightning would save it, with gaps.
-        gaps: In it, each once.
-        parameter_names: In the optimizer's order.
-        place: In the data.
-        metrics: What torchmetrics objects of the module had gathered, by their names in it.
-        results: What was logged in the epoch so far.
-        shown: What callbacks, loggers and progress bars find of it.
-        logging: Where in the epoch Lightning takes itself to be.
-        pending: What is still to be shared of what was logged.
-    """
-
-    checkpoint: dict[str, Any]
-    gaps: Sequence[Awaited]
-    parameter_names: Sequence[str]
-    place: BatchPosition
-    metrics: Mapping[str, Mapping[str, Any]]
-    results: Mapping[str, tuple[Metric, Mapping[str, Any]]]
-    shown: Mapping[str, dict[str, Any]]
-    logging: Mapping[str, Any]
-    pending: Pending
+    checkpoint: dict[str, Any]  # as Lightning would save it, with gaps
+    gaps: Sequence[Awaited]  # in the checkpoint, each once
+    parameter_names: Sequence[str]  # in the optimizer's order
+    position: BatchPosition
+    metrics: Mapping[str, Mapping[str, Any]]  # what torchmetrics objects had gathered, by their names in the module
+    results: Mapping[str, tuple[Metric, Mapping[str, Any]]]  # what was logged in the epoch so far
+    shown: Mapping[str, dict[str, Any]]  # what callbacks, loggers and progress bars find of it
+    logging: Mapping[str, Any]  # where in the epoch Lightning takes itself to be
+    pending: Pending  # what is still to be shared of what was logged
 
     def complete(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """An ordinary checkpoint.
-
-        Args:
-            weights: Of all stages, by their names.
-            optimizer: State of all stages, by parameter name.
-        """
+        """An ordinary checkpoint, with the weights and the optimizer state of all stages by name."""
         by_index = {i: optimizer[name] for i, name in enumerate(self.parameter_names) if name in optimizer}
         filled = {id(gap): by_index if gap.name is None else weights[gap.name] for gap in self.gaps}
         complete: dict[str, Any] = _filled(self.checkpoint, filled)
@@ -76,114 +59,88 @@ class LoopState:
 
 @dataclass
 class ResumePoint:
-    """Where a loop may go on.
-
-    Args:
-        state: It was at.
-        num_counted: Records that it had counted.
-        version: Of the weights that go with it, at least.
-        through: The places of its own batches in the step of that version. If there are any, it is a later one.
-        before: What it had heard already and not counted.
-        news: What it heard before its next batch had a place; None: it has none as yet.
-    """
+    """A state from which a loop may go on, and the versions of the weights that it goes with."""
 
     state: LoopState
-    num_counted: int
-    version: int
-    through: Collection[int]
-    before: RunNews
-    news: RunNews | None = None
+    num_counted: int  # records
+    version: int  # of the weights, at least
+    completed: Collection[int]  # leases of its own batches in that version's step; with any, it goes with later ones
+    before: RunNews  # what it had heard already and not counted
+    news: RunNews | None = None  # what it heard before its next batch had a grant; None: that has none as yet
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
-        """Whether it goes with a version of the weights.
-
-        Args:
-            version: Which.
-            counts: What is known of records, whether the loop has heard of them or not.
-            is_lead: What other trainers logged comes with each record: what goes with versions in between is not kept.
-        """
+        """True if it goes with a version of the weights, by what is known of records, heard by the loop or not."""
         if version <= self.version:
-            return version == self.version and not self.through
+            return version == self.version and not self.completed
         if self.news is not None:
+            # At the lead, what other trainers logged comes with each record, and is not kept for versions in between.
             return version == self.news.version if is_lead else version <= self.news.version
-        return not is_lead and (not self.through or counts(self.version, self.through))
+        return not is_lead and (not self.completed or counts(self.version, self.completed))
 
-    def heard_at(self, version: int) -> RunNews:
-        """What it had heard and not counted, of the version that it goes on with."""
+    def news_at(self, version: int) -> RunNews:
+        """The news that it had heard and not counted, where it goes on with a version."""
         return self.news if self.news is not None and version > self.version else self.before
 
 
 class LoopStates:
-    """Keeps those that go with snapshots there are, and that may be.
-
-    Args:
-        trainer: Whose loop it is.
-        names: Of all tensors that the servers hold.
-        is_lead: Whether the run follows this loop.
-    """
+    """Keeps the states that go with snapshots that exist or may come to."""
 
     def __init__(self, trainer: Trainer, names: Collection[str], *, is_lead: bool) -> None:
         self._trainer = trainer
-        self._names = names
+        self._names = names  # of all tensors that the servers hold
         self._is_lead = is_lead
-        self._kept: Sequence[ResumePoint] = ()  # replaced, not changed: it is looked at from the swarm's loop
+        self._kept: Sequence[ResumePoint] = ()  # replaced, not changed: the swarm's event loop reads it
         self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # while a state is taken, by their `id`
         self._warned = False
 
     @property
     def versions(self) -> Collection[int]:
-        """Of the weights that the states go with, as far as the loop has heard of them."""
-        known = [(one.version, not one.through) for one in self._kept]
-        known += [(one.news.version, True) for one in self._kept if one.news is not None]
+        """The versions of the weights that the states go with, as far as the loop has heard of them."""
+        known = [(point.version, not point.completed) for point in self._kept]
+        known += [(point.news.version, True) for point in self._kept if point.news is not None]
         return {version for version, goes in known if goes and self.find(version) is not None}
 
     def find(self, version: int, counts: Counts = lambda *_: False) -> ResumePoint | None:
-        """What goes with a version, as late in the loop as can be. From any thread."""
+        """The latest state that goes with a version. May be called from any thread."""
         kept = reversed(self._kept)
-        return next((one for one in kept if one.is_at(version, counts, is_lead=self._is_lead)), None)
+        return next((point for point in kept if point.is_at(version, counts, is_lead=self._is_lead)), None)
 
     @property
     def taking(self) -> bool:
-        """Whether weights and optimizer state are asked for only to be left out."""
+        """True while weights and optimizer state are asked for only to be left out."""
         return self._stand_ins is not None
 
     def clear(self) -> None:
-        """Keep none of those that there are."""
+        """Forget all states."""
         self._kept = ()
 
     def prune(self, ordered: Collection[int]) -> None:
-        """Keep none but those that go with snapshots that were ordered, and the newest."""
+        """Keep the newest state, and of the others those that go with snapshots that were ordered."""
         older, newest = self._kept[:-1], self._kept[-1:]
         wanted = [self.find(version, lambda *_: True) for version in ordered]
-        self._kept = (*(one for one in older if any(one is other for other in wanted)), *newest)
+        self._kept = (*(point for point in older if any(point is other for other in wanted)), *newest)
 
-    def resume(self, between: ResumePoint) -> None:
-        """The loop is where another run's was."""
-        self._kept = (between,)
+    def resume(self, point: ResumePoint) -> None:
+        """The loop is where another run's loop was."""
+        self._kept = (point,)
 
-    def placed(self, news: RunNews) -> None:
-        """The next batch has its place, or there is none left."""
+    def granted(self, news: RunNews) -> None:
+        """The next batch has its grant, or none is left."""
         if self._kept and self._kept[-1].news is None:
             self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
 
-    def save(self, version: int, through: Collection[int], place: BatchPosition, pending: Pending) -> None:
-        """Keep the loop's state; it is between two batches.
+    def save(self, version: int, completed: Collection[int], position: BatchPosition, pending: Pending) -> None:
+        """Keep the state of the loop, which is between two batches and has counted to `version`.
 
-        Nothing of it comes from the servers. The hooks that a checkpoint's saving calls are called; those that work on
+        Nothing of it comes from the servers. The hooks that saving a checkpoint calls are called; those that work on
         weights find tensors without values.
-
-        Args:
-            version: That it has counted to.
-            through: As in `ResumePoint`.
-            place: In the data.
-            pending: As in `LoopState`.
         """
         self._stand_ins = {}
         try:
-            state = self._taken(place, pending)
-            # Without a place for a batch since then, the one before is the same, but older.
+            state = self._take(position, pending)
+            # Without a grant for a batch since then, the state before is the same, but older.
             before = self._kept[:-1] if self._kept and self._kept[-1].news is None else self._kept
-            self._kept = (*before, ResumePoint(state, version, version, tuple(through), RunNews(version)))
+            self._kept = (*before, ResumePoint(state, version, version, tuple(completed), RunNews(version)))
         except Exception as error:  # noqa: BLE001 - what hooks raise; the run is in no need of it now
             if not self._warned:
                 self._warned = True
@@ -196,7 +153,7 @@ class LoopStates:
         finally:
             self._stand_ins = None
 
-    def _taken(self, place: BatchPosition, pending: Pending) -> LoopState:
+    def _take(self, position: BatchPosition, pending: Pending) -> LoopState:
         assert self._stand_ins is not None
         trainer = self._trainer
         module = trainer.lightning_module
@@ -213,22 +170,19 @@ class LoopStates:
         return LoopState(
             checkpoint=kept,
             gaps=list(memo.values()),
-            parameter_names=[names[id(one)] for group in trainer.optimizers[0].param_groups for one in group["params"]],
-            place=place,
+            parameter_names=[
+                names[id(parameter)] for group in trainer.optimizers[0].param_groups for parameter in group["params"]
+            ],
+            position=position,
             pending=pending,
-            metrics={name: _gathered(one) for name, one in module.named_modules() if isinstance(one, Metric)},
+            metrics={name: _gathered(metric) for name, metric in module.named_modules() if isinstance(metric, Metric)},
             logging={name: getattr(trainer._logger_connector, name) for name in _LOGGING},
             shown={name: dict(getattr(trainer._logger_connector, name)) for name in _SHOWN},
-            results={name: (one, _gathered(one)) for name, one in trainer.fit_loop.epoch_loop._results.items()},
+            results={name: (entry, _gathered(entry)) for name, entry in trainer.fit_loop.epoch_loop._results.items()},
         )
 
     def without_weights(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """The module's state dict with gaps.
-
-        Args:
-            own: The module's own.
-            names: The first name of each tensor by all of its names.
-        """
+        """The module's state dict with gaps; `names` are the first name of each tensor by all of its names."""
         return {
             name: self._gap(names[name], tensor) if names.get(name) in self._names else tensor
             for name, tensor in own.items()
@@ -249,7 +203,7 @@ class LoopStates:
 
 
 def restore_metrics(trainer: Trainer, state: LoopState) -> None:
-    """Let what was logged and measured in an epoch that goes on be what it was."""
+    """Restore what was logged and measured in an epoch that goes on."""
     modules = dict(trainer.lightning_module.named_modules())
     for name, gathered in state.metrics.items():
         if isinstance(modules.get(name), Metric):
@@ -260,14 +214,14 @@ def restore_metrics(trainer: Trainer, state: LoopState) -> None:
         setattr(trainer._logger_connector, name, value)
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
-    for name, (one, gathered) in state.results.items():
-        one.__dict__.update(copy.deepcopy(dict(gathered)))
-        results[name] = one
+    for name, (metric, gathered) in state.results.items():
+        metric.__dict__.update(copy.deepcopy(dict(gathered)))
+        results[name] = metric
 
 
 def _gathered(metric: Metric) -> dict[str, Any]:
     """Copies of all that updates of a metric change."""
-    # `has_reset`: Lightning's own, which hold what was logged as a number.
+    # `has_reset`: of Lightning's own metrics, which hold what was logged as a number.
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "has_reset"]
     return copy.deepcopy({name: vars(metric)[name] for name in names if name in vars(metric)})
 

@@ -1,7 +1,7 @@
-"""A loop's state on its way to peers that could take the run over, and back into a loop: without pickle.
+"""Packs a loop's state for peers that could take the run over, and unpacks it into a loop: without pickle.
 
 What a callback, a metric or a hook keeps may be anything. A part that `plain_values` does not know is left out, with
-a warning that names it: if the run is inherited, that part begins anew.
+a warning that names it: if another peer takes the run over, that part begins anew.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ from lightning_swarm.strategy.rollback.loop_state import LoopState, ResumePoint
 
 _log = logging.getLogger(__name__)
 
-_OF_THE_MODULE: Final = ("hparams_name", "hparams_type", "hyper_parameters")
-"""Of a checkpoint: the heir's module and data module have their own."""
+_MODULE_KEYS: Final = ("hparams_name", "hparams_type", "hyper_parameters")
+"""Entries of a checkpoint that are left out: the next lead's module and data module have their own."""
 
-_ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
+_LOG_OPTIONS: Final = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
 """What `self.log` was called with, as Lightning keeps it."""
 
 
-def pack(between: ResumePoint, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
-    """What travels of a loop between two batches.
+def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
+    """Pack a state that goes on with the weights of `version`; they know nothing of the batch at `position`.
 
-    Args:
-        between: Where it was.
-        version: Of the weights that it is to go on with.
-        position: The first batch that they know nothing of, where batches have numbers.
-        left_out: What was warned of already.
-
-    Raises:
-        NotPlain: Something is in the loop's own state, or a scheduler's, that cannot travel.
+    `left_out` holds the parts of which a warning was logged. Raises NotPlain if something in the loop's own state, or a
+    scheduler's, cannot travel.
     """
-    state = between.state
-    parts = partial(_those_that_travel, left_out=left_out)
+    state = point.state
+    parts = partial(_plain_parts, left_out=left_out)
     logs, (followed, added) = state.pending
     checkpoint = {
-        key: value for key, value in state.checkpoint.items() if not any(one in key for one in _OF_THE_MODULE)
+        key: value for key, value in state.checkpoint.items() if not any(ignored in key for ignored in _MODULE_KEYS)
     }
     rest = {key: value for key, value in checkpoint.items() if key not in (*NEEDED, "callbacks")}
     own: dict[str, Any] = {
@@ -68,38 +70,32 @@ def pack(between: ResumePoint, version: int, position: BatchNumber | None, left_
         "callbacks": parts(checkpoint.get("callbacks", {}), "the state of callback"),
         **parts(rest, "what is saved as"),
     }
-    results = {name: _entry(one, gathered) for name, (one, gathered) in state.results.items()}
+    results = {name: _entry(entry, gathered) for name, (entry, gathered) in state.results.items()}
     travelling = TravellingLoop(
         checkpoint=own,
         parameter_names=list(state.parameter_names),
-        made=state.place.made,
-        first=state.place.first,
-        now=state.place.now,
-        num_batches=state.place.num_batches,
+        made=state.position.made,
+        first=state.position.first,
+        now=state.position.now,
+        num_batches=state.position.num_batches,
         metrics=parts(state.metrics, "what was gathered by metric"),
         results=parts(results, "what was logged in the epoch as"),
         shown={name: parts(found, "the value shown as") for name, found in state.shown.items()},
         logging=dict(state.logging),
         followed=dict(followed),
-        logs={lease: list(map(encode, one)) for lease, one in logs.items()},
-        added={lease: _sent(metric_states.pack(*part) for part in one) for lease, one in added.items()},
-        num_counted=between.num_counted,
-        heard=[_of_record(one) for one in between.heard_at(version).heard],
+        logs={lease: list(map(encode, batch)) for lease, batch in logs.items()},
+        added={lease: _sent(metric_states.pack(*part) for part in batch) for lease, batch in added.items()},
+        num_counted=point.num_counted,
+        heard=[_pack_record(record) for record in point.news_at(version).heard],
         position=position,
     )
     return plain_values.pack(msgspec.structs.asdict(travelling))
 
 
 def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
-    """The same, to go on from in another process.
+    """Unpack a state for a Trainer's loop that goes on with the weights of `version`.
 
-    Args:
-        value: As `plain_values` unpacked it.
-        version: Of the weights that it goes on with.
-        trainer: Whose loop is to go on.
-
-    Raises:
-        ProtocolError: It is no loop's state.
+    Raises ProtocolError if the value, as `plain_values` unpacked it, is no loop's state.
     """
     came = TravellingLoop.read(value)
     at_position(came.checkpoint, came.position)
@@ -107,14 +103,14 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
         checkpoint=came.checkpoint,
         gaps=list(_gaps(came.checkpoint)),
         parameter_names=came.parameter_names,
-        place=BatchPosition(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
+        position=BatchPosition(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
         metrics=came.metrics,
         results=_results(came.results, trainer),
         shown=came.shown,
         logging=came.logging,
         pending=_pending(came, trainer),
     )
-    news = RunNews(version, [_heard(*one) for one in came.heard])
+    news = RunNews(version, [_unpack_record(*record) for record in came.heard])
     return ResumePoint(state, came.num_counted, version, (), news)
 
 
@@ -130,7 +126,7 @@ def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
     return sorted({path for path in found if "://" not in path and not Path(path).exists()})
 
 
-def _those_that_travel(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
+def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
     found = {}
     for name, part in parts.items():
         try:
@@ -168,14 +164,14 @@ def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics
     return [encode(state) for state, _ in parts], [tensor for _, tensors in parts for tensor in tensors]
 
 
-def _of_record(heard: DecidedRecord) -> tuple[bytes, list[bytes], list[SentMetrics]]:
+def _pack_record(heard: DecidedRecord) -> tuple[bytes, list[bytes], list[SentMetrics]]:
     metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in heard.metrics]
     return encode(heard.record), list(map(encode, heard.logs)), metrics
 
 
-def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> DecidedRecord:
-    came: list[Metrics] = [([decode(one, MetricState) for one in states], tensors) for states, tensors in metrics]
-    return DecidedRecord(decode(record, Record), [decode(one, LoggedValue) for one in logs], came)
+def _unpack_record(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> DecidedRecord:
+    came: list[Metrics] = [([decode(state, MetricState) for state in states], tensors) for states, tensors in metrics]
+    return DecidedRecord(decode(record, Record), [decode(value, LoggedValue) for value in logs], came)
 
 
 def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
@@ -184,13 +180,13 @@ def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
     def contents(sent: SentMetrics) -> Iterator[tuple[str, MetricContents]]:
         states, tensors = sent
         rest = iter(tensors)
-        for one in states:
-            state = decode(one, MetricState)
+        for packed in states:
+            state = decode(packed, MetricState)
             own, metric = list(islice(rest, sum(state.lengths))), modules.get(state.name)
             if isinstance(metric, Metric):
                 yield state.name, metric_states.unpack(metric, state, own)
 
-    logs = {lease: [decode(one, LoggedValue) for one in batch] for lease, batch in came.logs.items()}
+    logs = {lease: [decode(value, LoggedValue) for value in batch] for lease, batch in came.logs.items()}
     return logs, (came.followed, {lease: list(contents(sent)) for lease, sent in came.added.items()})
 
 
@@ -205,21 +201,21 @@ _REDUCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 }
 
 
-def _entry(one: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of Lightning's results."""
-    meta = one.meta
+def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """Pack an entry of Lightning's results."""
+    meta = entry.meta
     return {
         "fx": meta.fx,
         "name": meta.name,
-        "is_tensor": one.is_tensor,
+        "is_tensor": entry.is_tensor,
         "reduce_fx": meta.reduce_fx.__name__,
-        "options": {name: getattr(meta, name) for name in _ENTRY},
+        "options": {name: getattr(meta, name) for name in _LOG_OPTIONS},
         "gathered": dict(gathered),
     }
 
 
 def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
-    """The entries made anew, as `self.log` makes them. One of a metric that this module does not have is left out."""
+    """Make the entries anew, as `self.log` does. Those of metrics that this module does not have are left out."""
     results = type(trainer.fit_loop.epoch_loop._results)(training=True)
     modules = dict(trainer.lightning_module.named_modules())
     made = {}

@@ -199,7 +199,7 @@ def test_help_of_the_strategy(
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "fit", *asked)
     said = " ".join(capsys.readouterr().out.split())
-    assert "--trainer.strategy.num_stages NUM_STAGES Into how many stages the model is cut." in said
+    assert "--trainer.strategy.num_stages NUM_STAGES Number of stages that the model is cut into." in said
     assert "--trainer.strategy.role {auto,both,trainer,server}" in said
     assert "--trainer.strategy.limits.call_timeout CALL_TIMEOUT Seconds until a call to another peer" in said
     for name in inspect.signature(SwarmStrategy).parameters:

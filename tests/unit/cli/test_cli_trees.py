@@ -235,7 +235,7 @@ def test_what_an_error_hints_at_can_be_typed(
             command(monkeypatch, "fit", *options)
     said = " ".join(capsys.readouterr().out.split())
     assert "--model.width WIDTH" in said
-    assert "--trainer.strategy.num_stages NUM_STAGES Into how many stages the model is cut." in said
+    assert "--trainer.strategy.num_stages NUM_STAGES Number of stages that the model is cut into." in said
 
 
 # ---------------------------------------------------------------------- SwarmCLI

@@ -293,7 +293,7 @@ def test_a_run_that_breaks_off_says_how_to_go_on(tmp_path: Path, saves: bool) ->
 
 
 def test_a_notebook_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_swarm.strategy.checks.trainer._IS_INTERACTIVE", True)
+    monkeypatch.setattr("lightning_swarm.strategy.checks._IS_INTERACTIVE", True)
     with pytest.raises(ConfigError, match=r"notebook .* `devices` must be 1: .* got 2\. Use `devices=1`"):
         swarm()
     assert swarm(devices=1).num_devices == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -79,6 +80,14 @@ def test_each_registry_has_a_real_subclass(tree: ModuleType, other: ModuleType, 
     assert tree.strategies.Strategy in type(strategy).__mro__
     assert other.strategies.Strategy not in type(strategy).__mro__
     assert strategy.__doc__.startswith("Trains one model on a swarm of peers")
+
+
+@pytest.mark.parametrize("name", ["SwarmStrategy", "SwarmView"])
+@pytest.mark.parametrize("tree", FRONT_DOORS)
+def test_classes_are_found_where_they_say(tree: ModuleType, name: str) -> None:
+    derived = getattr(FRONT_DOORS[tree], name)
+    assert derived.__qualname__ == name
+    assert pickle.loads(pickle.dumps(derived)) is derived
 
 
 @pytest.mark.parametrize(("tree", "other"), BOTH)

@@ -231,7 +231,10 @@ def leaving(reason: Callable[[SwarmLauncher], None], role: Any = "server") -> tu
 
 
 def test_who_leaves_has_its_machine_leave_and_waits_for_it() -> None:
-    for reason in (lambda one: one._leave("SIGTERM"), lambda one: one._heed("AWS will stop this spot instance")):
+    for reason in (
+        lambda one: one._leave("SIGTERM"),
+        lambda one: one._handle_notice("AWS will stop this spot instance"),
+    ):
         assert leaving(reason) == (["left"], ["terminate", "wait True"])
 
 
@@ -240,8 +243,8 @@ def test_a_trainer_takes_a_notice_for_a_sigterm(monkeypatch: pytest.MonkeyPatch)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(launcher.os, "kill", lambda pid, number: sent.append((pid, number)))
     monkeypatch.setattr(launcher.signal, "getsignal", lambda _: signal.SIG_DFL)
-    leaving(lambda one: one._heed("GCP preempts this machine"), role="both")
+    leaving(lambda one: one._handle_notice("GCP preempts this machine"), role="both")
     assert sent == []
     monkeypatch.setattr(launcher.signal, "getsignal", lambda _: lambda *_: None)
-    assert leaving(lambda one: one._heed("GCP preempts this machine"), role="both") == ([], ["wait False"])
+    assert leaving(lambda one: one._handle_notice("GCP preempts this machine"), role="both") == ([], ["wait False"])
     assert sent == [(os.getpid(), signal.SIGTERM)]

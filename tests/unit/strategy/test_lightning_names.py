@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.strategy.checks.trainer import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
+from lightning_swarm.strategy.checks import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
 from lightning_swarm.strategy.framework import FRAMEWORKS, ImportTree
 
 
@@ -28,7 +28,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     Strategy = of("strategies", "Strategy")  # noqa: N806
     LightningModule, Trainer, call = framework.module, framework.trainer, framework.call  # noqa: N806
 
-    # `loop` takes the place of `run`, and uses the closure and the counters.
+    # `SwarmOptimization` takes the place of `run`, and uses the closure and the counters.
     assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
     assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
     trainer = Trainer(max_epochs=7, logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -38,7 +38,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     assert epoch_loop.global_step == 0
     progress.optimizer.step.increment_ready()
     progress.optimizer.step.increment_completed()
-    assert epoch_loop.global_step == 1, "what `loop` increments is no longer the global step"
+    assert epoch_loop.global_step == 1, "what `SwarmOptimization` increments is no longer the global step"
     assert epoch_loop.batch_progress.current.ready == 0
     assert callable(epoch_loop._num_ready_batches_reached)
     assert epoch_loop.max_steps == -1
@@ -66,7 +66,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     assert framework.configure_optimizers(optimizer)[0] == [optimizer]
 
-    # rules.py refuses by these names.
+    # `checks` refuses by these names.
     assert not any(framework.is_overridden(hook, LightningModule()) for hook in _STEP_HOOKS)
     assert all(hasattr(LightningModule, hook) for hook in _STEP_HOOKS)
     assert all(hasattr(LightningModule, hook) for hook in _LOADERS.values())
@@ -76,14 +76,14 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     assert _IS_INTERACTIVE is False
     assert all(hasattr(framework.callbacks, name) for name in _WEIGHT_CALLBACKS)
 
-    # home.py wraps these.
+    # `weight_sync` wraps these.
     assert hasattr(framework.callbacks, "BaseFinetuning")
     assert isinstance(framework.callbacks.StochasticWeightAveraging.swa_start, property)
     if hasattr(framework.callbacks, "WeightAveraging"):  # since 2.6
         wrapped = ("should_update", "on_validation_epoch_start", "on_validation_epoch_end")
         assert all(name in vars(framework.callbacks.WeightAveraging) for name in wrapped)
 
-    # saving.py wraps these, and looks at who reads files.
+    # `checkpointing` wraps these, and looks at who reads files.
     checkpoints = framework.callbacks.ModelCheckpoint
     assert parameters(checkpoints._save_checkpoint) == ["self", "trainer", "filepath"]
     assert parameters(checkpoints.file_exists) == ["self", "filepath", "trainer"]

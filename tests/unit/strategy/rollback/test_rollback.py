@@ -11,9 +11,9 @@ from lightning_swarm.client.session import RunNews
 from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint
 
 
-def between(version: int, through: Sequence[int] = (), news: int | None = None) -> ResumePoint:
+def between(version: int, completed: Sequence[int] = (), news: int | None = None) -> ResumePoint:
     state = cast(LoopState, object())
-    return ResumePoint(state, version, version, through, RunNews(version), None if news is None else RunNews(news))
+    return ResumePoint(state, version, version, completed, RunNews(version), None if news is None else RunNews(news))
 
 
 def versions(one: ResumePoint, *, is_lead: bool = False, counted: Collection[int] = ()) -> list[int]:
@@ -86,8 +86,8 @@ def test_the_lead_says_which_versions_it_has() -> None:
     assert set(states(between(1, news=2), between(2, [0], news=3), between(3, [0]), is_lead=True).versions) == {1, 2, 3}
 
 
-def test_only_the_first_place_after_it_is_news() -> None:
+def test_only_the_first_grant_after_it_is_news() -> None:
     kept = states(between(4, [0]))
-    kept.placed(RunNews(6))
-    kept.placed(RunNews(8))
+    kept.granted(RunNews(6))
+    kept.granted(RunNews(8))
     assert versions(kept._kept[0]) == [5, 6]

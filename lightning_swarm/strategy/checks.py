@@ -1,0 +1,413 @@
+"""Refuses what cannot work, or not yet, before anything starts: each error states the rule, the value, the remedy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_swarm.client.pipeline.local_layers import LocalLayers
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.deferred_init import is_on_meta
+from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
+
+_log = logging.getLogger(__name__)
+
+# They read or write the weights of the trainer's own module, which during a run live on the servers.
+_WEIGHT_CALLBACKS = ("ModelPruning",)
+
+# It looks for the largest batch that fits into memory by batches that fail, but they fail on the servers.
+_MEMORY_CALLBACKS = ("BatchSizeFinder",)
+
+# They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
+_TRIAL_CALLBACKS = ("LearningRateFinder",)
+
+# They read or replace weights of the whole module, or change what trains, between two batches of the lead.
+_WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+
+_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+
+# They may do other things, so they are called, with a warning that there are no gradients.
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+_STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
+
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
+
+ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
+
+# ---------------------------------------------------------------------- the Trainer and its callbacks
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that cannot do here what they are for."""
+    for callback in callbacks_of(trainer, *_WEIGHT_CALLBACKS):
+        raise ConfigError(
+            "callbacks must not read or change weights during fit, they live on the servers: "
+            f"got {type(callback).__name__}. Remove it for now."
+        )
+    for callback in callbacks_of(trainer, *_MEMORY_CALLBACKS):
+        raise ConfigError(
+            "callbacks must not look for the batch that fits into memory, it is cut into microbatches for the "
+            f"servers': got {type(callback).__name__}. Choose `microbatch_size` for the smallest server, and the "
+            "batch size for the training."
+        )
+
+
+def makes_trials(trainer: Trainer) -> bool:
+    """True if a callback may train for a while and then restore what it found."""
+    return bool(callbacks_of(trainer, *_TRIAL_CALLBACKS))
+
+
+def of_tuner(callback: object) -> str:
+    """Names what the user may have written in place of the callback."""
+    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
+
+
+def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
+    """Refuse a strategy of one import tree in a Trainer of the other. Lightning has handed over its accelerator."""
+    if not isinstance(strategy.accelerator, framework.accelerator):
+        other = framework.other
+        raise ConfigError(
+            f"{type(strategy).__name__} must come from the Trainer's import of Lightning: it is for "
+            f"`{framework.name}`, the Trainer is from `{other.name}`. Write `from {other.strategies} import "
+            f"SwarmStrategy`, or import the Trainer from `{framework.name}`."
+        )
+
+
+def check_data_module(trainer: Trainer, datamodule: LightningDataModule) -> None:
+    """Refuse a data module of the other import tree, which Lightning would take for a DataLoader."""
+    wanted = framework_of(trainer)
+    if not isinstance(datamodule, wanted.data_module):
+        raise mixed_import("LightningDataModule", type(datamodule), wanted)
+
+
+def check_callback_imports(trainer: Trainer) -> None:
+    """Refuse callbacks of the other import tree."""
+    wanted = framework_of(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if not isinstance(callback, wanted.callbacks.Callback):
+            raise mixed_import("Callback", type(callback), wanted)
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do."""
+    if trainer.num_nodes != 1:
+        raise ConfigError(
+            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and type on "
+            "the other machines the line that the first one prints: lightning-swarm join ADDRESS train.py"
+        )
+    check_callback_imports(trainer)
+    _check_precision(trainer)
+    if config.settings.delay_optimizer_step and trainer.precision == "16-mixed":
+        raise ConfigError(
+            "with `delay_optimizer_step` a step begins before the one before it has shown whether its gradients fit "
+            "the range of float16, which `precision='16-mixed'` needs to know. Use 'bf16-mixed', or leave out "
+            "`delay_optimizer_step`."
+        )
+    if trainer.state.fn == TrainerFn.FITTING:
+        _check_training(trainer, module, config)
+
+
+def check_interactive(num_devices: int) -> None:
+    """Refuse further peers of this machine in a notebook or at a prompt, where no script can run again for them."""
+    if num_devices > 1 and _IS_INTERACTIVE:
+        raise ConfigError(
+            "in a notebook or at a Python prompt `devices` must be 1: above it this script would be started again for "
+            f"every peer, and there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the "
+            "code into a script."
+        )
+
+
+def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, object]) -> None:
+    """Refuse to start a run without data. Lightning would notice, too, but only when all peers are up.
+
+    `handed` are the arguments of the Trainer's method, by name.
+    """
+    assert trainer.state.fn is not None
+    function, framework = trainer.state.fn.value, framework_of(trainer)
+    hook = _LOADERS[function]
+    loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
+    data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
+    if isinstance(data, (framework.data_module, framework.module)) and not framework.is_overridden(hook, data):
+        others = "no dataloader and no data module" if data is module else "a data module"
+        raise ConfigError(
+            f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
+            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`."
+        )
+
+
+def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    is_overridden = framework_of(trainer).is_overridden
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "`automatic_optimization` must be True: the swarm steps the optimizer on its servers; got False. "
+            "Let Lightning optimize, or train without the swarm."
+        )
+    for hook in _STEP_HOOKS:
+        if is_overridden(hook, module):
+            raise ConfigError(
+                f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
+                f"{type(module).__name__} overrides it. Remove the override."
+            )
+    for hook in _GRADIENT_HOOKS:
+        if is_overridden(hook, module):
+            _log.warning("`%s` finds no gradients in a swarm: they are on the servers.", hook)
+    check_callbacks(trainer)
+    if config.settings.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            "`target_batch_size` and `accumulate_grad_batches` both say when a step ends: got "
+            f"{config.settings.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
+        )
+
+
+def check_compiling() -> None:
+    """Refuse to compile with a torch that silently leaves code under a dispatch mode as it is."""
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        raise ConfigError(
+            "`torch.compile` of a swarm's stages needs a newer torch, which compiles where random numbers are keyed; "
+            f"got {torch.__version__}. Update torch, or pass the module uncompiled."
+        )
+
+
+def _check_precision(trainer: Trainer) -> None:
+    if trainer.precision not in _PRECISIONS:
+        raise ConfigError(
+            f"`precision` must be one of {list(_PRECISIONS)}, got {trainer.precision!r}. Choose one of them."
+        )
+
+
+# ---------------------------------------------------------------------- the model, its optimizer, its checkpoints
+
+
+def check_ckpt_path(path: object) -> None:
+    """Refuse a checkpoint that is not there. What Lightning looks up itself passes: a name, the registry, a URL."""
+    if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
+        return
+    if not Path(str(path)).exists():
+        raise ConfigError(
+            f"`ckpt_path` must be a checkpoint's path, 'best' or 'last', got {str(path)!r}, which is not there. "
+            f"Correct it, seen from {Path.cwd()}, or leave it out."
+        )
+
+
+def check_folder(path: object, storage_options: object) -> None:
+    """Refuse to write a sharded checkpoint elsewhere than into a folder of this machine, or with options."""
+    if "://" in str(path):
+        raise ConfigError(
+            f"with `state_dict_type='sharded'` servers write into a folder, got {str(path)!r}. Name one that this "
+            "machine sees as a path, or use `state_dict_type='full'`."
+        )
+    if storage_options is not None:
+        raise ConfigError(
+            "`storage_options` are for a `CheckpointIO`, which writes no sharded checkpoints; got "
+            f"{storage_options!r}. Leave them out, or use `state_dict_type='full'`."
+        )
+
+
+def find_folder(path: object) -> ShardedCheckpoint | None:
+    """The sharded checkpoint at a path; None: an ordinary one. Refuses a folder that is no checkpoint."""
+    if "://" in str(path) or not Path(str(path)).is_dir():
+        return None
+    folder = Path(str(path))
+    if not is_folder(folder):
+        raise ConfigError(
+            f"a checkpoint must be a file, or a folder that was written with `state_dict_type='sharded'`; {folder} is "
+            "a folder without an index `.metadata`. Name the checkpoint in it."
+        )
+    return ShardedCheckpoint(folder)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """The only optimizer. Refuses none, several, and one that needs a closure or sparse gradients."""
+    if len(optimizers) != 1:
+        raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
+    optimizer = optimizers[0]
+    if not any(group["params"] for group in optimizer.param_groups):  # what Lightning makes of None
+        raise ConfigError("`configure_optimizers` must return an optimizer with parameters, got none. Return one.")
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ConfigError(
+            f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
+        )
+    hyperparameters(optimizer)
+    return optimizer
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
+    """All that each parameter group holds beside its parameters, as plain values. Refuses other values."""
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(name: str, value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, entry) for entry in value]
+    raise ConfigError(
+        f"hyperparameters of a parameter group must be numbers, text or lists of them: `{name}` is a "
+        f"{type(value).__name__}. Keep it outside the optimizer."
+    )
+
+
+def check_new_selection(
+    before: Selection | None, selection: Selection, *, is_shared: bool, pending_samples: int
+) -> None:
+    """Refuse to change what trains in a run of several trainers, or in the middle of a step."""
+    if is_shared:
+        raise ConfigError(
+            "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
+            "has changed. Freeze parameters and add groups before `fit`, or use `role='auto'`."
+        )
+    if pending_samples:
+        assert before is not None
+        changed = sorted(set(before.frozen) ^ set(selection.frozen)) or "parameter groups"
+        raise ConfigError(
+            "which parameters train, and in which group, may change only where a step begins, for its gradients "
+            f"are summed on the servers: {changed} changed with {pending_samples} samples in the open step. "
+            "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
+            "divides the samples of an epoch."
+        )
+
+
+def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
+    """Refuse gradients at weights of the servers' stages: they are old here, and such a gradient is in no step."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if around is not None:
+        stepped -= set(map(id, around.parameters.values()))
+    touched = [
+        name for name, parameter in module.named_parameters() if id(parameter) in stepped and parameter.grad is not None
+    ]
+    if touched:
+        raise ConfigError(
+            "a loss may reach the pipeline's weights through its forward only, for they live on the servers: "
+            f"it reached {touched[:5]} directly. Use the optimizer's weight decay in place of a penalty, and call "
+            "the whole pipelined module in place of one of its blocks."
+        )
+
+
+def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
+    """Refuse to put layers into a model that a callback has copied by now, or that is `restored` without them."""
+    if restored:
+        raise ConfigError(
+            "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
+            "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`: the optimizer's "
+            "state would not fit."
+        )
+    for callback in callbacks_of(trainer, "StochasticWeightAveraging", "WeightAveraging"):
+        raise ConfigError(
+            "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
+            f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
+        )
+
+
+def check_in_memory(module: LightningModule, what: str) -> None:
+    """Refuse what needs all of a module's weights in this process, if some are on meta; `what` names it."""
+    if is_on_meta(module):
+        raise ConfigError(
+            f"a module on torch's meta device has its weights on the servers only, got {type(module).__name__} where "
+            f"{what}. Build it without `torch.device('meta')`, if this machine has room for all of it."
+        )
+
+
+def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse what a module cannot be used for whose weights are on meta."""
+    if config.split == "time":
+        check_in_memory(module, "`split='time'` is to measure its blocks")
+    for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS) if trainer.state.fn == TrainerFn.FITTING else ():
+        check_in_memory(module, f"{type(callback).__name__}{of_tuner(callback)} works with all of them")
+
+
+# ---------------------------------------------------------------------- several trainers
+
+
+def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
+    """Refuse what several trainers cannot do together."""
+    if config.settings.target_batch_size is None:
+        raise ConfigError(
+            "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
+            "of one trainer; got None. Set the number of samples of a step, those of all trainers together."
+        )
+    if config.settings.delay_optimizer_step:
+        raise ConfigError(
+            "with `delay_optimizer_step` one trainer must bring all batches, for what several log of a step is put "
+            "together when its record comes, and others have begun the next one by then; got `role='both'`. Use "
+            "`role='auto'`, or leave out `delay_optimizer_step`."
+        )
+    if trainer.precision == "16-mixed":
+        raise ConfigError(
+            "the trainers of a step must scale their losses alike, and with `precision='16-mixed'` each finds a scale "
+            "of its own. Use 'bf16-mixed' with `role='both'`, or 16-mixed with `role='auto'`."
+        )
+    for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS):
+        raise ConfigError(
+            "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
+            f"got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
+        )
+
+
+def check_brought_callbacks(trainer: Trainer, config: SwarmConfig, *, beside_others: bool) -> None:
+    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's."""
+    check_callback_imports(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        check_callbacks(trainer)
+        if beside_others:
+            check_trainers(trainer, config)
+
+
+def check_servers(config: SwarmConfig, num_devices: int) -> None:
+    """Refuse a run without servers."""
+    if config.role == "trainer" and num_devices < 2 and not config.initial_peers:
+        raise ConfigError(
+            f"`role='trainer'` needs servers: `devices` must be at least 2, got {num_devices}. "
+            "Raise `devices`, name servers that wait in `initial_peers`, or leave `role` out."
+        )
+
+
+def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
+    """True if others may join as trainers of a run that this program begins: nothing keeps several from it."""
+    if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.settings.deterministic:
+        return False
+    try:
+        check_trainers(trainer, config)
+    except ConfigError:
+        return False
+    return True
+
+
+def check_alone(session: Session, name: str) -> None:
+    """Refuse a collective operation in a batch: the others are in batches of their own."""
+    if session.is_shared and session.pipeline.batch is not None:
+        refuse_collective(name)
+
+
+def refuse_collective(name: str) -> NoReturn:
+    """Refuse what needs all trainers at the same point."""
+    raise ConfigError(
+        f"trainers of a swarm do not wait for each other within a step, so there is nothing that `{name}` could "
+        "collect. Use `self.log(..., sync_dist=True)`, which counts over the batches of all of them."
+    )
