@@ -21,7 +21,7 @@ from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.process import LOG, follow_environment
 from lightning_swarm.model.export import export_file, export_safetensors
 from lightning_swarm.monitor import doctor
-from lightning_swarm.monitor.doctor import Finding
+from lightning_swarm.monitor.checks import Finding
 from lightning_swarm.monitor.survey import table
 from lightning_swarm.network.addresses import Address
 

@@ -17,7 +17,8 @@ import msgspec
 from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
 from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.monitor.survey import picture, short_name
+from lightning_swarm.core.readable import short_name
+from lightning_swarm.monitor.survey import picture
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.config import Compression

@@ -9,7 +9,8 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, PeerError, Unreachable
 from lightning_swarm.monitor import survey
-from lightning_swarm.monitor.doctor import Obstacle, knock
+from lightning_swarm.monitor.checks import Obstacle
+from lightning_swarm.monitor.doctor import knock
 from lightning_swarm.monitor.survey import Sighting, SwarmReport, picture
 from lightning_swarm.network.addresses import Address
 

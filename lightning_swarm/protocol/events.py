@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_swarm.core.errors import StageLost, SwarmError
+from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.events import EventCounts, EventKind
 
@@ -114,7 +115,10 @@ class EventLog:
             if any(one.is_like(event) for one in self._kept):
                 return
             self._kept.append(event)
-        _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", event)
+        text = str(event)
+        _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", shorten(text))
+        if shorten(text) != text:
+            _log.debug("In full: %s", text)
 
     # ------------------------------------------------------------------ what all peers counted
 
@@ -214,10 +218,10 @@ class OutageWait:
                 "as soon as one of %s answers; others join with `lightning-swarm join %s`. It is given up in %.0f s.",
                 step,
                 stage,
-                last,
+                short_name(last),
                 now_s - wait.lost_s[last],
-                gone[last],
-                ", ".join(sorted(gone)),
+                shorten(str(gone[last])),
+                ", ".join(map(short_name, sorted(gone))),
                 address,
                 self._stage_timeout - waited_s,
             )
