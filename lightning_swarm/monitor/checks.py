@@ -1,4 +1,4 @@
-"""What makes a machine unfit to be a peer, and the remedy for each fault; decides only, looks at nothing."""
+"""Decides what makes a machine unfit to be a peer, and names the remedy; looks at nothing itself."""
 
 from __future__ import annotations
 

@@ -15,24 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
-from lightning_swarm.monitor.checks import (
-    SUPPORTED,
-    DialResult,
-    Finding,
-    FolderReport,
-    Obstacle,
-    check_binary,
-    check_clock,
-    check_daemon,
-    check_folder,
-    check_port,
-    check_protocol,
-    check_python,
-    check_reach,
-    check_threads,
-    check_version,
-    compare_versions,
-)
+from lightning_swarm.monitor import checks
+from lightning_swarm.monitor.checks import DialResult, Finding, FolderReport, Obstacle
 from lightning_swarm.network import Transport
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import handshake
@@ -104,22 +88,24 @@ async def _meet(transport: Transport, address: Address) -> tuple[DialResult, Han
 
 def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Address] = ()) -> Iterator[Finding]:
     """Check this machine, where it is to listen (port 0: any), and the way to running peers; cheap checks first."""
-    yield check_python(platform.python_version())
-    versions = [check_version(name, installed_version(name)) for name in SUPPORTED]
+    yield checks.check_python(platform.python_version())
+    versions = [checks.check_version(name, installed_version(name)) for name in checks.SUPPORTED]
     yield from versions
     for path, purpose in _folders().items():
-        yield check_folder(look_at_folder(path, purpose))
+        yield checks.check_folder(look_at_folder(path, purpose))
     if all(finding.ok for finding in versions if finding.check == "torch"):
-        yield check_threads(_num_threads(), _num_cores())
+        yield checks.check_threads(_num_threads(), _num_cores())
     daemon = find_daemon()
-    binary = check_binary(str(daemon) if daemon else None, executable=bool(daemon and os.access(daemon, os.X_OK)))
+    binary = checks.check_binary(
+        str(daemon) if daemon else None, executable=bool(daemon and os.access(daemon, os.X_OK))
+    )
     yield binary
-    listening = check_port(host, port, try_port(host, port))
+    listening = checks.check_port(host, port, try_port(host, port))
     yield listening
     # Where the daemon cannot start, the reason has been given.
     startable = all(finding.ok for finding in (*versions, binary))
     if startable and listening.ok:
-        daemon_starts = check_daemon(*try_daemon(host, port))
+        daemon_starts = checks.check_daemon(*try_daemon(host, port))
         yield daemon_starts
         startable = daemon_starts.ok
     yield from _examine_peers(addresses, with_daemon=startable)
@@ -132,17 +118,17 @@ def _examine_peers(addresses: Sequence[Address], *, with_daemon: bool) -> Iterat
         if dialed.obstacle is None and with_daemon:
             answering.append(address)
         else:
-            yield check_reach(dialed)
+            yield checks.check_reach(dialed)
     if not answering:
         return
     here = handshake.own_greeting(0.0)
     for dialed, meeting in meet(answering):
-        yield check_reach(dialed, meeting.round_trip_s if meeting else None)
+        yield checks.check_reach(dialed, meeting.round_trip_s if meeting else None)
         if meeting is not None:
             there = meeting.greeting
-            yield check_protocol(dialed.address, here.protocol_version, there.protocol_version)
-            yield compare_versions(dialed.address, here.versions, there.versions)
-            yield check_clock(dialed.address, meeting.ahead_s, meeting.round_trip_s)
+            yield checks.check_protocol(dialed.address, here.protocol_version, there.protocol_version)
+            yield checks.compare_versions(dialed.address, here.versions, there.versions)
+            yield checks.check_clock(dialed.address, meeting.ahead_s, meeting.round_trip_s)
 
 
 def find_daemon() -> Path | None:

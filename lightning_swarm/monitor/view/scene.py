@@ -1,4 +1,4 @@
-"""What the view shows at one moment, in numbers and lines of text, and what it remembers between moments."""
+"""One moment of a run, in numbers and lines of text, and the view's memory between moments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_swarm.protocol.messages.events import EventKind
 State: TypeAlias = Literal["serving", "joining", "failing", "gone"]
 
 WORDS: Final[Mapping[EventKind, str]] = {
-    "retry": "asked again",
+    "retry": "failed, request repeated",
     "ban": "avoided for a while",
     "replay": "microbatch computed again",
     "discard": "gradient sum discarded",
@@ -174,10 +174,13 @@ def where(event: Event) -> str:
 def why(event: Event) -> str:
     """The reason of an event in one short line, which does not name the event's own peer again."""
     reason = shorten(event.reason)
+    if event.peer is None:
+        return reason
+    name = short_name(event.peer)
     found = _HOLDER_GONE.fullmatch(reason)
-    if found is not None and event.peer is not None and found[1] == short_name(event.peer):
+    if found is not None and found[1] == name:
         return f"it held {found[2]} ({found[3]})"
-    return reason
+    return reason.removeprefix(f"The connection to {name} broke: ")
 
 
 def event_line(event: Event) -> str:

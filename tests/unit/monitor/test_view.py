@@ -191,6 +191,9 @@ def test_an_event_of_a_lost_connection_is_one_short_line() -> None:
     )
     line = event_line(Event("gone", gone, None, 66, refused))
     assert line[10:] == "peer Mccccc gone (step 66): it held stage 0 (connection refused)"
+    broken = f"The connection to {gone} broke: [Errno 104] Connection reset by peer."
+    line = event_line(Event("retry", gone, 0, 66, broken))
+    assert line[10:] == "peer Mccccc failed, request repeated (stage 0, step 66): Connection reset by peer."
     assert len(event_line(Event("pause", None, 0, 66, "; ".join([refused] * 3)))) == 100
 
 
