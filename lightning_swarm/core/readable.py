@@ -8,6 +8,7 @@ from typing import Final
 _SHORT_LENGTH: Final = 6
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
 _DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
+_NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
 _ATTEMPT: Final = re.compile(r"\* \[[^\]]*\]")  # libp2p lists the addresses that it tried
 _ERROR_NUMBER: Final = re.compile(r"\[Errno -?\d+\] ")
 _BACKOFF: Final = "dial backoff"  # libp2p tried a moment ago, and does not try again so soon
@@ -25,7 +26,7 @@ def shorten(text: str) -> str:
 
 
 def _cause(chain: re.Match[str]) -> str:
-    causes = [attempt.rpartition(": ")[2].strip(" .") for attempt in _ATTEMPT.split(chain[0])]
+    causes = [_NO_CAUSE.sub("", attempt.strip(" ."), count=1) for attempt in _ATTEMPT.split(chain[0])]
     known = [cause for cause in causes[1:] or causes if cause != _BACKOFF]
     cause = known[-1] if known else "it could not be reached a moment ago"
     return f"{cause}." if chain[0].endswith(".") else cause

@@ -9,8 +9,6 @@ from typing import Final
 
 from packaging.specifiers import SpecifierSet
 
-from lightning_swarm.core.readable import shorten
-
 SUPPORTED_PYTHON: Final = ">=3.11"
 SUPPORTED: Final[Mapping[str, str]] = {
     "lightning": ">=2.5,<2.7",
@@ -176,7 +174,7 @@ def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Findin
     """A peer can be reached; without a daemon here it cannot be asked, and there is no round trip."""
     check = f"peer {dialed.address}"
     if dialed.obstacle is not None:
-        detail = f" ({shorten(dialed.detail)})" if dialed.detail else ""
+        detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
         return Finding(check=check, found=f"{dialed.obstacle.what}{detail}", remedy=dialed.obstacle.remedy)
     if round_trip_s is None:
         return Finding(check=check, found="libp2p answers there; who it is needs a daemon here")
