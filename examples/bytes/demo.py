@@ -48,7 +48,7 @@ def train(title: str, out: Path, *options: str) -> None:
         raise
     if status != 0:
         raise RuntimeError(f"The run ended with status {status}: {' '.join(command)}")
-    print(f"   {time.monotonic() - begin_s:.0f} s in all, start included", flush=True)
+    print(f"   took {time.monotonic() - begin_s:.0f} s, including the start", flush=True)
 
 
 def read_curve(out: Path) -> dict[int, float]:
@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> None:
     swarm, plain, peers = read_curve(out / "swarm"), read_curve(out / "plain"), read_peers(out / "swarm")
     differences = relative_differences(swarm, plain)
     checkpoint = out / "swarm" / "checkpoints" / "last.ckpt"
-    print(f"\n== what the swarm's checkpoint writes after {PROMPT.decode()!r}\n")
+    print(f"\n== what the swarm's checkpoint writes after {PROMPT.decode()!r}: after so few steps no Python yet\n")
     print(write_sample(checkpoint, arguments.seed))
     picture = out / "curves.png"
     draw(picture, swarm, plain, differences, peers)

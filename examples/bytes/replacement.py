@@ -1,4 +1,4 @@
-"""A machine is lost in the middle of the training, and another one comes in its place."""
+"""A machine is lost in the middle of the training, and another one takes its place."""
 
 import csv
 import os
@@ -20,15 +20,15 @@ GRACE_S = 15.0
 class Replacement(L.Callback):
     """Kills one of the local peers after a step, and has a new one join by the command that a user would type.
 
-    Writes ``peers.csv``: after each step the number of peers, and what happened to one.
+    Writes ``peers.csv``: the number of peers after each step, and what happened to one of them.
 
     Args:
-        at_step: When.
-        out: Folder for that file, and for what the new peer prints.
-        program: What the new peer runs: the same as all others.
+        at_step: The step after which the peer is killed.
+        out: Folder for that file, and for the output of the new peer.
+        program: The program that all peers run.
 
     Raises:
-        RuntimeError: At the end of the training, if the peer is not gone, or no new one was let in.
+        RuntimeError: At the end of the training, if the peer is not gone, or no new one has joined.
     """
 
     def __init__(self, at_step: int, out: Path, program: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ class Replacement(L.Callback):
         self._there: set[str] = set()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Look who is there, and when it is time, strike."""
+        """Note which peers are in the run; when the time has come, kill one and start another."""
         strategy = trainer.strategy
         if not isinstance(strategy, SwarmStrategy):
             raise RuntimeError("only a swarm goes on without one of its machines: leave out `--plain` or `--kill-at`")
@@ -54,14 +54,19 @@ class Replacement(L.Callback):
             self._kill(strategy.local_processes[-1], trainer.global_step)
             self._start(strategy.address)
             happened.append("killed")
-        for peer in sorted(gone):
-            print(f"step {trainer.global_step}: peer {peer[-6:]} is out of the run; {len(there)} are left", flush=True)
-        for peer in sorted(come):
-            print(f"step {trainer.global_step}: peer {peer[-6:]} is let in; {len(there)} train on", flush=True)
+        # Only the first time: later on, peers that move to another stage leave and join again.
+        known = {event for _, _, event in self.rows}
+        for peer in sorted(gone) if "gone" not in known else ():
+            print(
+                f"step {trainer.global_step}: the run goes on without peer {peer[-6:]}; {len(there)} are left",
+                flush=True,
+            )
+        for peer in sorted(come) if "joined" not in known else ():
+            print(f"step {trainer.global_step}: the new peer {peer[-6:]} is in; {len(there)} peers train", flush=True)
         self.rows += [(trainer.global_step, len(there), event) for event in happened or [""]]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write it down. A demonstration of nothing must not look like one of something."""
+        """Write the file; fail if nothing was demonstrated."""
         with (self.out / "peers.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("step", "peers", "event"), *self.rows])
         missing = {"killed", "gone", "joined"} - {happened for _, _, happened in self.rows}
@@ -73,7 +78,7 @@ class Replacement(L.Callback):
             )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The run is over, or has failed. The new peer ends by itself then."""
+        """Wait for the new peer, which ends by itself when the run is over or has failed."""
         if self.joiner is None:
             return
         try:
@@ -84,14 +89,14 @@ class Replacement(L.Callback):
         self.joiner = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """It must not wait for a run that is no more."""
+        """End the new peer, which must not wait for a run that is no more."""
         if self.joiner is not None:
             self.joiner.terminate()
             self.teardown(trainer, pl_module, "fit")
 
     def _kill(self, process: int, step: int) -> None:
         os.kill(process, signal.SIGKILL)
-        print(f"step {step}: killed a peer, process {process}, with SIGKILL", flush=True)
+        print(f"step {step}: one of the peers is killed (process {process}), as if its machine had failed", flush=True)
 
     def _start(self, address: str) -> None:
         command = ["join", address, *self.program]
@@ -100,4 +105,6 @@ class Replacement(L.Callback):
             self.joiner = subprocess.Popen(
                 [sys.executable, "-m", "lightning_swarm", *command], stdout=file, stderr=subprocess.STDOUT
             )
-        print(f"a new peer starts: lightning-swarm {shlex.join(command)}", flush=True)
+        host, _, peer = address.partition("/")
+        typed = f"lightning-swarm join {host}/...{peer[-6:]} {shlex.join(self.program[:2])} ..."
+        print(f"a new peer starts: {typed}", flush=True)

@@ -1,4 +1,4 @@
-"""The command `lightning-swarm`, and `SwarmCLI` for commands of one's own."""
+"""The command `lightning-swarm`, and `SwarmCLI` for a command of your own."""
 
 from lightning_swarm.cli.commands import main
 from lightning_swarm.cli.swarm_cli import SwarmCLI

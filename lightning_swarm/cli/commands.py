@@ -1,4 +1,4 @@
-"""What `lightning-swarm` can be told: the list of commands, and what each does."""
+"""The command `lightning-swarm`: its list of commands, and what each does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.process import LOG, follow_environment
 from lightning_swarm.model.export import export_file, export_safetensors
 from lightning_swarm.monitor import doctor
-from lightning_swarm.monitor.doctor import Finding
+from lightning_swarm.monitor.checks import Finding
 from lightning_swarm.monitor.survey import table
 from lightning_swarm.network.addresses import Address
 
@@ -36,7 +36,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
     lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
 
-With -v before the command, more of what happens is said on stderr; with -vv, all.
+With -v before the command, stderr says more of what happens; with -vv, all.
 """
 
 _DOCTOR: Final = """\
@@ -76,29 +76,29 @@ _LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
 
 
 def main() -> int:
-    """Run the command line. Returns the exit status."""
+    """Run the command line; returns the exit status."""
     try:
         if sys.argv[1:] and sys.argv[1] in _LEVELS:
             os.environ[LOG] = _LEVELS[sys.argv.pop(1)]
         follow_environment()
-        return _chosen(sys.argv[1:] or ["--help"])()
+        return _command(sys.argv[1:] or ["--help"])()
     except ConfigError as error:
         return _complain(error, 2)
     except SwarmError as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
-        return 130  # as a shell has it
+        return 130  # as shells report Ctrl-C
 
 
 def _complain(error: SwarmError, status: int) -> int:
-    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    print(f"lightning-swarm: error: {said}", file=sys.stderr)  # noqa: T201 - a command
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    print(f"lightning-swarm: error: {text}", file=sys.stderr)  # noqa: T201 - a command
     return status
 
 
-def _chosen(arguments: Sequence[str]) -> Callable[[], int]:
+def _command(arguments: Sequence[str]) -> Callable[[], int]:
     name = arguments[0] if arguments else ""
-    # Lightning's own parsers of these take seconds to build, and need jsonargparse.
+    # Lightning's own parsers of these commands take seconds to build, and need jsonargparse.
     if name in TRAINER_COMMANDS or name in ("-c", "--config"):
         return run_trainer
     if name in join.COMMANDS:
@@ -175,24 +175,24 @@ def _run(arguments: argparse.Namespace) -> int:
         return _show_status(arguments)
     if arguments.command == "simulate":
         return simulate.run(arguments)
-    wrong = 0
+    num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
         print(_line(finding), flush=True)  # noqa: T201 - a command
-        wrong += not finding.ok
-    print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command
-    return 1 if wrong else 0
+        num_wrong += not finding.ok
+    print(f"{num_wrong} to mend." if num_wrong else "This machine can be a peer.")  # noqa: T201 - a command
+    return 1 if num_wrong else 0
 
 
 def _show_status(arguments: argparse.Namespace) -> int:
-    looks = status_module.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
+    reports = status_module.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
     try:
-        for seen in looks:
-            print(json.dumps(asdict(seen)) if arguments.json else table(seen), flush=True)  # noqa: T201 - a command
+        for report in reports:
+            print(json.dumps(asdict(report)) if arguments.json else table(report), flush=True)  # noqa: T201 - a command
     except KeyboardInterrupt:
         pass  # how --watch ends
     finally:
-        looks.close()
+        reports.close()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`join` and `serve`: run the same program as the run's starter, told whom to join and what to be."""
+"""`join` and `serve`: run the same program as the run's starter, as another peer of the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "join": "Join a run that another machine started. Needs no data.",
     "serve": "Hold stages, and nothing else, for a run that is or will be started elsewhere.",
 }
-"""What each one does."""
-
 _OPTIONS: Final = ("--listen", "--identity", "--preemption")
 
 _ADDRESS: Final = "203.0.113.7:31337/12D3..."
@@ -58,24 +56,16 @@ As `join`, but whatever `role` the program's strategy has, it reads no data and 
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Run a program as a peer of a run.
+    """Run `join` or `serve`; returns the exit status, unless the program ends the process with one of its own.
 
-    Args:
-        name: Of the command.
-        arguments: What follows it.
-
-    Returns:
-        The exit status, unless the program ends the process with one of its own.
-
-    Raises:
-        ConfigError: The program cannot be found, or has no swarm in it.
+    Raises a ConfigError if the program cannot be found, or trains on no swarm.
     """
     own, program = _split(arguments, address_first=name == "join")
     parser = _parser(name)
-    told = _environment(name, parser.parse_args(own))
+    environment = _environment(name, parser.parse_args(own))
     if not program:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
-    os.environ.update(told)
+    os.environ.update(environment)
     if program[0].startswith("-") and program[0] != "-m":
         sys.argv[1:] = ["fit", *program]
         run_trainer()
@@ -95,25 +85,25 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str], *, address_first: bool) -> tuple[list[str], list[str]]:
-    """This command's own arguments, and those that begin with the program."""
+    """Split the command line into this command's own arguments, and the program with its arguments."""
     own: list[str] = []
     program = list(arguments)
-    address = False
+    has_address = False
     while program:
         if program[0] in _OPTIONS:
             own += program[:2]
             del program[:2]
         elif program[0].startswith(tuple(f"{option}=" for option in _OPTIONS)) or program[0] in ("-h", "--help"):
             own.append(program.pop(0))
-        elif not address and not program[0].startswith("-") and (address_first or _is_meant_as_address(program[0])):
-            address = True
+        elif not has_address and not program[0].startswith("-") and (address_first or _looks_like_address(program[0])):
+            has_address = True
             own.append(program.pop(0))
         else:
             break
     return own, program
 
 
-def _is_meant_as_address(text: str) -> bool:
+def _looks_like_address(text: str) -> bool:
     return (":" in text or text.startswith(("/ip4/", "/ip6/", "/dns"))) and not Path(text).exists()
 
 
@@ -142,16 +132,16 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
-    """What the program is to be told."""
-    told = {}
+    """The environment variables that make the program join."""
+    variables = {}
     if chosen.address:
-        told[JOIN] = str(Address.parse(chosen.address))
+        variables[JOIN] = str(Address.parse(chosen.address))
     if chosen.listen:
-        told[LISTEN] = str(HostPort.to_listen(chosen.listen))
+        variables[LISTEN] = str(HostPort.to_listen(chosen.listen))
     if chosen.identity:
-        told[IDENTITY] = chosen.identity
+        variables[IDENTITY] = chosen.identity
     if chosen.preemption:
-        told[PREEMPTION] = chosen.preemption
+        variables[PREEMPTION] = chosen.preemption
     if name == "serve":
-        told[ROLE] = "server"
-    return told
+        variables[ROLE] = "server"
+    return variables

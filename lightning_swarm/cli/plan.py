@@ -1,4 +1,4 @@
-"""`plan`: what a swarm of some machines would do with a model, before any of them starts."""
+"""`plan`: predicts what a swarm of some machines would do with a model, before any of them starts."""
 
 from __future__ import annotations
 
@@ -15,151 +15,24 @@ from typing import Any, Final, get_args
 from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
 from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
-from lightning_swarm.monitor.survey import picture, short_name
+from lightning_swarm.monitor.survey import picture
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
 from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_machines, read_travel
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
-from lightning_swarm.planner.records import Machine, ModelProfile, Now
-from lightning_swarm.planner.report import describe, describe_now
+from lightning_swarm.planner.records import ModelProfile, Now
+from lightning_swarm.planner.report import describe, describe_now, draw
 from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.strategy.framework import LIGHTNING
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
-_NAMES = [field.name for field in fields(Compression)]
-
-
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
-    group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
-    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
-    for name in _NAMES:
-        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
-    group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
-
-
-def of_command(arguments: argparse.Namespace) -> TransferCost:
-    """What the options say.
-
-    Raises:
-        ConfigError: It cannot be.
-    """
-    every = arguments.compression
-    options = {name: getattr(arguments, f"compression.{name}") for name in _NAMES}
-    said = {name: _value(text) for name, text in options.items() if text is not None}
-    if said and every is not None:
-        said = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **said}
-    return TransferCost.parse(said or every, arguments.boundary_ratio)
-
-
-def _value(text: str) -> object:
-    if text.isdigit():
-        return int(text)
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-_MBIT, _GB = 1e6 / 8, 1e9
-
-
-def add_live_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `plan` can be told of a live swarm."""
-    live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
-    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
-    live.add_argument(
-        "--over", type=float, default=10.0, metavar="SECONDS", help="time to see its rates in (default: %(default)g)"
-    )
-    live.add_argument(
-        "--line-mbit",
-        type=float,
-        default=100.0,
-        metavar="MBIT",
-        help="Mb/s, each way, of peers whose lines were not measured (default: %(default)g)",
-    )
-    live.add_argument(
-        "--bus-gb-per-s",
-        type=float,
-        default=12.0,
-        metavar="GB",
-        help="between a GPU and its host, for training alone with offloading (default: %(default)g)",
-    )
-    live.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
-    )
-
-
-def run_live(arguments: argparse.Namespace) -> int:
-    """Look at the swarm twice, plan, and print it. Returns the exit status, as `run`.
-
-    Raises:
-        ConfigError: What was given cannot be.
-        Unreachable: The peer does not answer.
-        SwarmError: Too little is measured yet.
-    """
-    _check_live(arguments)
-    line_bytes_per_s = arguments.line_mbit * _MBIT
-    assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
-    said = of_command(arguments)
-    live = _look(arguments, assumed)
-    has = TransferCost(live.compression)
-    travel = said.or_else(has)
-    model = replace(live.model, wire=travel.wire)
-    plan = make_plan(
-        model,
-        live.machines,
-        target_batch_size=arguments.target_batch_size,
-        largest_batch_size=arguments.largest_batch_size,
-    )
-    now = _now(live, replace(live.model, wire=has.wire))
-    if arguments.json:
-        print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
-    else:
-        print(f"{describe(model, plan)}\n\n{describe_now(plan, now, line_bytes_per_s)}")  # noqa: T201 - a command
-    return 0 if plan.possible else 1
-
-
-def _check_live(arguments: argparse.Namespace) -> None:
-    given = {
-        "MACHINES.yaml": arguments.machines,
-        "--config": arguments.config,
-        "--layers": arguments.layers,
-        "--width": arguments.width,
-        "--sequence": arguments.sequence,
-        "--measure": arguments.measure,
-        "--picture": arguments.picture,
-        "--boundary-ratio": arguments.boundary_ratio,  # a stage's costs are those with the layers that it has
-    }
-    both = [name for name, value in given.items() if value]
-    if both:
-        raise ConfigError(
-            "`plan` takes machines and model from a file and a description, or both from a live swarm by --swarm, got "
-            f"--swarm and {' and '.join(both)}. Leave out the one or the others."
-        )
-    for name in ("over", "line_mbit", "bus_gb_per_s", "timeout"):
-        value = getattr(arguments, name)
-        if not 0 < value <= threading.TIMEOUT_MAX:
-            raise ConfigError(f"`--{name.replace('_', '-')}` must be a number above 0, got {value}. Raise it.")
-
-
-def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
-    address = Address.parse(arguments.swarm)
-    with contextlib.closing(status.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
-        before, now = next(looks), next(looks)
-    seen = {PeerId(one.peer_id): one for one in picture(now, before).peers}
-    reports = {one.peer_id: one.report for one in now if one.report is not None}
-    paces = {
-        peer: PeerThroughput(seen[peer].samples_per_s, seen[peer].sent_gb_per_hour * _GB / 3600) for peer in reports
-    }
-    return read(reports, paces, assumed, str if arguments.json else short_name)
-
-
-def _now(live: LiveRates, model: ModelProfile) -> Now:
-    setting = live.now.setting
-    predicted = predict(model, live.machines, setting) if setting is not None else None
-    return replace(live.now, predicted_samples_per_s=predicted)
-
+_NAMES: Final = [field.name for field in fields(Compression)]
+_MBIT: Final = 1e6 / 8
+_GB: Final = 1e9
 
 DESCRIPTION: Final = """\
 {what} Nothing is started, and no other machine is asked but by --swarm.
@@ -191,25 +64,17 @@ Predictions are counted; docs/planning.md says how far off they were.
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is planned for.
-
-    Args:
-        model: What it costs.
-        measure: FLOP/s of this machine with it.
-        sequence: Tokens of a sample, where they are known.
-        width: Features of a token, likewise.
-        travel: How its tensors do, as far as it is said.
-    """
+    """The model to plan for, and what is known of it."""
 
     model: ModelProfile
-    measure: Callable[[], float]
-    sequence: int = 1024
-    width: int | None = None
+    measure: Callable[[], float]  # FLOP/s of this machine with the model
+    sequence: int = 1024  # tokens of a sample
+    width: int | None = None  # features of a token
     travel: TransferCost = NOTHING_SAID
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `plan` can be told."""
+    """Add the arguments of `plan`."""
     parser.add_argument(
         "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
     )
@@ -240,10 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, and print it. Returns the exit status: 0 also where the swarm is not worth it, 1 if nothing can train.
+    """Plan, and print the plan; returns the exit status: 1 if nothing can train, 0 even if the swarm does not pay.
 
-    Raises:
-        ConfigError: What was given cannot be.
+    Raises a ConfigError for impossible arguments.
     """
     _check_numbers(arguments)
     if arguments.swarm:
@@ -260,10 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
         target_batch_size=arguments.target_batch_size,
         largest_batch_size=arguments.largest_batch_size,
     )
-    said = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
-    print(said)  # noqa: T201 - a command
+    text = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
+    print(text)  # noqa: T201 - a command
     if arguments.picture:
-        _draw(arguments.picture, machines[0], subject)
+        draw(arguments.picture, machines[0], subject.sequence, subject.width)
     return 0 if plan.possible else 1
 
 
@@ -305,7 +169,7 @@ def _of_numbers(arguments: argparse.Namespace) -> _Subject:
 
 
 def _of_file(path: Path, *, measured: bool) -> _Subject:
-    """The model of a file that `fit` takes; its Trainer and data are made, too, and not used."""
+    """The model of a file that `fit` takes; its Trainer and data are built, too, and not used."""
     from lightning_swarm.planner import probe
 
     require_jsonargparse("plan --config")
@@ -315,24 +179,139 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     given = ["--config", str(path)]
     tree = swarm_cli if choose_framework(given, []) is LIGHTNING else pytorch_lightning
     try:
-        made = tree.SwarmCLI(run=False, save_config_callback=None, args=given, parser_kwargs={"exit_on_error": False})
+        cli = tree.SwarmCLI(run=False, save_config_callback=None, args=given, parser_kwargs={"exit_on_error": False})
     except (argparse.ArgumentError, OSError) as error:
         raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
-    module: Any = made.model
-    strategy = made.trainer.strategy
+    module: Any = cli.model
+    strategy = cli.trainer.strategy
     swarm = strategy.config if isinstance(strategy, written_part(SwarmStrategy)) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
     travel = TransferCost(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
-    # Counting takes the weights away, so it comes second.
+    # Counting removes the weights, so it comes second.
     blocks_s = probe.measure_blocks(module, pipeline, example) if measured and example is not None else 0.0
     model = probe.count(module, pipeline, example)
     return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
 
 
-def _draw(path: Path, machine: Machine, subject: _Subject) -> None:
-    from lightning_swarm.planner.report import draw
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for how tensors travel."""
+    group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
+    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
+    for name in _NAMES:
+        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
+    group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
 
-    draw(path, machine, subject.sequence, subject.width)
+
+def of_command(arguments: argparse.Namespace) -> TransferCost:
+    """Read the options on how tensors travel; raises a ConfigError if that is impossible."""
+    every = arguments.compression
+    options = {name: getattr(arguments, f"compression.{name}") for name in _NAMES}
+    chosen = {name: _value(text) for name, text in options.items() if text is not None}
+    if chosen and every is not None:
+        chosen = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **chosen}
+    return TransferCost.parse(chosen or every, arguments.boundary_ratio)
+
+
+def _value(text: str) -> object:
+    if text.isdigit():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def add_live_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for planning from a live swarm."""
+    live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
+    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
+    live.add_argument(
+        "--over", type=float, default=10.0, metavar="SECONDS", help="time to see its rates in (default: %(default)g)"
+    )
+    live.add_argument(
+        "--line-mbit",
+        type=float,
+        default=100.0,
+        metavar="MBIT",
+        help="Mb/s, each way, of peers whose lines were not measured (default: %(default)g)",
+    )
+    live.add_argument(
+        "--bus-gb-per-s",
+        type=float,
+        default=12.0,
+        metavar="GB",
+        help="between a GPU and its host, for training alone with offloading (default: %(default)g)",
+    )
+    live.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
+    )
+
+
+def run_live(arguments: argparse.Namespace) -> int:
+    """Look at the swarm twice, plan, and print the plan; returns the exit status, as `run`.
+
+    Raises a ConfigError for impossible options, and another SwarmError if the peer does not answer or too little is
+    measured yet.
+    """
+    _check_live(arguments)
+    line_bytes_per_s = arguments.line_mbit * _MBIT
+    assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
+    chosen = of_command(arguments)
+    live = _look(arguments, assumed)
+    current = TransferCost(live.compression)
+    travel = chosen.or_else(current)
+    model = replace(live.model, wire=travel.wire)
+    plan = make_plan(
+        model,
+        live.machines,
+        target_batch_size=arguments.target_batch_size,
+        largest_batch_size=arguments.largest_batch_size,
+    )
+    now = _now(live, replace(live.model, wire=current.wire))
+    if arguments.json:
+        print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
+    else:
+        print(f"{describe(model, plan)}\n\n{describe_now(plan, now, line_bytes_per_s)}")  # noqa: T201 - a command
+    return 0 if plan.possible else 1
+
+
+def _check_live(arguments: argparse.Namespace) -> None:
+    given = {
+        "MACHINES.yaml": arguments.machines,
+        "--config": arguments.config,
+        "--layers": arguments.layers,
+        "--width": arguments.width,
+        "--sequence": arguments.sequence,
+        "--measure": arguments.measure,
+        "--picture": arguments.picture,
+        "--boundary-ratio": arguments.boundary_ratio,  # a stage's costs are those with the layers that it has
+    }
+    both = [name for name, value in given.items() if value]
+    if both:
+        raise ConfigError(
+            "`plan` takes machines and model from a file and a description, or both from a live swarm by --swarm, got "
+            f"--swarm and {' and '.join(both)}. Leave out the one or the others."
+        )
+    for name in ("over", "line_mbit", "bus_gb_per_s", "timeout"):
+        value = getattr(arguments, name)
+        if not 0 < value <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"`--{name.replace('_', '-')}` must be a number above 0, got {value}. Raise it.")
+
+
+def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
+    address = Address.parse(arguments.swarm)
+    with contextlib.closing(status.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
+        before, now = next(looks), next(looks)
+    observed = {PeerId(peer.peer_id): peer for peer in picture(now, before).peers}
+    reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
+    throughputs = {
+        peer: PeerThroughput(observed[peer].samples_per_s, observed[peer].sent_gb_per_hour * _GB / 3600)
+        for peer in reports
+    }
+    return read(reports, throughputs, assumed, str if arguments.json else short_name)
+
+
+def _now(live: LiveRates, model: ModelProfile) -> Now:
+    setting = live.now.setting
+    predicted = predict(model, live.machines, setting) if setting is not None else None
+    return replace(live.now, predicted_samples_per_s=predicted)

@@ -1,4 +1,4 @@
-"""As `lightning_swarm.cli`, for ``import pytorch_lightning``."""
+"""The same as `lightning_swarm.cli`, for ``import pytorch_lightning``."""
 
 from pytorch_lightning.cli import LightningCLI, SaveConfigCallback
 

@@ -1,4 +1,4 @@
-"""`lightning-swarm simulate`: what a swarm would do, without one."""
+"""`simulate`: shows what a swarm would do, without one."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ each moment would do. Numbers are means over the seeds.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of `simulate`."""
     parser.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="what there is, and what happens")
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw throughput, peers per stage and moves")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, print, draw. Returns the exit status."""
+    """Simulate, print, and draw; returns the exit status."""
     found = simulated(ScenarioRuns(arguments.scenario))
     print(report.table(found))  # noqa: T201 - a command
     if arguments.picture is not None:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
-    """By each rule, of each seed."""
+    """Simulate all seeds by each rule."""
     found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
     for seed in range(runs.plan.seeds):
         work = runs.work(seed)

@@ -67,9 +67,9 @@ class SwarmCLI(_LightningCLI):
             super().parse_arguments(parser, args)
 
     def _with_class_path(self, arguments: Sequence[str]) -> list[str]:
-        """The strategy by its class where it is named by its short name: only a class can have further options.
+        """Replace the strategy's short name by its class: only a class can have further options.
 
-        So `--trainer.strategy=swarm --trainer.strategy.num_stages=2` works.
+        This lets `--trainer.strategy=swarm --trainer.strategy.num_stages=2` work.
         """
         option, name, path = (
             "--trainer.strategy",
@@ -91,12 +91,12 @@ class SwarmCLI(_LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError:
-            # jsonargparse buries what a class says of its arguments in what it says of types.
+            # jsonargparse hides a class's own error about its arguments behind one about types.
             self._refuse(self._get(self.config, "trainer").get("strategy"))
             raise
 
     def _refuse(self, strategy: Any) -> None:
-        """Raise the swarm's own error if it is its arguments that cannot work."""
+        """Raise the strategy's own error if its arguments are at fault."""
         if not isinstance(strategy, str) and strategy.get("class_path") == self.strategy_class.framework.strategy_path:
             given = strategy.as_dict().get("init_args", {})
             limits = Limits(**given.pop("limits", {}))
@@ -109,7 +109,7 @@ class SwarmCLI(_LightningCLI):
 
     @override
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """``--optimizer`` makes a new optimizer at each call: every stage steps one of its own."""
+        """Have ``--optimizer`` make a new optimizer at each call, because every stage needs one of its own."""
         super()._add_configure_optimizers_method_to_model(subcommand)
         if "configure_optimizers" not in vars(self.model):
             return
@@ -117,14 +117,14 @@ class SwarmCLI(_LightningCLI):
         optimizer, scheduler = self._chosen(parser._optimizers), self._chosen(parser._lr_schedulers)
 
         def configure_optimizers(module: LightningModule) -> Any:
-            made: Any = instantiate_class(module.parameters(), optimizer)
-            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
+            built: Any = instantiate_class(module.parameters(), optimizer)
+            return self.configure_optimizers(module, built, instantiate_class(built, scheduler) if scheduler else None)
 
         update_wrapper(configure_optimizers, self.configure_optimizers)
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     def _chosen(self, registered: Mapping[str, tuple[Any, str]]) -> Any:
-        """Class path and arguments of the one that the model does not make itself."""
+        """The class path and arguments of the optimizer or scheduler that the model does not make itself."""
         for key, (kind, link_to) in registered.items():
             if link_to == "AUTOMATIC":
                 chosen = self._get(self.config_init, key)

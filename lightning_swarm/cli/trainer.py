@@ -18,71 +18,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree, framework_of_class, mixed_import
 
 _MODEL, _DATA, _STRATEGY = "model", "data", "trainer.strategy"
-_CLASSES: Final = (_MODEL, _DATA, _STRATEGY)
-"""What decides, the first before the others."""
-
-
-def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
-    """The tree whose Trainer can do what a command line says.
-
-    What cannot be read or imported decides nothing: whoever parses it in earnest says what is wrong with it.
-
-    Args:
-        arguments: Of the process, the command included.
-        commands: Those that there are.
-
-    Raises:
-        ConfigError: The data module is from another tree than the model.
-    """
-    named: dict[str, Any] = {}
-    for option, value in _options(arguments):
-        if option in ("-c", "--config"):
-            named.update(_named_in_file(value, [*arguments, *commands], commands))
-        for name in _CLASSES:
-            if option in (f"--{name}", f"--{name}.class_path", f"--{name}.help"):
-                named[name] = value
-    found = {name: _imported(named.get(name)) for name in _CLASSES}
-    trees = {name: framework_of_class(kind) for name, kind in found.items()}
-    model, data = trees[_MODEL], trees[_DATA]
-    if model is not None and data is not None and data is not model:
-        raise mixed_import("LightningDataModule", found[_DATA], model)
-    return next((tree for tree in trees.values() if tree is not None), LIGHTNING)
-
-
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    for argument, following in zip_longest(arguments, arguments[1:]):
-        option, equals, value = argument.partition("=")
-        yield option, value if equals else following
-
-
-def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    try:
-        content = yaml.safe_load(Path(path or "").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return
-    # A file that is named before the command has a section for it.
-    sections = (_at(content, name) for name in candidates if name in commands)
-    section = next((section for section in sections if section is not None), content)
-    for name in _CLASSES:
-        value = _at(section, *name.split("."))
-        if value is not None:
-            yield name, _at(value, "class_path") or value
-
-
-def _at(content: Any, *keys: str) -> Any:
-    for key in keys:
-        content = content.get(key) if isinstance(content, Mapping) else None
-    return content
-
-
-def _imported(path: Any) -> Any:
-    if not isinstance(path, str) or "." not in path:
-        return None
-    try:
-        return pkgutil.resolve_name(path)
-    except Exception:  # noqa: BLE001 - the parser imports it again, and says which option it was
-        return None
-
+_CLASSES: Final = (_MODEL, _DATA, _STRATEGY)  # the import tree of the first one that is given decides
 
 TRAINER_COMMANDS: Final[Mapping[str, str]] = {
     "fit": "Train a model on a swarm, which begins with this machine's devices.",
@@ -90,7 +26,6 @@ TRAINER_COMMANDS: Final[Mapping[str, str]] = {
     "test": "Run a model's test loop once.",
     "predict": "Run a model's predictions.",
 }
-"""What each one does."""
 
 _MODEL_AND_DATA: Final = """
 
@@ -131,13 +66,69 @@ Classes are named by their import path from the current folder, like my_project.
     lightning-swarm {name} --trainer.strategy.help {strategy}"""
 
 
+def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
+    """The import tree whose Trainer can run a command line, which begins with one of `commands`.
+
+    A file or class that cannot be read or imported decides nothing: the real parser reports what is wrong with it.
+    Raises a ConfigError if the data module is from another tree than the model.
+    """
+    named: dict[str, Any] = {}
+    for option, value in _options(arguments):
+        if option in ("-c", "--config"):
+            named.update(_named_in_file(value, [*arguments, *commands], commands))
+        for name in _CLASSES:
+            if option in (f"--{name}", f"--{name}.class_path", f"--{name}.help"):
+                named[name] = value
+    found = {name: _imported(named.get(name)) for name in _CLASSES}
+    trees = {name: framework_of_class(kind) for name, kind in found.items()}
+    model, data = trees[_MODEL], trees[_DATA]
+    if model is not None and data is not None and data is not model:
+        raise mixed_import("LightningDataModule", found[_DATA], model)
+    return next((tree for tree in trees.values() if tree is not None), LIGHTNING)
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        option, equals, value = argument.partition("=")
+        yield option, value if equals else following
+
+
+def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    try:
+        content = yaml.safe_load(Path(path or "").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    # A file that is named before the command has a section for each command.
+    sections = (_at(content, name) for name in candidates if name in commands)
+    section = next((section for section in sections if section is not None), content)
+    for name in _CLASSES:
+        value = _at(section, *name.split("."))
+        if value is not None:
+            yield name, _at(value, "class_path") or value
+
+
+def _at(content: Any, *keys: str) -> Any:
+    for key in keys:
+        content = content.get(key) if isinstance(content, Mapping) else None
+    return content
+
+
+def _imported(path: Any) -> Any:
+    if not isinstance(path, str) or "." not in path:
+        return None
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception:  # noqa: BLE001 - the parser imports it again, and names the option
+        return None
+
+
 def run_trainer() -> int:
-    """Do what the process's arguments say. Returns the exit status."""
+    """Run `fit` or another Trainer command with the process's arguments; returns the exit status."""
     require_jsonargparse(*TRAINER_COMMANDS)
     from jsonargparse import DefaultHelpFormatter
 
     class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-        """Keeps the lines of descriptions."""
+        """Keeps the line breaks of descriptions."""
 
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -152,7 +143,7 @@ def run_trainer() -> int:
             "description": line
             + _MODEL_AND_DATA.format(
                 name=name,
-                # Untrained weights are of no use to the others.
+                # Untrained weights are of no use to the other commands.
                 weights="" if name == "fit" else " --ckpt_path last.ckpt",
                 note=_NOTES.get(name, ""),
                 strategy=framework.strategy_path,
@@ -171,17 +162,13 @@ def run_trainer() -> int:
 
 
 def _shortened(message: str) -> str:
-    """What jsonargparse says of an option, without the types that it tried in vain."""
+    """Jsonargparse's error about an option, without the types that it tried in vain."""
     lines = [line for line in message.splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
     return "\n".join(lines)
 
 
 def require_jsonargparse(*commands: str) -> None:
-    """Raise a ConfigError that says how to get it, if it is not installed.
-
-    Args:
-        commands: That need it.
-    """
+    """Raise a ConfigError that tells how to install jsonargparse, which these commands need, if it is missing."""
     try:
         importlib.metadata.version("jsonargparse")
         importlib.metadata.version("docstring-parser")

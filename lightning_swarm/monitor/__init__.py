@@ -1,1 +1,1 @@
-"""What people see of a run: status of all peers, the doctor, the terminal view."""
+"""Views of a run for people: the status of all peers, the doctor, and the terminal view."""

@@ -1,6 +1,6 @@
-"""A live swarm, as anyone can see it who can reach its peers: they are asked, and nothing is changed.
+"""A live swarm, seen by anyone who can reach its peers: they are asked, and nothing is changed.
 
-`policy` makes rates and a table of the answers.
+The first half asks peers and answers them; the second one, from `ObservedPeer` on, makes a report and a table.
 """
 
 from __future__ import annotations
@@ -12,96 +12,139 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError, SwarmError
+from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport
 from lightning_swarm.protocol.messages.wire import decode, encode
 
+REPORT: Final = "peer.report"
+OTHERS: Final = "peer.others"
+
+_MAX_OTHERS: Final = 1024
+_MAX_ADDRESSES: Final = 16
+_HEADS: Final = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
+
+KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
+"""Looks up the servers that a peer has heard of, with their addresses."""
+
 
 @dataclass(frozen=True)
 class Sighting:
-    """One peer, as it was seen.
-
-    Args:
-        peer_id: Who.
-        place: Host and port.
-        report: What it said; None if it did not answer.
-        problem: Why not.
-    """
+    """One peer's answer, or why there is none."""
 
     peer_id: PeerId
-    place: str
-    report: PeerReport | None
+    place: str  # host and port
+    report: PeerReport | None  # None: it did not answer
     problem: str | None = None
+
+
+def answer(transport: Transport, report: Callable[[], PeerReport], others: KnownServers) -> None:
+    """Answer any peer that asks for this peer's report, or for the servers that it has heard of."""
+
+    async def handle_report(caller: PeerId, body: bytes) -> bytes:
+        _check_empty(REPORT, body)
+        return encode(report())
+
+    async def handle_others(caller: PeerId, body: bytes) -> bytes:
+        _check_empty(OTHERS, body)
+        found = [
+            OtherPeer(peer_id=peer, addresses=list(addresses)[:_MAX_ADDRESSES])
+            for peer, addresses in (await others()).items()
+        ]
+        return encode(OtherPeers(peers=found[:_MAX_OTHERS]))
+
+    transport.handle_call(REPORT, handle_report)
+    transport.handle_call(OTHERS, handle_others)
+
+
+async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
+    """Ask a connected peer at `address`, and then all servers that it has heard of at once, `timeout` seconds each.
+
+    The `first` peer's answer comes first. Raises a `SwarmError` if it does not answer; the others may be silent.
+    """
+    body = await transport.call(first, OTHERS, b"", timeout=timeout)
+    places = {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
+    own = await _ask(transport, first, (address,), timeout)
+    rest = {peer: places[peer] for peer in sorted(places) if peer != first}
+    return [own, *await gather(_reach(transport, peer, where, timeout) for peer, where in rest.items())]
+
+
+async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
+    """The id of a peer's run; None if the peer does not answer."""
+    report = (await _ask(transport, peer, (), timeout)).report
+    return report.run_id if report is not None else None
+
+
+async def _reach(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
+    try:
+        async with asyncio.timeout(timeout):
+            await transport.connect([address for address in addresses if address.endswith(peer)])
+    except TimeoutError:
+        return Sighting(peer, _place(addresses), None, f"did not answer within {timeout:g} s")
+    except SwarmError as error:
+        return Sighting(peer, _place(addresses), None, shorten(str(error)))
+    return await _ask(transport, peer, addresses, timeout)
+
+
+async def _ask(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
+    try:
+        report = decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport)
+    except SwarmError as error:
+        return Sighting(peer, _place(addresses), None, shorten(str(error)))
+    return Sighting(peer, _place(addresses), report)
+
+
+def _place(addresses: Sequence[str]) -> str:
+    parsed = []
+    for text in addresses:
+        with contextlib.suppress(ConfigError):
+            parsed.append(Address.parse(text))
+    return str(widest(parsed).place) if parsed else "an unknown place"
+
+
+def _check_empty(method: str, body: bytes) -> None:
+    if body:
+        raise ProtocolError(f"{method} takes no arguments, got {len(body)} bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPeer:
-    """One peer. Rates are since the look before or, at the first look, since the peer began.
-
-    Args:
-        peer_id: Who.
-        place: Host and port.
-        problem: Why nothing is known of it; None if it answered.
-        stages: That it holds; none while it waits for a run.
-        lead: It leads the run.
-        coordinator: It coordinates the run.
-        step: That is open there; None while it waits.
-        samples_per_s: Forward through each of its stages but the trainers'.
-        queued: Jobs that wait for its compute thread.
-        sent_gb_per_hour: Put on the wire, in 1e9 bytes.
-        received_gb_per_hour: Taken off it.
-        peak_gb: Of memory that it held at once, in 1e9 bytes; None: that is not known.
-        age_s: Seconds since it started.
-    """
+    """One peer of a swarm; its rates are since the previous look or, at the first one, since the peer began."""
 
     peer_id: str
-    place: str
-    problem: str | None
-    stages: tuple[int, ...] = ()
+    place: str  # host and port
+    problem: str | None  # why it did not answer; None if it did
+    stages: tuple[int, ...] = ()  # none while it waits for a run
     lead: bool = False
     coordinator: bool = False
-    step: int | None = None
-    samples_per_s: float = 0.0
-    queued: int = 0
-    sent_gb_per_hour: float = 0.0
+    step: int | None = None  # the open one; None while it waits
+    samples_per_s: float = 0.0  # forward, through each of its stages but the trainers'
+    queued: int = 0  # jobs that wait for its compute thread
+    sent_gb_per_hour: float = 0.0  # on the wire, in 1e9 bytes
     received_gb_per_hour: float = 0.0
-    peak_gb: float | None = None
+    peak_gb: float | None = None  # of memory, in 1e9 bytes; None: unknown
     age_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmReport:
-    """A swarm at one moment.
-
-    Args:
-        run_id: Its name.
-        step: That is open at the coordinator; None while no run is under way, or the coordinator does not answer.
-        steps_per_minute: As the rates of peers.
-        stages: For each stage, the peer ids of those that hold it.
-        trainers_stage: Which of them is what stands around the pipeline, if there is such a one.
-        peers: All of them.
-    """
+    """A swarm at one moment."""
 
     run_id: str
-    step: int | None
+    step: int | None  # the open one; None while no run is under way, or the coordinator does not answer
     steps_per_minute: float
-    stages: tuple[tuple[str, ...], ...]
-    trainers_stage: int | None = None
+    stages: tuple[tuple[str, ...], ...]  # for each stage, the ids of the peers that hold it
+    trainers_stage: int | None = None  # the index of the stage that the trainers compute, if there is one
     peers: tuple[ObservedPeer, ...]
 
 
 def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
-    """Put together what peers said.
-
-    Args:
-        sightings: Now; the peer that was asked first comes first.
-        before: At the look before, if there was one.
-    """
-    reports = {one.peer_id: one.report for one in sightings if one.report is not None}
-    earlier = {one.peer_id: one.report for one in before if one.report is not None}
-    peers = tuple(_peer(one, earlier) for one in sightings)
+    """A report of what peers answered now, with rates since the previous look if there was one."""
+    reports = _reports(sightings)
+    earlier = _reports(before)
+    peers = tuple(_peer(sighting, earlier) for sighting in sightings)
     num_stages = max((report.server.num_stages for report in reports.values() if report.server), default=0)
     coordinator = next((peer.peer_id for peer in peers if peer.coordinator), None)
     return SwarmReport(
@@ -112,6 +155,10 @@ def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> S
         trainers_stage=next((report.server.trainers_stage for report in reports.values() if report.server), None),
         peers=peers,
     )
+
+
+def _reports(sightings: Sequence[Sighting]) -> dict[PeerId, PeerReport]:
+    return {sighting.peer_id: sighting.report for sighting in sightings if sighting.report is not None}
 
 
 def _peer(sighting: Sighting, earlier: Mapping[PeerId, PeerReport]) -> ObservedPeer:
@@ -175,40 +222,37 @@ def _per(count: float, elapsed_s: float) -> float:
     return max(count, 0) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-_HEADS = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
-
-
-def table(seen: SwarmReport) -> str:
-    """The picture for people: a line for each stage of each peer, then those that hold none."""
+def table(swarm: SwarmReport) -> str:
+    """A table for people: a line for each stage of each peer, then the peers that hold none."""
     rows = [
-        _row(index, peer, is_trainers=index == seen.trainers_stage)
-        for index in range(len(seen.stages))
-        for peer in seen.peers
+        _row(index, peer, is_trainers=index == swarm.trainers_stage)
+        for index in range(len(swarm.stages))
+        for peer in swarm.peers
         if index in peer.stages
     ]
-    rows += [_row(None, peer) for peer in seen.peers if not peer.stages]
+    rows += [_row(None, peer) for peer in swarm.peers if not peer.stages]
     widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
-    for index, peers in enumerate(seen.stages):
+    for index, peers in enumerate(swarm.stages):
         if not peers:
             lines.append(f"stage {index}: nobody who answers holds it")
     lines += [
         f"{short_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}"
-        for peer in seen.peers
+        for peer in swarm.peers
         if peer.problem
     ]
-    return "\n".join([_headline(seen), "", *(line.rstrip() for line in lines)])
+    return "\n".join([_headline(swarm), "", *(line.rstrip() for line in lines)])
 
 
-def _headline(seen: SwarmReport) -> str:
-    num_silent = sum(peer.problem is not None for peer in seen.peers)
+def _headline(swarm: SwarmReport) -> str:
+    num_silent = sum(peer.problem is not None for peer in swarm.peers)
     silent = f", {num_silent} of them silent" if num_silent else ""
-    who = f"{len(seen.peers)} peer{'s' if len(seen.peers) != 1 else ''}{silent}"
-    if seen.step is None:
-        state = "no coordinator answers" if seen.stages else "no run is under way yet"
+    peers = f"{len(swarm.peers)} peer{'s' if len(swarm.peers) != 1 else ''}{silent}"
+    if swarm.step is None:
+        state = "no coordinator answers" if swarm.stages else "no run is under way yet"
     else:
-        state = f"step {seen.step}, {seen.steps_per_minute:.1f} steps/min, {len(seen.stages)} stages"
-    return f"run {seen.run_id!r}: {state}, {who}"
+        state = f"step {swarm.step}, {swarm.steps_per_minute:.1f} steps/min, {len(swarm.stages)} stages"
+    return f"run {swarm.run_id!r}: {state}, {peers}"
 
 
 def _row(index: int | None, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[str, ...]:
@@ -231,11 +275,6 @@ def _row(index: int | None, peer: ObservedPeer, *, is_trainers: bool = False) ->
     )
 
 
-def short_name(peer_id: str) -> str:
-    """The end of an id: they all begin alike."""
-    return f"…{peer_id[-6:]}" if len(peer_id) > 12 else peer_id
-
-
 def _duration(seconds: float) -> str:
     minutes, hours = seconds / 60, seconds / 3600
     if hours >= 48:
@@ -243,106 +282,3 @@ def _duration(seconds: float) -> str:
     if hours >= 1:
         return f"{hours:.1f} h"
     return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
-
-
-REPORT: Final = "peer.report"
-OTHERS: Final = "peer.others"
-
-_MAX_OTHERS: Final = 1024
-_MAX_ADDRESSES: Final = 16
-
-Others = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
-"""The servers that a peer has heard of, with their addresses."""
-
-
-def answer(transport: Transport, report: Callable[[], PeerReport], others: Others) -> None:
-    """Tell whoever asks.
-
-    Args:
-        transport: Where the questions come in.
-        report: Of this peer.
-        others: Looks them up.
-    """
-
-    async def handle_report(caller: PeerId, body: bytes) -> bytes:
-        _check_empty(REPORT, body)
-        return encode(report())
-
-    async def handle_others(caller: PeerId, body: bytes) -> bytes:
-        _check_empty(OTHERS, body)
-        found = [
-            OtherPeer(peer_id=peer, addresses=list(addresses)[:_MAX_ADDRESSES])
-            for peer, addresses in (await others()).items()
-        ]
-        return encode(OtherPeers(peers=found[:_MAX_OTHERS]))
-
-    transport.handle_call(REPORT, handle_report)
-    transport.handle_call(OTHERS, handle_others)
-
-
-async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
-    """Ask a peer, and all servers that it has heard of.
-
-    Args:
-        transport: Connected to the first one.
-        first: Whom to ask for the others.
-        address: Where it is.
-        timeout: Seconds for each of them; they are asked at once.
-
-    Returns:
-        What each said, or why it did not.
-
-    Raises:
-        SwarmError: The first one does not answer.
-    """
-    body = await transport.call(first, OTHERS, b"", timeout=timeout)
-    places = {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
-    own = await _ask(transport, first, (address,), timeout)
-    rest = {peer: places[peer] for peer in sorted(places) if peer != first}
-    return [own, *await gather(_reach(transport, peer, where, timeout) for peer, where in rest.items())]
-
-
-async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
-    """For which run a peer is; None if it does not answer."""
-    report = (await _ask(transport, peer, (), timeout)).report
-    return report.run_id if report is not None else None
-
-
-async def _reach(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
-    """Connect, then ask."""
-    try:
-        async with asyncio.timeout(timeout):
-            await transport.connect([one for one in addresses if one.endswith(peer)])
-    except TimeoutError:
-        return Sighting(peer, _place(addresses), None, f"did not answer within {timeout:g} s")
-    except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, _short(error, peer))
-    return await _ask(transport, peer, addresses, timeout)
-
-
-async def _ask(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
-    try:
-        report = decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport)
-    except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, _short(error, peer))
-    return Sighting(peer, _place(addresses), report)
-
-
-def _short(error: SwarmError, peer: PeerId) -> str:
-    """What is said after the peer's id, which libp2p repeats with each word of its own."""
-    said = " ".join(str(error).split())
-    return said.rpartition(f"{peer}: ")[2] or said
-
-
-def _place(addresses: Sequence[str]) -> str:
-    """Where a peer is, for people."""
-    parsed = []
-    for text in addresses:
-        with contextlib.suppress(ConfigError):
-            parsed.append(Address.parse(text))
-    return str(widest(parsed).place) if parsed else "an unknown place"
-
-
-def _check_empty(method: str, body: bytes) -> None:
-    if body:
-        raise ProtocolError(f"{method} takes no arguments, got {len(body)} bytes")

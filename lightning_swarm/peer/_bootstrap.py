@@ -1,7 +1,7 @@
-"""Runs a script (or ``-m module``) that ends when its parent ends.
+"""Runs a script, or ``-m module``, in a process that ends when its parent ends.
 
-Started by its path, so that it watches the parent before anything slow is imported. The parent holds the other end
-of standard input and never writes: end of file means that it is gone, even by `kill -9`.
+It is started by its path, so that it watches the parent before anything slow is imported. The parent holds the other
+end of standard input and never writes, so end of file means that the parent is gone, even by `kill -9`.
 """
 
 import os
@@ -18,11 +18,7 @@ def _watch(pipe: int) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script, or ``-m module``, as Python would.
-
-    Args:
-        arguments: What would follow ``python``.
-    """
+    """Run a script, or ``-m module``, as Python would with these arguments."""
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))
@@ -34,7 +30,7 @@ def run(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Watch, then run."""
+    """Watch the parent, then run the program."""
     pipe = os.dup(0)
     os.set_inheritable(pipe, False)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,10 +1,12 @@
-"""How a run begins: find the servers, give each its stages, let them check the manifest, hand out the weights."""
+"""The beginning of a run: finds servers, assigns stages, sends the manifest for checking, and hands out the weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from msgspec import UNSET, UnsetType
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from lightning_swarm.coordinator import server_calls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
+from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import Directory, Message, PeerId, Transport
@@ -22,27 +25,36 @@ from lightning_swarm.protocol.methods import ADMIT, LOAD, RESTART
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.1
-_ANNOUNCEMENT_TTL_S = 24 * 3600.0
+_POLL_S: Final = 0.1
+_ANNOUNCEMENT_TTL_S: Final = 24 * 3600.0
 
 
 class ServerAnnouncement(WireMessage, frozen=True):
-    """A server that waits to be admitted."""
+    """A server's announcement that it waits to be admitted to a run."""
 
     boot_id: int
     addresses: list[str]
     trains: bool = False  # it reads data, too
-    inherits: bool | UnsetType = UNSET  # it has data, and could lead the run if its lead died
+    inherits: bool | UnsetType = UNSET  # it has data, and could lead the run if the lead died
+
+
+class RunAnnouncement(WireMessage, frozen=True):
+    """The lead's announcement of a run that has begun."""
+
+    coordinator: PeerId
+
+
+_Announcement = TypeVar("_Announcement", ServerAnnouncement, RunAnnouncement)
 
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
-    """The roster of each stage. Pure.
+    """Assign servers to stages: the roster of each stage, a pure function.
 
-    They go round from the last stage to the first, so that no stage has two more than another. With fewer servers than
-    stages each takes neighbouring ones, so that as few boundaries as possible cross the network.
+    Servers go round from the last stage to the first, so that no stage has two more than another. With fewer servers
+    than stages each takes neighbouring stages, so that as few boundaries as possible cross the network.
 
-    The first server, which is the starter's own if it serves, gets the last stage: what that returns goes to the
-    trainer, and its gradient comes back, while inputs that are data go one way only. Logits weigh most of all.
+    The first server, which is the starter's own if it serves, gets the last stage: the outputs of that stage travel to
+    the trainer and their gradients back, while the first stage's inputs, being data, travel one way only.
     """
     if len(servers) >= num_stages:
         rosters = [list(servers[index::num_stages]) for index in range(num_stages)]
@@ -51,218 +63,176 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     return rosters[::-1]
 
 
-class RunAnnouncement(WireMessage, frozen=True):
-    """A run that has begun, in the word of its lead."""
-
-    coordinator: PeerId
-
-
-async def announce_run(directory: Directory, run_id: str, coordinator: PeerId) -> None:
-    """Say where servers that come later may ask to join."""
-    value = encode(RunAnnouncement(coordinator=coordinator))
-    try:
-        await directory.announce(f"{run_id}.run", value, ttl_s=_ANNOUNCEMENT_TTL_S)
-    except PeerError as error:
-        _log.warning("Nobody will find this run in order to join it: %s", error)
-
-
-async def claim(directory: Directory, transport: Transport, run_id: str, *, timeout: float) -> None:
-    """Say that this program would begin a run."""
-    addresses = list(await transport.addresses())
-    value = encode(ServerAnnouncement(boot_id=0, addresses=addresses, trains=True))
-    await _publish(directory, f"{run_id}.starters", value, timeout=timeout)
-
-
-async def claimed(directory: Directory, transport: Transport, run_id: str) -> list[PeerId]:
-    """Who said so and can be reached."""
-    found = {}
-    for peer, value in (await directory.read(f"{run_id}.starters")).items():
-        try:
-            found[peer] = decode(value, ServerAnnouncement)
-        except ProtocolError as error:
-            _log.warning("Left out what %s says of a run that it would begin: %s", peer, error)
-    return sorted(await _connect(transport, found))
-
-
-async def find_runs(directory: Directory, transport: Transport, run_id: str) -> list[PeerId]:
-    """Coordinators of runs that were announced and may be under way. All servers are made reachable from here."""
-    found = []
-    for peer, value in (await directory.read(f"{run_id}.run")).items():
-        try:
-            found.append(decode(value, RunAnnouncement).coordinator)
-        except ProtocolError as error:
-            _log.warning("Left out the run that %s announced: %s", peer, error)
-    if found:
-        await connect_all(directory, transport, run_id)
-    return sorted(set(found))
-
-
-async def announce(
-    directory: Directory,
-    transport: Transport,
-    run_id: str,
-    boot_id: int,
-    *,
-    timeout: float,
-    trains: bool = False,
-    inherits: bool = False,
-) -> None:
-    """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
-    addresses = list(await transport.addresses())
-    value = encode(ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET))
-    await _publish(directory, f"{run_id}.servers", value, timeout=timeout)
-
-
-async def say_prepared(directory: Directory, run_id: str, launch_id: str, *, timeout: float) -> None:
-    """At the starter: `prepare_data` is through, so the other trainers may look for their data.
-
-    Args:
-        directory: Where to say it.
-        run_id: Of the run; there may have been another one under it, on a directory that lived on.
-        launch_id: Of the trainers that are told.
-        timeout: Seconds.
-    """
-    await _publish(directory, _prepared(run_id, launch_id), b"yes", timeout=timeout)
-
-
-async def await_prepared(directory: Directory, run_id: str, launch_id: str, *, timeout: float) -> None:
-    """At another trainer: wait for `say_prepared`.
-
-    Raises:
-        DeadlineExceeded: It was not said.
-    """
-    deadline = now_s() + timeout
-    while not await directory.read(_prepared(run_id, launch_id)):
-        if now_s() > deadline:
-            raise DeadlineExceeded(
-                f"the run's starter did not finish `prepare_data` within {timeout:g} s. Raise `Limits.lead_timeout`."
-            )
-        await asyncio.sleep(_POLL_S)
-
-
-def _prepared(run_id: str, launch_id: str) -> str:
-    return f"{run_id}.prepared.{launch_id}"
-
-
-async def _publish(directory: Directory, key: str, value: bytes, *, timeout: float) -> None:
-    deadline = now_s() + timeout
-    while True:
-        try:
-            await directory.announce(key, value, ttl_s=_ANNOUNCEMENT_TTL_S)
-        except PeerError as error:
-            if now_s() > deadline:
-                raise
-            _log.info("Nobody took the announcement, trying again: %s", error)
-            await asyncio.sleep(_POLL_S)
-        else:
-            return
-
-
-async def find_servers(
-    directory: Directory,
-    transport: Transport,
-    run_id: str,
-    num_servers: int,
-    *,
-    num_trainers: int,
-    among: Collection[PeerId] | None = None,
-    timeout: float,
-    check: Callable[[], None],
-) -> list[Member]:
-    """Wait until `num_servers` have announced themselves; whoever else has is taken, too.
-
-    Args:
-        directory: Where to look.
-        transport: Learns their addresses.
-        run_id: Of the run.
-        num_servers: How many to wait for.
-        num_trainers: How many of them must read data, too.
-        among: Take no others; None: there are no others.
-        timeout: Seconds.
-        check: Called again and again; raises when waiting has become pointless.
-
-    Raises:
-        DeadlineExceeded: Says how many came.
-    """
-    deadline = now_s() + timeout
-    while True:
-        check()
-        found = await announced(directory, run_id)
-        if among is not None:
-            found = {peer: one for peer, one in found.items() if peer in among}
-        if _suffice(found, num_servers, num_trainers):  # what is left of an earlier run may be among them
-            found = await _connect(transport, found)
-        if _suffice(found, num_servers, num_trainers):
-            return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
-        if now_s() > deadline:
-            trainers = f" and {_num_trainers(found)} of {num_trainers} trainers" if num_trainers > 1 else ""
-            raise DeadlineExceeded(
-                f"{len(found)} of {num_servers} servers{trainers} came within {timeout:g} s. Look above for their "
-                "errors, or raise `Limits.start_timeout` if this machine needs longer to import torch."
-            )
-        await asyncio.sleep(_POLL_S)
-
-
-def _suffice(found: Mapping[PeerId, ServerAnnouncement], num_servers: int, num_trainers: int) -> bool:
-    """Servers that wait for any run are no substitute for a trainer: its share of the data would stay unread."""
-    return len(found) >= num_servers and _num_trainers(found) >= num_trainers
-
-
 def _num_trainers(found: Mapping[PeerId, ServerAnnouncement]) -> int:
-    return sum(one.trains for one in found.values())
+    return sum(server.trains for server in found.values())
 
 
-async def known_servers(directory: Directory, run_id: str) -> dict[PeerId, list[str]]:
-    """All servers that announced themselves, with their addresses. Some may be gone."""
-    return {peer: one.addresses for peer, one in (await announced(directory, run_id)).items()}
+@dataclass(frozen=True, kw_only=True)
+class WantedServers:
+    """The servers that a run waits for before it begins."""
+
+    num_servers: int
+    num_trainers: int  # so many of them must read data, too
+    among: Collection[PeerId] | None = None  # take no others; None takes any
+
+    def suffice(self, found: Mapping[PeerId, ServerAnnouncement]) -> bool:
+        """True if enough servers are found; one without data is no substitute for a trainer, whose share it skips."""
+        return len(found) >= self.num_servers and _num_trainers(found) >= self.num_trainers
 
 
-async def connect_all(directory: Directory, transport: Transport, run_id: str) -> None:
-    """Make all servers that announced themselves reachable from this peer, as far as they are."""
-    await _connect(transport, await announced(directory, run_id))
+@dataclass(frozen=True, eq=False)
+class RunDirectory:
+    """The directory as the peers of one run use it: to announce themselves, and to find each other."""
 
+    directory: Directory
+    transport: Transport  # this peer's
+    run_id: str
 
-async def _connect(
-    transport: Transport, servers: Mapping[PeerId, ServerAnnouncement]
-) -> dict[PeerId, ServerAnnouncement]:
-    """Make `servers` reachable; returns those that are."""
+    async def announce_run(self, coordinator: PeerId) -> None:
+        """Announce the coordinator, which servers that come later ask to join."""
+        value = encode(RunAnnouncement(coordinator=coordinator))
+        try:
+            await self.directory.announce(f"{self.run_id}.run", value, ttl_s=_ANNOUNCEMENT_TTL_S)
+        except PeerError as error:
+            _log.warning("Nobody will find this run in order to join it: %s", shorten(str(error)))
+            _log.debug("In full: %s", error)
 
-    async def reaches(peer: PeerId, one: ServerAnnouncement) -> bool:
-        if peer == transport.peer_id:
+    async def announce_starter(self, *, timeout: float) -> None:
+        """Announce that this program would begin a run."""
+        addresses = list(await self.transport.addresses())
+        value = encode(ServerAnnouncement(boot_id=0, addresses=addresses, trains=True))
+        await self._publish(f"{self.run_id}.starters", value, timeout=timeout)
+
+    async def find_starters(self) -> list[PeerId]:
+        """The programs that announced that they would begin a run, and can be reached."""
+        return sorted(await self._connect(await self._read(f"{self.run_id}.starters", ServerAnnouncement)))
+
+    async def find_runs(self) -> list[PeerId]:
+        """Coordinators of announced runs, which may be under way; connects this peer to all announced servers."""
+        found = await self._read(f"{self.run_id}.run", RunAnnouncement)
+        if found:
+            await self.connect_all()
+        return sorted({run.coordinator for run in found.values()})
+
+    async def announce(self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False) -> None:
+        """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
+        addresses = list(await self.transport.addresses())
+        value = encode(
+            ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
+        )
+        await self._publish(f"{self.run_id}.servers", value, timeout=timeout)
+
+    async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
+        """At the starter: announce that `prepare_data` is done, so that the other trainers may read their data.
+
+        Only trainers of the same launch are meant: the directory may have outlived another run of the same id.
+        """
+        await self._publish(self._prepared(launch_id), b"yes", timeout=timeout)
+
+    async def await_prepared(self, launch_id: str, *, timeout: float) -> None:
+        """At another trainer: wait for `say_prepared`, or raise `DeadlineExceeded`."""
+        deadline = now_s() + timeout
+        while not await self.directory.read(self._prepared(launch_id)):
+            if now_s() > deadline:
+                raise DeadlineExceeded(
+                    f"the run's starter did not finish `prepare_data` within {timeout:g} s. "
+                    "Raise `Limits.lead_timeout`."
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _prepared(self, launch_id: str) -> str:
+        return f"{self.run_id}.prepared.{launch_id}"
+
+    async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:
+        deadline = now_s() + timeout
+        while True:
+            try:
+                await self.directory.announce(key, value, ttl_s=_ANNOUNCEMENT_TTL_S)
+            except PeerError as error:
+                if now_s() > deadline:
+                    raise
+                _log.info("Nobody took the announcement, trying again: %s", shorten(str(error)))
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
+
+    async def find_servers(self, wanted: WantedServers, *, timeout: float, check: Callable[[], None]) -> list[Member]:
+        """Wait until enough servers have announced themselves, and take all that have.
+
+        `check` is called again and again, and raises when waiting has become pointless. Raises `DeadlineExceeded` with
+        the number of servers that came.
+        """
+        deadline = now_s() + timeout
+        while True:
+            check()
+            found = await self.announced()
+            if wanted.among is not None:
+                found = {peer: server for peer, server in found.items() if peer in wanted.among}
+            if wanted.suffice(found):  # announcements of an earlier run may be among them
+                found = await self._connect(found)
+            if wanted.suffice(found):
+                return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
+            if now_s() > deadline:
+                num_trainers = wanted.num_trainers
+                trainers = f" and {_num_trainers(found)} of {num_trainers} trainers" if num_trainers > 1 else ""
+                raise DeadlineExceeded(
+                    f"{len(found)} of {wanted.num_servers} servers{trainers} came within {timeout:g} s. Look above for "
+                    "their errors, or raise `Limits.start_timeout` if this machine needs longer to import torch."
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def known_servers(self) -> dict[PeerId, list[str]]:
+        """The addresses of all servers that announced themselves; some may be gone."""
+        return {peer: server.addresses for peer, server in (await self.announced()).items()}
+
+    async def connect_all(self) -> None:
+        """Connect this peer to all servers that announced themselves, as far as they can be reached."""
+        await self._connect(await self.announced())
+
+    async def _connect(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
+        """Connect to `servers`; returns those that can be reached."""
+
+        async def reaches(peer: PeerId, server: ServerAnnouncement) -> bool:
+            if peer == self.transport.peer_id:
+                return True
+            try:
+                await self.transport.connect(server.addresses)
+            except SwarmError as error:
+                _log.warning(
+                    "Cannot reach server %s, which announced itself and may be gone: %s",
+                    short_name(peer),
+                    shorten(str(error)),
+                )
+                _log.debug("In full: %s", error)
+                return False
             return True
-        try:
-            await transport.connect(one.addresses)
-        except SwarmError as error:
-            _log.warning("Left out server %s, which cannot be reached: %s", peer, error)
-            return False
-        return True
 
-    reached = await gather(reaches(peer, one) for peer, one in servers.items())
-    return {peer: one for (peer, one), ok in zip(servers.items(), reached, strict=True) if ok}
+        reached = await gather(reaches(peer, server) for peer, server in servers.items())
+        return {peer: server for (peer, server), ok in zip(servers.items(), reached, strict=True) if ok}
 
+    async def known_standbys(self) -> set[PeerId]:
+        """Servers that could lead the run if the lead died; some may be gone."""
+        return {peer for peer, server in (await self.announced()).items() if server.inherits}
 
-async def known_heirs(directory: Directory, run_id: str) -> set[PeerId]:
-    """Servers that could lead the run if its lead died. Some may be gone."""
-    return {peer for peer, one in (await announced(directory, run_id)).items() if one.inherits}
+    async def announced(self) -> dict[PeerId, ServerAnnouncement]:
+        """The announcements of all servers; some may be gone."""
+        return await self._read(f"{self.run_id}.servers", ServerAnnouncement)
 
-
-async def announced(directory: Directory, run_id: str) -> dict[PeerId, ServerAnnouncement]:
-    """What all servers said of themselves. Some may be gone."""
-    found = {}
-    for peer, value in (await directory.read(f"{run_id}.servers")).items():
-        try:
-            found[peer] = decode(value, ServerAnnouncement)
-        except ProtocolError as error:
-            _log.warning("Left out the announcement of %s: %s", peer, error)
-    return found
+    async def _read(self, key: str, kind: type[_Announcement]) -> dict[PeerId, _Announcement]:
+        """All well-formed announcements under a key: anyone may publish anything there."""
+        found = {}
+        for peer, value in (await self.directory.read(key)).items():
+            try:
+                found[peer] = decode(value, kind)
+            except ProtocolError as error:
+                _log.warning("Ignored what %s announced: %s", short_name(peer), shorten(str(error)))
+        return found
 
 
 async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:
     """Send record 0 to all servers, then the initial weights of `stages` to their rosters.
 
-    Raises:
-        ConfigError: Some server's model is not the starter's.
-        PeerError: Some server left.
+    Raises a `ConfigError` if a server's model is not the starter's, and a `PeerError` if a server left.
     """
     body = encode(manifest)
     run = RunState(manifest)
@@ -271,12 +241,10 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
 
 
 async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
-    """Send the run back; then `hand_out` the weights of the step that `request` names.
+    """Have all servers roll back to the step of `request`, whose weights `hand_out` sends next.
 
-    When this returns no server holds anything of an older generation, and calls of it are refused.
-
-    Raises:
-        PeerError: Some server left.
+    When this returns, no server holds anything of an older generation, and all refuse its calls. Raises a `PeerError`
+    if a server left.
     """
     body = encode(request)
     await gather(transport.call(peer, RESTART, body, timeout=timeout) for peer in run.servers)
@@ -286,25 +254,17 @@ async def hand_out(
     transport: Transport,
     run: RunState,
     stages: Sequence[StageModule],
-    origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
+    weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     *,
     timeout: float,
 ) -> None:
-    """Send each stage's weights at the first step to its roster.
+    """Before the first step of a generation: send the weights of some stages to their rosters.
 
-    Args:
-        transport: The lead's.
-        run: Before the first step of its generation.
-        stages: Some of the run's, as the lead has them.
-        origin: Says what a stage's parameters and buffers are.
-        timeout: Seconds.
-
-    Raises:
-        PeerError: Some server left.
+    `weights` gives a stage's parameters and buffers. Raises a `PeerError` if a server left.
     """
     await gather(
         transport.stream(member.peer_id, LOAD, message, timeout=timeout)
-        for stage, message in [(stage, _weights(stage, origin(stage), run.manifest)) for stage in stages]
+        for stage, message in [(stage, _weights(stage, weights(stage), run.manifest)) for stage in stages]
         for member in run.rosters[stage.spec.index]
     )
 
@@ -322,5 +282,5 @@ def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manife
 
 
 async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> None:
-    """Tell all others in the run that it is over, those too that were left out. One that is gone is no error."""
+    """Tell all other peers that the run is over, also those that were left out; one that is gone is no error."""
     await server_calls.dismiss(transport, {*run.servers, *run.trainers} - {transport.peer_id}, timeout=timeout)

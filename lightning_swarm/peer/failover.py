@@ -1,9 +1,9 @@
-"""Who is left of a run that cannot go on, and how they come to be free for the next one.
+"""Rollback with the peers that are left of a run, and standbys that take the run over if its lead dies.
 
-The lead decides that a run goes back, and to which version. It asks the other trainers at which of the versions that
-it could go back to their loops could go on, too (`LOOP`), and tells all servers which it is when it releases them. A
-trainer is in the same process as its server, and hears of it there. The next run begins when the trainers that were
-released wait for it.
+The lead decides that a run rolls back, and to which version. Of the versions that it could roll back to, it asks the
+other trainers at which their loops could continue (`LOOP`), and it names the chosen one to all servers when it releases
+them. A trainer is in the same process as its server, and learns it there. The next generation begins when the released
+trainers wait for it.
 """
 
 from __future__ import annotations
@@ -32,42 +32,44 @@ from lightning_swarm.server.admission import Admission
 
 _log = logging.getLogger(__name__)
 
-_NUM_HEIRS: Final = 3
-"""Of those that are there. One that dies takes what it has along."""
+LOOP: Final = "trainer.loop"
 
-_MAX_TRIED: Final = 4 * _NUM_HEIRS
-"""For one snapshot; those that did not take it are tried after all others for the next."""
+_NUM_STANDBYS: Final = 3
+"""How many peers keep the loop's state: one that dies takes its copy along."""
+
+_MAX_TRIED: Final = 4 * _NUM_STANDBYS
+"""How many peers are tried for one snapshot; those that failed come after all others for the next one."""
+
+_POLL_S: Final = 1.0
+_POLL_START_S: Final = 0.1
 
 PackLoop = Callable[[], Sequence[Tensor]]
-"""What travels of a loop's state; called if there is somebody to send it to. Raises `NotPlain` where it cannot."""
+"""Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent."""
+
+CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
+"""True if a loop could continue at a version. The second argument tells whether a step's record counts batches."""
 
 
 class StandbyLeads:
-    """Those of a run, as its lead knows them.
+    """The lead's view of the run's standbys, to which it sends the state of its loop.
 
-    Args:
-        transport: The lead's.
-        known: Names the peers that announced that they could take a run over.
-        limits: Bounds.
-
-    Attributes:
-        holding: Who was sent the newest state.
+    `candidates` names the peers that announced that they could take a run over.
     """
 
     def __init__(
-        self, transport: Transport, known: Callable[[], Awaitable[Collection[PeerId]]], *, limits: Limits
+        self, transport: Transport, candidates: Callable[[], Awaitable[Collection[PeerId]]], *, limits: Limits
     ) -> None:
         self._transport = transport
-        self._known = known
+        self._candidates = candidates
         self._limits = limits
         self._warned = False
-        self._deaf: set[PeerId] = set()  # did not take what they were sent last
-        self.holding: Collection[PeerId] = ()
+        self._unresponsive: set[PeerId] = set()  # did not take the state that they were sent last
+        self.holding: Collection[PeerId] = ()  # have the newest state
 
     async def send(self, run: RunState, version: int, pack: PackLoop) -> None:
-        """Send what the loop was at when the weights had this version. Who does not take it is no heir."""
-        generation, known = run.manifest.generation, set(await self._known()) - {self._transport.peer_id}
-        chosen = sorted((peer for peer in seniority(run) if peer in known), key=self._deaf.__contains__)
+        """Send the loop's state at this version of the weights; a peer that does not take it is no standby."""
+        generation, candidates = run.manifest.generation, set(await self._candidates()) - {self._transport.peer_id}
+        chosen = sorted((peer for peer in seniority(run) if peer in candidates), key=self._unresponsive.__contains__)
         if not chosen:
             self.holding = ()
             return
@@ -84,23 +86,23 @@ class StandbyLeads:
         self.holding = await self._keep_at_some(chosen[:_MAX_TRIED], message) or self.holding
 
     async def _keep_at_some(self, peers: Sequence[PeerId], message: Message) -> list[PeerId]:
-        """Those that keep it: as many as there shall be, the first of these peers that do."""
-        kept: list[PeerId] = []
-        while peers and len(kept) < _NUM_HEIRS:
-            missing = _NUM_HEIRS - len(kept)
+        """Try peers in order until enough keep the state; returns those that do."""
+        holding: list[PeerId] = []
+        while peers and len(holding) < _NUM_STANDBYS:
+            missing = _NUM_STANDBYS - len(holding)
             tried, peers = peers[:missing], peers[missing:]
-            there = await gather(self._keeps(peer, message) for peer in tried)
-            kept += [peer for peer, keeps in zip(tried, there, strict=True) if keeps]
-        return kept
+            answers = await gather(self._keeps(peer, message) for peer in tried)
+            holding += [peer for peer, keeps in zip(tried, answers, strict=True) if keeps]
+        return holding
 
     async def _keeps(self, peer: PeerId, message: Message) -> bool:
-        self._deaf.add(peer)  # until it answers: the next snapshot's state breaks this off
+        self._unresponsive.add(peer)  # until it answers: sending the next snapshot's state cancels this
         try:
             await self._transport.stream(peer, KEEP_LOOP, message, timeout=self._limits.call_timeout, max_bytes=0)
         except SwarmError as error:
             _log.info("%s does not keep the state of this trainer's loop: %s", peer, error)
             return False
-        self._deaf.discard(peer)
+        self._unresponsive.discard(peer)
         return True
 
     def _warn(self, reason: str) -> None:
@@ -111,27 +113,11 @@ class StandbyLeads:
             )
 
 
-LOOP: Final = "trainer.loop"
-
-CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
-"""Whether a loop could go on at a version. Gets what tells whether a step's record counts batches, by their places."""
-
-_POLL_S: Final = 1.0
-_POLL_START_S: Final = 0.1
-
-
 async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
-    """Have all servers be in no run any more, and wait for the next. Returns those that do; the others are gone.
-
-    Args:
-        transport: The lead's.
-        run: Which is void.
-        first_step: Where the next one begins.
-        timeout: Seconds for each.
-    """
+    """Release all servers from a void run, to wait for the next one at `first_step`; returns those that answer."""
     body = encode(ReleaseRequest(generation=run.manifest.generation, first_step=first_step))
 
-    async def one(peer: PeerId) -> bool:
+    async def release_server(peer: PeerId) -> bool:
         try:
             await transport.call(peer, RELEASE, body, timeout=timeout)
         except SwarmError as error:
@@ -140,29 +126,21 @@ async def release(transport: Transport, run: RunState, first_step: int, *, timeo
         return True
 
     servers = run.servers
-    released = await gather(one(peer) for peer in servers)
-    return [peer for peer, there in zip(servers, released, strict=True) if there]
+    released = await gather(release_server(peer) for peer in servers)
+    return [peer for peer, done in zip(servers, released, strict=True) if done]
 
 
 async def what_is_lost(
     transport: Transport, run: RunState, num_known_dead: Callable[[], int], *, timeout: float, silence_s: float
 ) -> str:
-    """What the run cannot go on without, after a while in which it might come back: a stage, or a majority of voters.
+    """Say what a run lacks to go on: a stage, or a majority of voters. Empty if it can go on.
 
-    Args:
-        transport: The lead's.
-        run: As the lead knows it.
-        num_known_dead: Peers of this machine whose processes have ended: for them nobody waits.
-        timeout: Seconds of that while.
-        silence_s: For each question.
-
-    Returns:
-        In words; nothing if it can go on.
+    Missing peers get `timeout` seconds to come back, except for processes of this machine that are known to have ended.
     """
     deadline = now_s() + timeout
     while True:
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
-        # One that was started again answers, too, but is in no run.
+        # A server that was started again answers, too, but is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
         found = lost(run, alive)
         if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
@@ -171,8 +149,8 @@ async def what_is_lost(
 
 
 def lost(run: RunState, alive: Collection[PeerId]) -> str:
-    """What a run cannot go on without. Pure."""
-    empty = [index for index, roster in enumerate(run.rosters) if not any(one.peer_id in alive for one in roster)]
+    """Say what a run lacks to go on with these peers; empty if nothing."""
+    empty = [index for index, roster in enumerate(run.rosters) if not any(peer.peer_id in alive for peer in roster)]
     if empty:
         return f"nobody of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
     num_voters, num_left = len(run.voters), sum(voter.peer_id in alive for voter in run.voters)
@@ -180,7 +158,7 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
 
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
-    """What the run has become without its lead, as one of its servers shows it."""
+    """The manifest of the run if another peer leads it by now, as its servers show it."""
 
     async def ask(peer: PeerId) -> Manifest | None:
         try:
@@ -189,19 +167,17 @@ async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> M
             _log.info("%s shows no run: %s", peer, error)
             return None
 
-    found = [one for one in await gather(ask(peer) for peer in run.servers if peer != transport.peer_id) if one]
-    newest = max(found, key=lambda one: one.generation, default=None)
-    others = run.manifest.generation, transport.peer_id
-    return newest if newest is not None and newest.generation >= others[0] and newest.lead != others[1] else None
-
-
-# ---------------------------------------------------------------------- trainers beside the lead
+    answers = await gather(ask(peer) for peer in run.servers if peer != transport.peer_id)
+    newest = max(filter(None, answers), key=lambda manifest: manifest.generation, default=None)
+    if newest is None or newest.generation < run.manifest.generation or newest.lead == transport.peer_id:
+        return None
+    return newest
 
 
 async def loops_at(
     transport: Transport, trainers: Iterable[PeerId], versions: Collection[int], *, timeout: float
 ) -> set[int]:
-    """Those of `versions` at which the loops of all these trainers could go on. Who does not answer is gone."""
+    """The versions at which the loops of all these trainers could continue; one that does not answer is gone."""
     request = encode(LoopRequest(versions=sorted(versions)))
 
     async def ask(trainer: PeerId) -> set[int] | None:
@@ -211,23 +187,16 @@ async def loops_at(
             _log.info("Trainer %s does not say where it could go on: %s", trainer, error)
             return None
 
-    found = [one for one in await gather(map(ask, trainers)) if one is not None]
-    return set(versions).intersection(*found)
+    answers = [possible for possible in await gather(map(ask, trainers)) if possible is not None]
+    return set(versions).intersection(*answers)
 
 
 async def await_loops(
     transport: Transport, trainers: Iterable[PeerId], *, timeout: float, check: Callable[[], None]
 ) -> None:
-    """Wait until all these trainers wait for the next run.
+    """Wait until all these released trainers wait for the next run; raises a `PeerError` if one is gone or late.
 
-    Args:
-        transport: The lead's.
-        trainers: They were released.
-        timeout: Seconds.
-        check: Called again and again; raises when waiting has become pointless.
-
-    Raises:
-        PeerError: One is gone, or does not come.
+    `check` is called again and again, and raises when waiting has become pointless.
     """
     deadline_s = now_s() + timeout
     late = list(trainers)
@@ -246,66 +215,55 @@ async def await_loops(
 
 
 class StandbyLead:
-    """What a trainer beside the lead says of its loop, and hears of the run's.
-
-    Args:
-        transport: Its network.
-        admission: Its server's place in the run.
-        limits: Bounds.
-
-    Attributes:
-        could_go_on: Whether its loop can go on at a version of the weights. Called on the swarm's loop.
-        waits: For a run to begin.
-        run: As this trainer knows it; None: it was in none as yet.
-    """
+    """A trainer beside the lead: tells the lead about its own loop, and learns of rollbacks from its server."""
 
     def __init__(self, transport: Transport, admission: Admission, *, limits: Limits) -> None:
         self._transport = transport
         self._admission = admission
         self._limits = limits
         self._lead: PeerId | None = None
-        self.could_go_on: CouldGoOn = lambda *_: False
-        self.waits = False
-        self.run: RunState | None = None
+        self.could_go_on: CouldGoOn = lambda *_: False  # called on the swarm's loop
+        self.waits = False  # for a run to begin
+        self.run: RunState | None = None  # None: it has been in none yet
         transport.handle_call(LOOP, self._handle_loop)
 
     def enter_run(self, run: RunState) -> None:
-        """It is in a run."""
+        """Note the run that this trainer is in."""
         self.run, self._lead, self.waits = run, run.manifest.lead, False
 
-    def come(self) -> None:
-        """It is about to ask to be let into one. Its server may be in that one, and released, before it is."""
+    def leave_run(self) -> None:
+        """Forget the run before asking for a new one, in which this trainer's server may be, and be released, first."""
         self.run = self._lead = None
         self.could_go_on = lambda *_: False
 
     async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, LoopRequest)
-        lead = self._admission.lead or self._lead  # another one, if it inherited the run
+        lead = self._admission.lead or self._lead  # a standby, if it took the run over
         if caller != lead:
             raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
         return encode(LoopReply(versions=versions, waits=self.waits))
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:
-        """Its server knows all records in order, its loop may not have come to ask for them."""
+        """True if a record counts these batches, as the server knows: the loop may not have asked for records yet."""
         return self._admission.has_run and self._admission.run.counts(step, firsts)
 
     @property
-    def is_led_anew(self) -> bool:
-        """Whether who released it leads in the place of another one."""
+    def has_new_lead(self) -> bool:
+        """True if the peer that released this trainer's server leads in place of the former lead."""
         return self._admission.lead not in (None, self._lead)
 
-    async def told_to_go_back(self) -> int | None:
-        """After an error: the step from which the run goes on. None: it goes on as it is, or is over."""
-        if self._transport.closed:  # nobody can tell it anything
+    async def rollback_step(self) -> int | None:
+        """After an error: the step to which the run rolls back; None if it goes on as it is, or is over."""
+        if self._transport.closed:  # nobody can reach this peer
             return None
         released, left = self._admission.released, self._admission.left
         if self.run is not None:
-            await first_of(released.wait(), left.wait(), self._while_the_lead_may_say_so())
+            await first_of(released.wait(), left.wait(), self._while_rollback_possible())
         return self._admission.goes_on_at if released.is_set() else None
 
-    async def _while_the_lead_may_say_so(self) -> None:
-        """Returns when the run is not lost, or its lead is, or has gone back without this trainer."""
+    async def _while_rollback_possible(self) -> None:
+        """Return when the run lacks nothing, or its lead is gone or has rolled back without this trainer."""
         limits = self._limits
         assert self.run is not None
         if not await what_is_lost(
@@ -315,14 +273,14 @@ class StandbyLead:
         deadline_s = now_s() + limits.lead_timeout
         lead = self.run.manifest.lead
         while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=limits.silence_timeout):
-            if await self._is_behind(lead):
+            if await self._has_newer_generation(lead):
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _is_behind(self, lead: PeerId) -> bool:
+    async def _has_newer_generation(self, lead: PeerId) -> bool:
         assert self.run is not None
         try:
             view = decode(await self._transport.call(lead, VIEW, b"", timeout=self._limits.silence_timeout), RunView)
-        except SwarmError:  # it is in no run at this moment
+        except SwarmError:  # the lead is in no run at this moment
             return False
         return view.manifest.generation > self.run.manifest.generation

@@ -1,9 +1,10 @@
-"""What only a trainer beside the lead does: come to a run, hear that it goes back, and go."""
+"""A trainer beside the lead: finds or joins a run, follows its rollbacks, and leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -14,10 +15,11 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, ProtocolError, RunOver, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import first_of, gather
-from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.peer import discovery, failover
+from lightning_swarm.peer import failover
 from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol.messages.membership import ClaimReply
@@ -30,79 +32,71 @@ from lightning_swarm.server.stage_builder import PeerModel
 
 CLAIM: Final = "run.claim"
 _POLL_S: Final = 0.2
+_LOOK_S: Final = 1.0
 
 
-# Exactly one program begins a run. Each one that would begin it announces it, then asks all others that did. It gives
-# way to one that begins already, or has the lower id; of any two, at least one has heard of the other. A program that
-# gave way waits for the run, and claims it anew when nothing comes of it.
-async def find_run(directory: Directory, transport: Transport, config: SwarmConfig) -> RunView | None:
+async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | None:
     """The run that is under way, as its coordinator shows it."""
     timeout = config.limits.leave_timeout
 
-    async def look(peer: PeerId) -> RunView | None:
+    async def ask(peer: PeerId) -> RunView | None:
         try:
-            view = decode(await transport.call(peer, VIEW, b"", timeout=timeout), RunView)
-        except SwarmError:  # what is left of an earlier one
+            view = decode(await directory.transport.call(peer, VIEW, b"", timeout=timeout), RunView)
+        except SwarmError:  # an announcement that an earlier run left behind
             return None
         return view if view.manifest.run_id == config.run_id else None
 
-    found = await gather(map(look, await discovery.find_runs(directory, transport, config.run_id)))
+    found = await gather(map(ask, await directory.find_runs()))
     views = [view for view in found if view is not None]
     return max(views, key=lambda view: (view.manifest.generation, view.term, view.version), default=None)
 
 
 def check(view: RunView, config: SwarmConfig) -> None:
-    """Refuse to train in a run that is another one than this program's, as far as its settings say.
-
-    Raises:
-        ConfigError: Names the first one that differs.
-    """
+    """Raise a ConfigError if the run's settings differ from this program's, which would then train another run."""
     manifest = view.manifest
     check_open(manifest)
     own, its = config.settings, manifest.settings
-    for name, mine, theirs in (
+    for name, here, there in (
         ("protocol_version", PROTOCOL_VERSION, manifest.protocol_version),
         *((name, getattr(own, name), getattr(its, name)) for name in SET_BY_EACH_TRAINER),
     ):
-        if mine != theirs:
+        if here != there:
             raise ConfigError(
-                f"who trains in a run has its settings; `{name}` is {mine} here and {theirs} in run "
+                f"who trains in a run has its settings; `{name}` is {here} here and {there} in run "
                 f"{manifest.run_id!r}. Start this program with the run's, or another run with another `run_id`."
             )
 
 
 class Claim:
-    """One program's, on the run that it would begin.
+    """A program's claim to begin a run, which exactly one program does.
 
-    Args:
-        transport: Its network.
-        directory: Where others find it.
-        config: The user's settings.
+    A program announces that it would begin the run, and asks all others that did. It gives way to one that begins
+    already, or has the lower id; of any two, at least one has heard of the other. A program that gave way waits for the
+    run, and claims it anew when nothing comes of it.
     """
 
-    def __init__(self, transport: Transport, directory: Directory, config: SwarmConfig) -> None:
-        self._transport = transport
+    def __init__(self, directory: RunDirectory, config: SwarmConfig) -> None:
         self._directory = directory
+        self._transport = directory.transport
         self._config = config
         self._rivals: set[PeerId] = set()
         self._begins = self._gave_way = False
-        transport.handle_call(CLAIM, self._handle_claim)
+        self._transport.handle_call(CLAIM, self._handle_claim)
 
     async def settle(self) -> RunView | None:
-        """The run that is under way, perhaps after a while. None: this program begins it.
+        """Wait for the run that another program begins; None: this program begins it.
 
-        Raises:
-            DeadlineExceeded: Another one was to begin it, and did not.
+        Raises `DeadlineExceeded` if another program was to begin the run, and did not.
         """
-        view = await find_run(self._directory, self._transport, self._config)
+        view = await find_run(self._directory, self._config)
         if view is not None:
             return view
         timeout = self._config.limits.start_timeout
         deadline_s = now_s() + timeout
-        await discovery.claim(self._directory, self._transport, self._config.run_id, timeout=timeout)
+        await self._directory.announce_starter(timeout=timeout)
         while not await self._wins():
             await asyncio.sleep(_POLL_S)
-            view = await find_run(self._directory, self._transport, self._config)
+            view = await find_run(self._directory, self._config)
             if view is not None:
                 return view
             if now_s() >= deadline_s:
@@ -114,10 +108,10 @@ class Claim:
 
     async def _wins(self) -> bool:
         self._gave_way = False
-        self._rivals |= set(await discovery.claimed(self._directory, self._transport, self._config.run_id))
+        self._rivals |= set(await self._directory.find_starters())
         self._rivals.discard(self._transport.peer_id)
         answers = await gather(map(self._gives_way, sorted(self._rivals)))
-        # Nothing is awaited from here on: whoever asks next finds this decided.
+        # Nothing is awaited from here on, so the next rival that asks finds this decided.
         self._begins = all(answers) and not self._gave_way
         return self._begins
 
@@ -125,7 +119,7 @@ class Claim:
         try:
             timeout = self._config.limits.leave_timeout
             return decode(await self._transport.call(rival, CLAIM, b"", timeout=timeout), ClaimReply).gives_way
-        except SwarmError:  # it is gone
+        except SwarmError:  # the rival is gone
             return True
 
     async def _handle_claim(self, caller: PeerId, body: bytes) -> bytes:
@@ -136,90 +130,57 @@ class Claim:
         return encode(ClaimReply(gives_way=gives_way))
 
 
-_LOOK_S: Final = 1.0
-
-
+@dataclass(eq=False)
 class Follower:
-    """One peer, in runs that another one leads.
+    """A peer's part in runs that another peer leads."""
 
-    Args:
-        runtime: The way to its loop.
-        transport: Its network.
-        directory: Where peers find each other.
-        config: The user's settings.
-        host: Of its server.
-        training: Opens its sessions.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        transport: Transport,
-        directory: Directory,
-        config: SwarmConfig,
-        host: ServerHost,
-        training: TrainerRole,
-    ) -> None:
-        self._runtime = runtime
-        self._transport = transport
-        self._directory = directory
-        self._config = config
-        self._host = host
-        self._training = training
-        self._beside: failover.StandbyLead | None = None  # another trainer leads
+    _runtime: Runtime
+    _directory: RunDirectory
+    _config: SwarmConfig
+    _host: ServerHost
+    _training: TrainerRole
+    _standby: failover.StandbyLead | None = None  # None: no other trainer leads
 
     # ------------------------------------------------------------------ a run under way
 
     def find_run(self) -> RunView | None:
-        """The run to train in; None: this peer begins it. Others may want to begin it, too: exactly one does.
+        """The run to train in; None: this peer is the one of all that would begin the run which does.
 
-        Raises:
-            ConfigError: The run's settings are others than this peer's.
-            DeadlineExceeded: Another one was to begin it, and did not.
+        Raises a `ConfigError` if the run's settings differ from this peer's.
         """
-        view = self._runtime.run(Claim(self._transport, self._directory, self._config).settle())
+        view = self._runtime.run(Claim(self._directory, self._config).settle())
         if view is not None:
             check(view, self._config)
         return view
 
     def find_run_again(self) -> RunView | None:
-        """The run that has gone back without this peer, which trains in it; None: nobody shows it."""
-        return self._runtime.run(find_run(self._directory, self._transport, self._config))
+        """The run that this peer trained in, and that rolled back without it; None if nobody shows it."""
+        return self._runtime.run(find_run(self._directory, self._config))
 
     def train_in(
         self, seen: RunView, model: PeerModel, server: PeerModel | None, device: torch.device, *, inherits: bool
     ) -> tuple[Session, int]:
-        """Open a trainer's session in a run under way, from one of its next steps on.
+        """Open a session in a run under way, from one of its next steps on; returns it and the lead loop's epoch.
 
-        Args:
-            seen: The run.
-            model: This peer's copy.
-            server: What its server computes with, which joins a stage meanwhile; None: it holds none.
-            device: Where the trainer's tensors live.
-            inherits: It leads the run when its lead is gone.
-
-        Returns:
-            The session, and the epoch of the lead's loop.
-
-        Raises:
-            ConfigError: This peer's model is not the run's, or the run takes no trainers.
-            RunOver: It ended before it let this one in.
+        With a `server` model this peer's server joins a stage meanwhile, and with `inherits` this peer may take the run
+        over. Raises a `ConfigError` if the model is not the run's or the run takes no trainers, and `RunOver` if the
+        run ended first.
         """
         model.check(seen.manifest)
         if server is not None:
             self._runtime.run(self._host.serve(server, trains=True, inherits=inherits))
         else:
-            self._runtime.run(self._host.start(model))  # unannounced: it hears of the run's end, and holds no stage
+            self._runtime.run(self._host.start(model))  # unannounced: it holds no stage, but hears of the run's end
         admission, limits = self._host.admission, self._config.limits
         run = admission.trains_in = RunState.seen(seen, seen.version)
-        beside = self._follow()
-        beside.come()
+        standby = self._become_standby()
+        standby.leave_run()
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
         if server is not None:
             self._runtime.run(self._host.keep_joined(run))
         view, epoch = runtime.run(
             coordinator_client.enter(
-                self._transport,
+                self._directory.transport,
                 run,
                 timeout=limits.call_timeout,
                 patience_s=limits.stage_timeout,
@@ -227,11 +188,11 @@ class Follower:
             )
         )
         run = admission.trains_in = RunState.seen(view, view.version)
-        beside.enter_run(run)
+        standby.enter_run(run)
         return self._open(run, model, device, runtime), epoch
 
     def leave_in_order(self) -> None:
-        """Have the run let this peer's server go, if it is in one; for as long as that may take."""
+        """Have the run let this peer's server go, if it is in one, and wait for as long as that may take."""
         self._runtime.post(self._host.leave)
         with contextlib.suppress(RunOver, SwarmError):
             self._runtime.run(self._host.until_let_go())
@@ -239,110 +200,99 @@ class Follower:
     # ------------------------------------------------------------------ a run that begins
 
     def await_prepared(self, launch_id: str) -> None:
-        """Wait until the starter, of the same launch, has prepared the data."""
+        """Wait until the starter of the same launch has prepared the data."""
         timeout = self._config.limits.lead_timeout
-        self._runtime.run(discovery.await_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
+        self._runtime.run(self._directory.await_prepared(launch_id, timeout=timeout))
 
     def join_run(self, model: PeerModel, server: PeerModel, device: torch.device) -> Session:
-        """Serve, and open a trainer's session in the run as soon as the starter has begun it.
+        """Serve, and open a session in the run as soon as the starter has begun it.
 
-        Args:
-            model: This peer's copy.
-            server: What its server computes with.
-            device: Where the trainer's tensors live.
-
-        Raises:
-            DeadlineExceeded: The starter did not begin.
-            RunOver: It ended before it began.
+        Raises `DeadlineExceeded` if the starter did not begin, and `RunOver` if the run ended before.
         """
         self._runtime.run(self._host.serve(server, trains=True, inherits=self._host.could_lead))
         limits = self._config.limits
-        beside, back = self._follow(), self._host.admission.released
-        runtime = self._host.until_over(self._runtime, back, grace_s=limits.leave_timeout)
-        run = runtime.run(self._begun(beside, timeout=limits.lead_timeout))
+        standby, released = self._become_standby(), self._host.admission.released
+        runtime = self._host.until_over(self._runtime, released, grace_s=limits.leave_timeout)
+        run = runtime.run(self._await_begin(standby, timeout=limits.lead_timeout))
         self._runtime.run(self._host.keep_joined(run))
         return self._open(run, model, device, runtime)
 
-    async def _begun(self, beside: failover.StandbyLead, *, timeout: float) -> RunState:
-        """The run, once it has begun."""
-        admission, beside.waits = self._host.admission, True
+    async def _await_begin(self, standby: failover.StandbyLead, *, timeout: float) -> RunState:
+        admission, standby.waits = self._host.admission, True
         try:
             async with asyncio.timeout(timeout):
-                await first_of(admission.ready.wait(), self._lead_is_gone())
+                await first_of(admission.ready.wait(), self._raise_when_lead_gone())
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the run's starter did not begin within {timeout:g} s. Look for its error, or raise "
                 "`Limits.lead_timeout`."
             ) from None
         finally:
-            beside.waits = False
+            standby.waits = False
         run = admission.trains_in = RunState(admission.run.manifest)
-        beside.enter_run(run)
+        standby.enter_run(run)
         return run
 
-    async def _lead_is_gone(self) -> None:
-        """Raises when that of a run which goes back does not answer any more: nobody begins the next one."""
+    async def _raise_when_lead_gone(self) -> None:
+        """Raise if the lead died during a rollback: nobody would start the next generation."""
         limits, lead = self._config.limits, self._host.admission.lead
-        if lead is None:  # it is the first run, whose starter is not known as yet
+        if lead is None:  # before the first generation the starter is not known
             await asyncio.Event().wait()
             return
-        heard_s = now_s()
-        while now_s() - heard_s < limits.revive_timeout:
+        answered_s = now_s()
+        while now_s() - answered_s < limits.revive_timeout:
             await asyncio.sleep(_LOOK_S)
-            if await alive_among(self._transport, [lead], timeout=limits.silence_timeout):
-                heard_s = now_s()
+            if await alive_among(self._directory.transport, [lead], timeout=limits.silence_timeout):
+                answered_s = now_s()
         raise Unreachable(
             f"{lead}, which was to go on with the run, has not answered for {limits.revive_timeout:g} s. Start the "
             "run again with `ckpt_path`."
         )
 
     def wait_until_dismissed(self) -> None:
-        """Serve until the run is over.
-
-        Raises:
-            StepError: It broke off.
-            WentBack: It goes on from an earlier step.
-        """
+        """Serve until the run is over; raises `StepError` if it broke off, and `WentBack` if it rolls back."""
         runtime = self._host.until_over(self._runtime, self._host.admission.released)
         with contextlib.suppress(RunOver):
             runtime.run(self._host.until_dismissed())
 
-    def _follow(self) -> failover.StandbyLead:
-        if self._beside is None:
-            self._beside = failover.StandbyLead(self._transport, self._host.admission, limits=self._config.limits)
-        return self._beside
+    def _become_standby(self) -> failover.StandbyLead:
+        if self._standby is None:
+            self._standby = failover.StandbyLead(
+                self._directory.transport, self._host.admission, limits=self._config.limits
+            )
+        return self._standby
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
         stages = model.cut(ranges_of(run.manifest.stages))
         around = self._host.around(stages[-1], run, self._runtime)
         return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
 
-    # ------------------------------------------------------------------ a run that goes back
+    # ------------------------------------------------------------------ a run that rolls back
 
     @property
     def follows(self) -> bool:
-        """Whether this peer trains, or is about to, where another one leads."""
-        return self._beside is not None
+        """True if this peer trains, or is about to, in a run that another peer leads."""
+        return self._standby is not None
 
     def lead_instead(self) -> None:
-        """This peer leads from here on."""
-        self._host.admission.trains_in = self._beside = None
+        """Stop following: this peer leads from here on."""
+        self._host.admission.trains_in = self._standby = None
 
     def told_to_go_back(self) -> int | None:
-        """After an error: the step from which the run goes on. None: as it is, or not at all."""
-        return None if self._beside is None else self._runtime.run(self._beside.told_to_go_back())
+        """After an error: the step to which the run rolls back; None if it goes on as it is, or not at all."""
+        return None if self._standby is None else self._runtime.run(self._standby.rollback_step())
 
     @property
     def is_told(self) -> bool:
-        """Whether this peer's server, which is in the run, was told that it goes back."""
+        """True if this peer's server, which is in the run, was told of a rollback."""
         return self._host.server is not None and self._host.admission.released.is_set()
 
     @property
     def is_led_anew(self) -> bool:
-        """Once the run was released: whether another peer leads it than this one knew."""
-        return self._beside is not None and self._beside.is_led_anew
+        """True if the peer that released the run is another one than its former lead."""
+        return self._standby is not None and self._standby.has_new_lead
 
     def tell_loop(self, could_go_on: failover.CouldGoOn) -> None:
-        """What says at which versions this trainer's loop could go on. See `survivors.Beside`."""
-        assert self._beside is not None
-        self._beside.could_go_on = could_go_on
+        """Set the function that knows at which versions this trainer's loop could continue."""
+        assert self._standby is not None
+        self._standby.could_go_on = could_go_on

@@ -1,4 +1,4 @@
-"""Word from the cloud that it is about to take this machine away, as far as it says so beforehand.
+"""Notices of clouds that are about to take this machine away, as far as they give any.
 
 A `Cloud` asks the metadata service of one provider, which answers on every machine of that provider and nowhere else.
 """
@@ -21,18 +21,38 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.peer.config import Preemption
 
 METADATA_ADDRESS: Final = "169.254.169.254"
-"""Link-local, and the same in all three clouds: no packet to it leaves the machine's own network."""
+"""The metadata service of all three clouds: link-local, so no packet to it leaves the machine's own network."""
+
+POLL_S: Final = 5.0
+"""Seconds between two questions, as AWS recommends; the shortest notices come 30 s before the end."""
 
 _MAX_BYTES: Final = 1 << 20
 
+_AWS_TOKEN_PATH: Final = "/latest/api/token"
+_AWS_ACTION_PATH: Final = "/latest/meta-data/spot/instance-action"
+_AWS_REBALANCE_PATH: Final = "/latest/meta-data/events/recommendations/rebalance"
+_AWS_TOKEN_S: Final = 21_600  # the longest lifetime that AWS grants
+
+_AZURE_NAME_PATH: Final = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_AZURE_EVENTS_PATH: Final = "/metadata/scheduledevents?api-version=2020-07-01"
+_AZURE_HEADERS: Final = {"Metadata": "true"}
+_AZURE_ENDS: Final = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # "Freeze" is a pause of seconds
+_AZURE_PAST: Final = frozenset({"Completed", "Canceled"})
+
+_GCP_PATH: Final = "/computeMetadata/v1/instance/preempted"
+_GCP_HEADERS: Final = {"Metadata-Flavor": "Google"}
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 
 class NoAnswer(Exception):
-    """The metadata service did not answer, or not as its provider says it does."""
+    """The metadata service did not answer, or not as its provider documents it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question."""
+    """The answer of a metadata service to one question."""
 
     status: int
     text: str
@@ -41,12 +61,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a metadata service answers.
+    """The address of a metadata service.
 
     Args:
-        host: Its address.
-        port: Its port.
-        timeout: Seconds for one question. What is there answers within milliseconds.
+        host: Its IP address.
+        port: Its TCP port.
+        timeout: Seconds for one question; a service that exists answers within milliseconds.
     """
 
     host: str = METADATA_ADDRESS
@@ -57,12 +77,12 @@ class Endpoint:
         """Ask once.
 
         Raises:
-            NoAnswer: Says why.
+            NoAnswer: No answer came, with the reason.
         """
         try:
-            async with asyncio.timeout(2 * self.timeout):  # the socket's own deadline is for each part of the answer
+            async with asyncio.timeout(2 * self.timeout):  # the socket's timeout bounds each part of the answer
                 return await asyncio.to_thread(self._ask, method, path, headers)
-        except TimeoutError:  # of either kind
+        except TimeoutError:  # the socket's or asyncio's
             raise NoAnswer(f"{self.host}:{self.port} did not answer {path} in time") from None
         except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
             raise NoAnswer(f"{self.host}:{self.port} did not answer {path}: {error}") from error
@@ -81,10 +101,10 @@ class Endpoint:
 
 
 class Cloud(ABC):
-    """One provider's notices.
+    """The notices of one provider.
 
     Args:
-        endpoint: Where its metadata service answers.
+        endpoint: The address of its metadata service.
     """
 
     name: ClassVar[str]
@@ -94,27 +114,33 @@ class Cloud(ABC):
 
     @abstractmethod
     async def is_here(self) -> bool:
-        """Whether this is a machine of the provider.
+        """True if this is a machine of the provider.
 
         Raises:
-            NoAnswer: Nobody says anything.
+            NoAnswer: No metadata service answers.
         """
 
     @abstractmethod
     async def notice(self) -> str | None:
-        """Why this machine will go, in words for people; None while it may stay.
+        """Why the machine will be taken away, in words for people; None while it may stay.
 
         Raises:
-            NoAnswer: The metadata service did not answer, or not as it should.
+            NoAnswer: The metadata service did not answer, or not as documented.
         """
 
+    async def _get(self, path: str, headers: Mapping[str, str], *, accept: Sequence[int] = (200,)) -> Answer:
+        answer = await self.endpoint.request("GET", path, headers)
+        if answer.status not in accept:
+            raise NoAnswer(f"{type(self).__name__} answered {path} with status {answer.status}")
+        return answer
 
-_T = TypeVar("_T")
-
-_TOKEN_PATH: Final = "/latest/api/token"
-_ACTION_PATH: Final = "/latest/meta-data/spot/instance-action"
-_REBALANCE_PATH: Final = "/latest/meta-data/events/recommendations/rebalance"
-_TOKEN_S: Final = 21_600  # the longest that there is
+    def _decoded(self, answer: Answer, kind: type[_T], path: str) -> _T:
+        try:
+            return msgspec.json.decode(answer.text, type=kind)
+        except msgspec.DecodeError as error:
+            raise NoAnswer(
+                f"{type(self).__name__} answered {path} with another thing than a notice: {error}"
+            ) from error
 
 
 class _Action(msgspec.Struct):
@@ -123,11 +149,11 @@ class _Action(msgspec.Struct):
 
 
 class _Rebalance(msgspec.Struct):
-    noticeTime: str = ""  # noqa: N815 - its name there
+    noticeTime: str = ""  # noqa: N815 - AWS's name
 
 
 class AWS(Cloud):
-    """Instance metadata, version 2 of its protocol: every question carries a token that was asked for first.
+    """AWS, by version 2 of its instance metadata: every question carries a token that was asked for first.
 
     Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
     """
@@ -137,7 +163,7 @@ class AWS(Cloud):
     def __init__(self, endpoint: Endpoint | None = None) -> None:
         super().__init__(endpoint)
         self._token = ""
-        self._renew_s = 0.0  # on the loop's clock
+        self._renew_s = 0.0  # when to renew the token, on the loop's clock
 
     @override
     async def is_here(self) -> bool:
@@ -146,59 +172,34 @@ class AWS(Cloud):
 
     @override
     async def notice(self) -> str | None:
-        answer = await self._get(_ACTION_PATH)
-        if answer is not None:
-            action = _decoded(answer, _Action, _ACTION_PATH)
+        action = await self._find(_AWS_ACTION_PATH, _Action)
+        if action is not None:
             return f"AWS will {action.action} this spot instance at {action.time or 'any moment'}"
-        answer = await self._get(_REBALANCE_PATH)
-        if answer is not None:
-            at = _decoded(answer, _Rebalance, _REBALANCE_PATH).noticeTime
+        rebalance = await self._find(_AWS_REBALANCE_PATH, _Rebalance)
+        if rebalance is not None:
+            at = rebalance.noticeTime
             return f"AWS recommends to leave this spot instance, which is likely to be interrupted (said at {at})"
         return None
 
-    async def _get(self, path: str) -> Answer | None:
-        """What there is under `path`; None: nothing, which is how "no notice" is said."""
+    async def _find(self, path: str, kind: type[_T]) -> _T | None:
+        """The notice under `path`; None if there is none, which AWS tells by status 404."""
         if not self._token or now_s() >= self._renew_s:
             await self._renew()
-        answer = await self._with_token(path)
+        answer = await self._get(path, {"X-aws-ec2-metadata-token": self._token}, accept=(200, 401, 404))
         if answer.status == 401:  # the instance may have been stopped meanwhile, and its tokens with it
             await self._renew()
-            answer = await self._with_token(path)
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
-            raise NoAnswer(f"AWS answered {path} with status {answer.status}")
-        return answer
-
-    async def _with_token(self, path: str) -> Answer:
-        return await self.endpoint.request("GET", path, {"X-aws-ec2-metadata-token": self._token})
+            answer = await self._get(path, {"X-aws-ec2-metadata-token": self._token}, accept=(200, 404))
+        return None if answer.status == 404 else self._decoded(answer, kind, path)
 
     async def _renew(self) -> None:
         answer = await self.endpoint.request(
-            "PUT", _TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+            "PUT", _AWS_TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": str(_AWS_TOKEN_S)}
         )
         token = answer.text.strip()
         if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
-            raise NoAnswer(f"AWS answered {_TOKEN_PATH} with status {answer.status} and no token")
+            raise NoAnswer(f"AWS answered {_AWS_TOKEN_PATH} with status {answer.status} and no token")
         self._token = token
-        self._renew_s = now_s() + _TOKEN_S / 2
-
-
-def _decoded(answer: Answer, kind: type[_T], path: str) -> _T:
-    try:
-        return msgspec.json.decode(answer.text, type=kind)
-    except msgspec.DecodeError as error:
-        raise NoAnswer(f"AWS answered {path} with what is no notice: {error}") from error
-
-
-_NAME_PATH: Final = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-_EVENTS_PATH: Final = "/metadata/scheduledevents?api-version=2020-07-01"
-_HEADERS: Final = {"Metadata": "true"}
-
-_ENDS: Final = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})
-"""What no process survives. *Freeze* is a pause of a few seconds."""
-
-_PAST: Final = frozenset({"Completed", "Canceled"})
+        self._renew_s = now_s() + _AWS_TOKEN_S / 2
 
 
 class _Event(msgspec.Struct, rename="pascal"):
@@ -213,7 +214,7 @@ class _Events(msgspec.Struct, rename="pascal"):
 
 
 class Azure(Cloud):
-    """The scheduled events of this machine. A machine hears of those of its availability set, too.
+    """Azure, by its scheduled events; a machine is told of those of its whole availability set.
 
     Source: Microsoft, "Azure Metadata Service: Scheduled Events for Linux VMs".
     """
@@ -226,36 +227,23 @@ class Azure(Cloud):
 
     @override
     async def is_here(self) -> bool:
-        self._name = (await self._ask(_NAME_PATH)).text.strip()
+        self._name = (await self._get(_AZURE_NAME_PATH, _AZURE_HEADERS)).text.strip()
         return bool(self._name)
 
     @override
     async def notice(self) -> str | None:
         if not self._name and not await self.is_here():
-            raise NoAnswer(f"Azure answered {_NAME_PATH} with no name")
-        answer = await self._ask(_EVENTS_PATH)
-        try:
-            events = msgspec.json.decode(answer.text, type=_Events).events
-        except msgspec.DecodeError as error:
-            raise NoAnswer(f"Azure answered {_EVENTS_PATH} with what is no list of events: {error}") from error
-        for event in events:
-            if event.event_type in _ENDS and event.event_status not in _PAST and self._name in event.resources:
+            raise NoAnswer(f"Azure answered {_AZURE_NAME_PATH} with no name")
+        answer = await self._get(_AZURE_EVENTS_PATH, _AZURE_HEADERS)
+        for event in self._decoded(answer, _Events, _AZURE_EVENTS_PATH).events:
+            is_open = event.event_type in _AZURE_ENDS and event.event_status not in _AZURE_PAST
+            if is_open and self._name in event.resources:
                 return f"Azure has scheduled a {event.event_type} of this machine, {event.not_before or 'at once'}"
         return None
 
-    async def _ask(self, path: str) -> Answer:
-        answer = await self.endpoint.request("GET", path, _HEADERS)
-        if answer.status != 200:
-            raise NoAnswer(f"Azure answered {path} with status {answer.status}")
-        return answer
-
-
-_PATH: Final = "/computeMetadata/v1/instance/preempted"
-_FLAVOR: Final = {"Metadata-Flavor": "Google"}
-
 
 class GCP(Cloud):
-    """The metadata server's ``instance/preempted``.
+    """GCP, by its metadata server's ``instance/preempted``.
 
     Source: Google Cloud, "Create and use Spot VMs", section "Handle preemption".
     """
@@ -270,27 +258,21 @@ class GCP(Cloud):
     @override
     async def notice(self) -> str | None:
         answer = await self._ask()
-        said = answer.text.strip()
-        if said not in ("TRUE", "FALSE"):
-            raise NoAnswer(f"GCP answers {_PATH} with TRUE or FALSE, got {said[:100]!r}")
-        return "GCP preempts this machine within 30 s" if said == "TRUE" else None
+        text = answer.text.strip()
+        if text not in ("TRUE", "FALSE"):
+            raise NoAnswer(f"GCP answers {_GCP_PATH} with TRUE or FALSE, got {text[:100]!r}")
+        return "GCP preempts this machine within 30 s" if text == "TRUE" else None
 
     async def _ask(self) -> Answer:
-        answer = await self.endpoint.request("GET", _PATH, _FLAVOR)
-        # Others answer at this address, too, but not with this header.
-        if answer.status != 200 or answer.headers.get("metadata-flavor") != _FLAVOR["Metadata-Flavor"]:
-            raise NoAnswer(f"GCP answered {_PATH} with status {answer.status}")
+        answer = await self._get(_GCP_PATH, _GCP_HEADERS)
+        # Other services answer at this address, too, but not with this header.
+        if answer.headers.get("metadata-flavor") != _GCP_HEADERS["Metadata-Flavor"]:
+            raise NoAnswer(f"GCP answered {_GCP_PATH} without its header Metadata-Flavor")
         return answer
 
 
-_log = logging.getLogger(__name__)
-
-POLL_S: Final = 5.0
-"""How often a cloud is asked. AWS recommends it, and the shortest notices come 30 s before the end."""
-
-
 def clouds(endpoint: Endpoint | None = None) -> Mapping[str, Cloud]:
-    """All there are, by the name that users write."""
+    """All known clouds, by the name that users write."""
     return {kind.name: kind(endpoint) for kind in (AWS, GCP, Azure)}
 
 
@@ -301,13 +283,13 @@ async def watch(
     known: Mapping[str, Cloud] | None = None,
     every_s: float = POLL_S,
 ) -> None:
-    """Ask again and again whether this machine will go, and say so once.
+    """Ask a cloud again and again whether it will take this machine away, until it says so.
 
     Args:
-        name: Whom to ask. With ``"auto"`` whoever answers at once is asked; nobody: this returns.
+        name: The cloud to ask. ``"auto"`` asks the one that answers at once; if none does, this returns.
         on_notice: Called on the loop, once, with the reason.
-        known: Providers by name; None: those that there are.
-        every_s: Seconds between two looks.
+        known: Clouds by name; None means all.
+        every_s: Seconds between two questions.
     """
     known = clouds() if known is None else known
     cloud = await _here(list(known.values())) if name == "auto" else known[name]

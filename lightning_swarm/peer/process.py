@@ -1,4 +1,4 @@
-"""What a peer's process is told by whoever starts it: the first peer of its machine, or the command line."""
+"""Settings that a peer's process gets from its starter: the first peer of its machine, or the command line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ _OWN_OPTIONS: Final = (
     *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
 )
 _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
+
+# Environment variables. Each goes before the script's own setting.
+JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
+LISTEN: Final = "SWARM_LISTEN"
+IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key
+ROLE: Final = "SWARM_ROLE"
+PREEMPTION: Final = "SWARM_PREEMPTION"
+# 0: peers of one machine talk to each other as if they were far apart, for networks that are emulated on one machine.
+NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
+_RUN: Final = "SWARM_RUN_ID"
+_RANK: Final = "SWARM_LOCAL_RANK"
+_TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
+_LAUNCH: Final = "SWARM_LAUNCH_ID"
 
 
 def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
@@ -47,14 +60,14 @@ def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
 
 
 def _program() -> list[str]:
-    """What this process runs, as a person would write it."""
+    """The program of this process, as a person would type it."""
     if _is_command():
         return _for_others(sys.argv[2:])  # the command's own arguments
     return [*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]]
 
 
 def _is_command() -> bool:
-    """Whether it is `lightning-swarm`, and not a script of the user's."""
+    """True if the program is `lightning-swarm`, and not a script of the user's."""
     return _program_name() in ("lightning_swarm", "lightning-swarm")
 
 
@@ -64,7 +77,7 @@ def _program_name() -> str:
 
 
 def _for_others(arguments: Sequence[str]) -> list[str]:
-    """Options of `fit` without those that are this peer's own."""
+    """The options of `fit` without those that are this peer's own."""
     kept: list[str] = []
     rest = list(arguments)
     while rest:
@@ -77,12 +90,12 @@ def _for_others(arguments: Sequence[str]) -> list[str]:
 
 
 def _spec() -> ModuleSpec | None:
-    """Of the module that runs as ``__main__``; None for a script. It may have changed since this one was imported."""
+    """The spec of the module that runs as ``__main__``, which may change; None for a script."""
     return getattr(sys.modules["__main__"], "__spec__", None)
 
 
 def of_child() -> list[str]:
-    """This script or module again, with the same arguments."""
+    """The command line that runs this script or module again in a child process, with the same arguments."""
     # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
     spec = _spec()
@@ -98,61 +111,31 @@ def of_child() -> list[str]:
     return [*python, str(script.resolve()), *sys.argv[1:]]
 
 
-JOIN: Final = "SWARM_JOIN"
-"""Whom to join, for a script that names nobody."""
-LISTEN: Final = "SWARM_LISTEN"
-"""Where to listen, whatever the script says."""
-IDENTITY: Final = "SWARM_IDENTITY"
-"""The file of the first peer's key, whatever the script says."""
-ROLE: Final = "SWARM_ROLE"
-"""What to be, whatever the script says."""
-PREEMPTION: Final = "SWARM_PREEMPTION"
-"""Whose notice to heed that this machine is to go, whatever the script says."""
-NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
-"""0: peers of one machine talk to each other as if they were far apart. For networks that are emulated on one."""
-_RUN: Final = "SWARM_RUN_ID"
-_RANK: Final = "SWARM_LOCAL_RANK"
-_TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
-_LAUNCH: Final = "SWARM_LAUNCH_ID"
-
-
 def local_rank() -> int:
-    """Which of this machine's peers this process is."""
+    """The index of this process among the peers of its machine."""
     return int(os.environ.get(_RANK, "0"))
 
 
 def talks_to_neighbours() -> bool:
-    """Whether peers of this machine are talked to past their daemons.
-
-    Raises:
-        ConfigError: The variable says neither yes nor no.
-    """
-    told = os.environ.get(NEIGHBOURS, "1")
-    if told not in ("0", "1"):
-        raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {told!r}. Leave it out: that means 1.")
-    return told == "1"
+    """True if this peer talks to other peers of its machine past their daemons."""
+    value = os.environ.get(NEIGHBOURS, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {value!r}. Leave it out: that means 1.")
+    return value == "1"
 
 
 def tunes_malloc() -> bool:
-    """Whether somebody has told glibc what to do with freed memory, by its own variables."""
+    """True if the environment tells glibc what to do with freed memory."""
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
 
 
 def launch_id() -> str:
-    """Of the peers that were started together; empty in the first of them."""
+    """The id of the launch that started this process; empty in the first peer of a launch."""
     return os.environ.get(_LAUNCH, "")
 
 
 def for_child(rank: int, addresses: str, *, run_id: str, launch: str, trains: bool) -> dict[str, str]:
-    """The environment of another peer of this machine.
-
-    Args:
-        rank: Which one it is.
-        addresses: Of this process's peer, a space between them.
-        run_id: Of the run that it is for.
-        launch: Id of those that are started together.
-        trains: Whether it reads data, too.
-    """
+    """The environment of another peer of this machine, which joins at `addresses`, a space between them."""
     return {
         **os.environ,
         JOIN: addresses,
@@ -165,7 +148,7 @@ def for_child(rank: int, addresses: str, *, run_id: str, launch: str, trains: bo
 
 
 def settle(config: SwarmConfig, local_rank: int) -> SwarmConfig:
-    """A script's settings, as changed by what this process was told."""
+    """A script's settings, changed by those in this process's environment."""
     peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
     listen = os.environ.get(LISTEN)
     config = replace(

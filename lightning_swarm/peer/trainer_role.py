@@ -1,9 +1,10 @@
-"""A peer's part as a trainer: opens sessions in runs, one after the other, on one set of handlers and one cache."""
+"""A peer's part as a trainer: opens sessions in one run after another, on one set of handlers and one cache."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -27,24 +28,17 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 
-_MICROBATCHES_PER_STAGE = 4
-"""Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
+_MICROBATCHES_PER_STAGE: Final = 4
+"""Without a microbatch size: with M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time."""
 
-
-_NUMBER_BITS = 40
-"""One that is started again has its old name perhaps, and shall not be given its old places."""
+_NUMBER_BITS: Final = 40
+"""A trainer that is started again may have its former id, and must not be given its former places in a step."""
 
 
 class TrainerRole:
-    """What the sessions of one peer share.
+    """Opens this peer's sessions as a trainer, and holds what they share.
 
-    Args:
-        transport: Its network.
-        tickets: What it holds for others, and asks of them.
-        config: The user's settings.
-        events: What it sees is noted there.
-        rng: Wires pipelines.
-        connect: Makes the run's servers reachable.
+    `rng` wires pipelines. `connect` makes the run's servers reachable.
     """
 
     def __init__(
@@ -63,7 +57,7 @@ class TrainerRole:
         self._rng = rng
         self._connect = connect
         self._copies = ReplayBuffer(config.limits.cache_bytes)
-        self._role = Role(transport, (), {}, idle="trains in no run")  # its calls are those of one run
+        self._role = Role(transport, (), {}, idle="trains in no run")  # its calls belong to one run
 
     def open(
         self,
@@ -75,15 +69,10 @@ class TrainerRole:
         device: torch.device,
         runtime: Runtime,
     ) -> Session:
-        """A session in a run that has begun.
+        """Open a session in a run that has begun, with the stages and blocks of this trainer's copy of the model.
 
-        Args:
-            run: As this trainer knows it.
-            stages: Its own copy's.
-            blocks: Of its copy of the model.
-            around: What it computes itself, if there is anything outside of the pipeline.
-            device: Where its tensors live.
-            runtime: The way to the swarm's loop, as long as the run lasts.
+        `around` has the layers outside the pipeline, if there are any. `runtime` leads to the swarm's event loop as
+        long as the run lasts.
         """
         link = self._link(run)
         config = PipelineConfig(
@@ -102,7 +91,7 @@ class TrainerRole:
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
     def _steps(self, run: RunState, link: PipelineContext) -> StepClient:
-        """Of this trainer. One that came later may go and come again while the run goes on without it."""
+        """This trainer's step client; a trainer that came later may leave and return while the run goes on."""
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
         came_later = self._transport.peer_id not in run.manifest.trainers
@@ -111,14 +100,14 @@ class TrainerRole:
             run,
             timeout=limits.call_timeout,
             patience_s=limits.stage_timeout,
-            on_record=self._meeting_all(run, link) if came_later else link.follow,
+            on_record=self._connecting_all(run, link) if came_later else link.follow,
             events=self._events,
             alone_s=limits.lead_timeout if is_lead or came_later else None,
             first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
 
-    def _meeting_all(self, run: RunState, link: PipelineContext) -> OnRecord:
-        """For a trainer that may hold no stage, and pass over the records that say where newcomers are reached."""
+    def _connecting_all(self, run: RunState, link: PipelineContext) -> OnRecord:
+        """Connect to newcomers: a trainer that holds no stage may skip the records with their addresses."""
 
         async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
             if {member.peer_id for roster in members for member in roster} - {*run.servers}:
@@ -128,7 +117,7 @@ class TrainerRole:
         return follow
 
     def _link(self, run: RunState) -> PipelineContext:
-        """Routes to every stage that servers hold."""
+        """The routes to every stage that servers hold."""
         limits = self._config.limits
         routers = []
         for roster, stage in zip(run.rosters, run.manifest.stages, strict=True):
@@ -143,17 +132,17 @@ class TrainerRole:
         return link
 
     async def leave_run(self) -> None:
-        """The run is void. What comes for it is refused, and nothing of it is kept."""
+        """Leave a void run: refuse its calls, and keep nothing of it."""
         self._role.retire()
         await self._copies.clear()
 
     def close(self) -> None:
-        """No session will be opened any more."""
+        """Free what sessions share; none is opened any more."""
         self._copies.close()
 
 
 def _num_microbatches(num_servers: Sequence[int]) -> int:
-    """Into which a batch is split, from how many servers each stage has."""
+    """The number of microbatches of a batch, from the number of servers of each stage."""
     widest = max(num_servers)
     alone = widest == len(num_servers) == 1
     return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(num_servers), widest)

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from lightning_swarm.core.errors import StageLost, SwarmError
+from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.events import EventCounts, EventKind
 
@@ -114,7 +115,10 @@ class EventLog:
             if any(other.is_like(event) for other in self._kept):
                 return
             self._kept.append(event)
-        _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", event)
+        text = str(event)
+        _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", shorten(text))
+        if shorten(text) != text:
+            _log.debug("In full: %s", text)
 
     # ------------------------------------------------------------------ counts of all peers
 
@@ -203,10 +207,10 @@ class OutageWait:
                 "Otherwise it ends in %.0f s.",
                 step,
                 stage,
-                last,
+                short_name(last),
                 now_s - outage.lost_s[last],
-                gone[last],
-                ", ".join(sorted(gone)),
+                shorten(str(gone[last])),
+                ", ".join(map(short_name, sorted(gone))),
                 address,
                 self.stage_timeout - waited_s,
             )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
-from lightning_swarm.monitor import doctor
+from lightning_swarm.monitor import checks
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import Address, HostPort
 from tests.contract.world import HivemindWorld, Peer
@@ -270,7 +270,7 @@ def test_everything_works_on_a_plain_asyncio_loop() -> None:
 def test_the_doctor_allows_the_skew_that_hivemind_does() -> None:
     from hivemind.utils import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-    assert doctor.MOST_SKEW_S == MAX_DHT_TIME_DISCREPANCY_SECONDS
+    assert checks.MOST_SKEW_S == MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 
 def test_a_peer_whose_clock_is_wrong_is_not_let_in_and_told_why(

@@ -197,8 +197,8 @@ def test_a_peer_is_killed_and_replaced_and_the_demo_can_draw_it(
     assert (peers.counts[0], peers.counts[-1]) == (4, 4)
     assert (min(peers.steps), max(peers.steps)) == (1, peers.events["joined"] + 5)
     said = capsys.readouterr().out
-    assert "peer peer-3 is out of the run" in said
-    assert "peer peer-4 is let in; 4 train on" in said
+    assert "the run goes on without peer peer-3; 3 are left" in said
+    assert "the new peer peer-4 is in; 4 peers train" in said
     losses = {step: 3.0 / (1 + step) for step in range(30)}
     draw(tmp_path / "curves.png", losses, losses, [0.0] * 30, peers)
     assert (tmp_path / "curves.png").stat().st_size > 10_000

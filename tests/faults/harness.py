@@ -30,7 +30,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.peer.server_host import MembershipLifecycle
+from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
@@ -451,8 +451,9 @@ class FaultySwarm(Swarm):
             return [*reversed(self.announced), self.manifest.coordinator]
 
         server = self.servers[name]
+        contacts = RunContacts(run_id="run", find_runs=find)
         self.stays[name] = stay = MembershipLifecycle(
-            server._transport, server, find, run_id="run", limits=self.limits, events=server.events
+            server._transport, server, contacts, limits=self.limits, events=server.events
         )
         self._lives[name] = self.loop.create_task(stay.serve_run(lambda _: None), name=f"server {name}")
 

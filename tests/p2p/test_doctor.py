@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_swarm.core.event_loop import ThreadRuntime
-from lightning_swarm.monitor.doctor import MOST_SKEW_S
+from lightning_swarm.monitor.checks import MOST_SKEW_S
 from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import handshake

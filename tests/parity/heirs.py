@@ -22,7 +22,6 @@ from lightning_swarm.core.event_loop import ThreadRuntime
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.peer import discovery
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.server.executor import InlineExecutor
@@ -239,7 +238,7 @@ class ThreadStrategy(SwarmStrategy):
     async def _all_there(self) -> None:
         assert self.peer is not None
         others = set(self._swarm.names) - {self.name}
-        while not others <= set(await discovery.known_servers(self.peer._directory, self.config.run_id)):
+        while not others <= set(await self.peer._directory.known_servers()):
             pass
 
 

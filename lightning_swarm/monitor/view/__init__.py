@@ -1,7 +1,4 @@
-"""`SwarmView`: what a swarm does, on the terminal of the trainer.
-
-`scene` is what is to be seen, `words` says it in lines of text, `panel` and `terminal` draw it with rich.
-"""
+"""`SwarmView`: shows a run on the trainer's terminal, as lines of text or as a panel."""
 
 from __future__ import annotations
 
@@ -49,24 +46,24 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class _ReportsStatus(Protocol):
-    """A strategy that can be asked."""
+    """A strategy that knows the state of its swarm."""
 
     def status(self) -> SwarmStatus:
-        """At this moment."""
+        """The state of the run at this moment."""
 
 
 @written_once(ProgressBar)
 class SwarmView(_ProgressBar):
     """Shows a run while it trains: its stages and peers, loss, samples/s, and events as they happen.
 
-    ``Trainer(callbacks=[SwarmView()])`` has it in the place of Lightning's progress bar. On a terminal it is a panel
-    below whatever is printed, which needs rich (``pip install lightning-swarm[demo]``). Elsewhere it prints a line for
-    each event, and one for the run now and then. Nothing that goes wrong in it ends the run.
+    ``Trainer(callbacks=[SwarmView()])`` replaces Lightning's progress bar. On a terminal it is a panel below whatever
+    is printed, which needs rich (``pip install lightning-swarm[demo]``). Elsewhere it prints a line for each event,
+    and one for the run now and then. An error in the view never ends the run.
 
     Args:
         refresh_per_second: How often the panel is drawn.
-        plain_interval_s: Seconds between two lines where the output is no terminal.
-        num_events: Most events that the panel shows; the newest.
+        plain_interval_s: Seconds between two lines of the run's state where the output is no terminal.
+        num_events: The number of newest events that the panel shows at most.
     """
 
     def __init__(self, refresh_per_second: float = 4.0, plain_interval_s: float = 10.0, num_events: int = 6) -> None:
@@ -79,8 +76,8 @@ class SwarmView(_ProgressBar):
         self._phase = ""
         self._live: Terminal | None = None
         self._failure: Exception | None = None
-        self._lock = threading.Lock()  # what follows is used by the loop's thread and the panel's
-        self._began_s: float | None = None
+        self._lock = threading.Lock()  # guards what the loop's thread and the panel's share: all that follows
+        self._start_s: float | None = None
         self._next_line_s = 0.0
         self._last_event: Event | None = None
         self._presence, self._rates, self._curve = PeerPresence(), RateWindow(), DownsampledSeries()
@@ -88,7 +85,7 @@ class SwarmView(_ProgressBar):
         self._rows: Sequence[Sequence[PeerRow]] = ()
         self._metrics: dict[str, float] = {}
 
-    # ------------------------------------------------------------------ what Lightning asks of a progress bar
+    # ------------------------------------------------------------------ Lightning's hooks
 
     @override
     def disable(self) -> None:
@@ -110,7 +107,7 @@ class SwarmView(_ProgressBar):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._phase = "done"
-        self._safely(self._last_word)
+        self._safely(self._finish)
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,22 +150,19 @@ class SwarmView(_ProgressBar):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
 
-    # ------------------------------------------------------------------ what is shown when
+    # ------------------------------------------------------------------ showing
 
     def _safely(self, work: Callable[[], None]) -> None:
-        """A view that breaks is closed; the run goes on."""
+        """Do some work of the view; if that fails, close the view and let the run go on."""
         if not self._enabled:
             return
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - it is for looking at only
-            self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - the run matters more than its display
+            self._note_failure(error)
+            self._close()
 
-    def _give_up(self, error: Exception) -> None:
-        self._failed(error)
-        self._close()
-
-    def _failed(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         self._enabled, self._failure = False, error
 
     def _enter(self, phase: str) -> None:
@@ -178,19 +172,19 @@ class SwarmView(_ProgressBar):
         self._safely(self._open)
 
     def _open(self) -> None:
-        if self._began_s is None:
-            self._began_s = time.monotonic()
+        if self._start_s is None:
+            self._start_s = time.monotonic()
         console = self._console() if self._live is None else None
         if console is None:
             return
         from lightning_swarm.monitor.view.panel import Terminal
 
-        live = Terminal(console, self._render, self._failed, refresh_per_second=self._refresh_per_second)
+        live = Terminal(console, self._render, self._note_failure, refresh_per_second=self._refresh_per_second)
         live.open()
         self._live = live
 
     def _console(self) -> Console | None:
-        """The terminal, if there is one."""
+        """The terminal, if there is one, and rich to draw on it."""
         if not sys.stdout.isatty():
             return None
         try:
@@ -208,21 +202,21 @@ class SwarmView(_ProgressBar):
             if live is not None:
                 live.close()
         except Exception as error:  # noqa: BLE001 - as in `_safely`
-            self._failed(error)
+            self._note_failure(error)
         failure, self._failure = self._failure, None
         if failure is not None:
             _log.warning("The view failed, and the run went on without it: %r", failure)
 
     def _after_batch(self) -> None:
-        """On the loop's thread, where metrics may be read."""
-        self._look()
+        """Runs on the loop's thread, where metrics may be read."""
+        self._update()
         if self._live is None:
             self._print_events()
             if time.monotonic() >= self._next_line_s:
                 self._print_line()
 
-    def _last_word(self) -> None:
-        self._look()
+    def _finish(self) -> None:
+        self._update()
         if self._live is None:
             self._print_events()
             self._print_line()
@@ -240,14 +234,13 @@ class SwarmView(_ProgressBar):
         print(plain_line(self._scene()), flush=True)  # noqa: T201 - as above
 
     def _render(self) -> RenderableType:
-        """On the panel's own thread."""
+        """Runs on the panel's own thread."""
         from lightning_swarm.monitor.view.panel import SwarmPanel
 
-        self._ask()
+        self._update_swarm()
         return SwarmPanel(self._scene(), num_events=self._num_events)
 
-    def _ask(self) -> None:
-        """What is known of the swarm."""
+    def _update_swarm(self) -> None:
         strategy, status = self.trainer.strategy, None
         if isinstance(strategy, _ReportsStatus):
             with contextlib.suppress(SwarmError):  # no run is under way yet, or any more
@@ -260,15 +253,14 @@ class SwarmView(_ProgressBar):
                 num_samples = self._status.num_samples if self._status is not None else 0
                 self._rates.tick(now_s, self.trainer.global_step, num_samples)
 
-    def _look(self) -> None:
-        """What the last batch left."""
+    def _update(self) -> None:
         values = self.get_metrics(self.trainer, self.trainer.lightning_module)
         metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self._metrics = metrics
             if metrics:
                 self._curve.add(next(iter(metrics.values())))
-        self._ask()
+        self._update_swarm()
 
     def _scene(self) -> Scene:
         trainer, status = self.trainer, self._status
@@ -286,14 +278,14 @@ class SwarmView(_ProgressBar):
             losses=losses,
             samples_per_s=samples_per_s if status is not None and status.num_samples else None,
             steps_per_s=steps_per_s,
-            elapsed_s=time.monotonic() - self._began_s if self._began_s is not None else 0.0,
+            elapsed_s=time.monotonic() - self._start_s if self._start_s is not None else 0.0,
             stages=self._rows,
             events=status.events if status is not None else (),
         )
 
 
 def _progress(trainer: Trainer) -> float | None:
-    """The share of the run that is done, if it has an end."""
+    """The share of the run that is done, if the run has an end."""
     if trainer.max_steps > 0:
         return min(trainer.global_step / trainer.max_steps, 1.0)
     num_batches, max_epochs = trainer.num_training_batches, trainer.max_epochs

@@ -1,4 +1,4 @@
-"""The view on a terminal. Whoever imports this needs rich."""
+"""The view on a terminal, drawn with rich."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from lightning_swarm.core.readable import short_name
 from lightning_swarm.monitor.view.scene import (
     WORDS,
     PeerRow,
@@ -24,7 +25,6 @@ from lightning_swarm.monitor.view.scene import (
     State,
     duration,
     rates,
-    short,
     sparkline,
     steps,
     time_of_day,
@@ -33,80 +33,6 @@ from lightning_swarm.monitor.view.scene import (
 )
 from lightning_swarm.protocol.events import Event
 from lightning_swarm.protocol.messages.events import EventKind
-
-
-class Terminal:
-    """Shows what `render` returns, until it is closed.
-
-    Args:
-        console: Where.
-        render: Called some times a second, on a thread of its own.
-        on_failure: Called there with what `render`, or what it returned, raised. It must not print.
-        refresh_per_second: How often.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        render: Callable[[], RenderableType],
-        on_failure: Callable[[Exception], None],
-        *,
-        refresh_per_second: float,
-    ) -> None:
-        self._live = Live(
-            _GuardedRender(render, on_failure),
-            console=console,
-            refresh_per_second=refresh_per_second,
-            vertical_overflow="crop",
-        )
-        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
-
-    def open(self) -> None:
-        """Take the terminal's last lines. What is printed or logged from now on stands above them."""
-        before = {id(sys.stdout), id(sys.stderr)}
-        # However the process ends, it leaves a cursor.
-        atexit.register(self.close)
-        self._live.start(refresh=True)
-        for handler in _stream_handlers():
-            if id(handler.stream) in before:
-                # It has kept the stream, whose place the panel's own has taken since.
-                self._handlers.append((handler, handler.setStream(sys.stderr)))
-
-    def close(self) -> None:
-        """Give them back. The panel's last picture stays."""
-        atexit.unregister(self.close)
-        handlers, self._handlers = self._handlers, []
-        for handler, stream in handlers:
-            handler.setStream(stream)
-        self._live.stop()
-
-
-class _GuardedRender:
-    """An exception would end the panel's thread, and the panel would stand still."""
-
-    def __init__(self, render: Callable[[], RenderableType], on_failure: Callable[[Exception], None]) -> None:
-        self._render = render
-        self._on_failure = on_failure
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        try:
-            segments = list(console.render(self._render(), options))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
-            self._on_failure(error)
-            segments = [Segment("The view failed; the run goes on.\n")]
-        yield from segments
-
-
-def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    loggers = [
-        logging.root,
-        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
-    ]
-    for logger in loggers:
-        for handler in logger.handlers:
-            if type(handler) is logging.StreamHandler:
-                yield handler
-
 
 _STATE_STYLES: Final[Mapping[State, str]] = {
     "serving": "green",
@@ -131,13 +57,78 @@ _FEWEST_ROWS: Final = 2
 _FIXED_LINES: Final = 9  # border, headline, the table's own, and what stands between
 
 
-class SwarmPanel:
-    """One moment of a run, as wide as the console and no higher than it.
+class Terminal:
+    """Shows what `render` returns, until it is closed.
 
-    Args:
-        scene: The moment.
-        num_events: Most lines for events.
+    A thread of its own calls `render`, and `on_failure` with what `render`, or drawing its result, raised.
+    `on_failure` must not print.
     """
+
+    def __init__(
+        self,
+        console: Console,
+        render: Callable[[], RenderableType],
+        on_failure: Callable[[Exception], None],
+        *,
+        refresh_per_second: float,
+    ) -> None:
+        self._live = Live(
+            _GuardedRender(render, on_failure),
+            console=console,
+            refresh_per_second=refresh_per_second,
+            vertical_overflow="crop",
+        )
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def open(self) -> None:
+        """Take the terminal's last lines; what is printed or logged from now on stands above them."""
+        before = {id(sys.stdout), id(sys.stderr)}
+        # The cursor comes back however the process ends.
+        atexit.register(self.close)
+        self._live.start(refresh=True)
+        for handler in _stream_handlers():
+            if id(handler.stream) in before:
+                # The handler has kept the former stream, which the panel's own has replaced.
+                self._handlers.append((handler, handler.setStream(sys.stderr)))
+
+    def close(self) -> None:
+        """Give the lines back; the panel's last picture stays."""
+        atexit.unregister(self.close)
+        handlers, self._handlers = self._handlers, []
+        for handler, stream in handlers:
+            handler.setStream(stream)
+        self._live.stop()
+
+
+class _GuardedRender:
+    """Catches what drawing raises: an exception would end the panel's thread, and the panel would stand still."""
+
+    def __init__(self, render: Callable[[], RenderableType], on_failure: Callable[[Exception], None]) -> None:
+        self._render = render
+        self._on_failure = on_failure
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        try:
+            segments = list(console.render(self._render(), options))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            self._on_failure(error)
+            segments = [Segment("The view failed; the run goes on.\n")]
+        yield from segments
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    loggers = [
+        logging.root,
+        *(logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)),
+    ]
+    for logger in loggers:
+        for handler in logger.handlers:
+            if type(handler) is logging.StreamHandler:
+                yield handler
+
+
+class SwarmPanel:
+    """One moment of a run, as wide as the console and no higher, with at most `num_events` events."""
 
     def __init__(self, scene: Scene, *, num_events: int) -> None:
         self._scene = scene
@@ -146,14 +137,14 @@ class SwarmPanel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         scene = self._scene
         parts: list[RenderableType] = [_headline(scene), _numbers(scene, options.max_width)]
-        # One line less than the terminal has: there the cursor waits.
+        # The cursor waits in the terminal's last line.
         free = options.size.height - 1 - _FIXED_LINES
         events = scene.events[-self._num_events :] if self._num_events else ()
         if scene.stages:
             num_rows = sum(max(len(rows), 1) for rows in scene.stages)
             events = events[-max(min(self._num_events, free - num_rows), 1) :]
-            most = max((free - len(events)) // len(scene.stages), _FEWEST_ROWS)
-            parts += [Text(), _peers(scene.stages, most, wide=options.max_width >= _WIDE)]
+            max_rows = max((free - len(events)) // len(scene.stages), _FEWEST_ROWS)
+            parts += [Text(), _peers(scene.stages, max_rows, wide=options.max_width >= _WIDE)]
         if events:
             parts += [Text(), _events(events)]
         title = Text.assemble((" lightning-swarm ", "bold"), (f"{scene.name} " if scene.name else "", "cyan"))
@@ -175,17 +166,17 @@ def _headline(scene: Scene) -> Table:
 
 
 def _numbers(scene: Scene, width: int) -> Text:
-    """Metrics, the curve and the rate, in as many lines as they need."""
-    words = [Text.assemble((f"{name} ", "dim"), (f"{value:.4g}", "bold")) for name, value in scene.metrics.items()]
+    """Metrics, the curve of the first one and the rate, in as many lines as they need."""
+    parts = [Text.assemble((f"{name} ", "dim"), (f"{value:.4g}", "bold")) for name, value in scene.metrics.items()]
     spark = sparkline(scene.losses, max(width // 4, 8))
-    if spark and words:
-        words[0] = Text.assemble(words[0], " ", (spark, "blue"))
+    if spark and parts:
+        parts[0] = Text.assemble(parts[0], " ", (spark, "blue"))
     speed, _, unit = rates(scene).partition(" ")
-    words += [Text.assemble((speed, "bold"), (f" {unit}", "dim"))] if speed else []
-    return Text("   ").join(words)
+    parts += [Text.assemble((speed, "bold"), (f" {unit}", "dim"))] if speed else []
+    return Text("   ").join(parts)
 
 
-def _peers(stages: Sequence[Sequence[PeerRow]], most: int, *, wide: bool) -> Table:
+def _peers(stages: Sequence[Sequence[PeerRow]], max_rows: int, *, wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     table.add_column("stage", no_wrap=True)
     table.add_column("peer", no_wrap=True)
@@ -197,7 +188,7 @@ def _peers(stages: Sequence[Sequence[PeerRow]], most: int, *, wide: bool) -> Tab
     table.add_column("state", no_wrap=True)
     fastest = max((row.peer.samples_per_s for rows in stages for row in rows), default=0.0)
     for index, rows in enumerate(stages):
-        shown = rows if len(rows) <= most else rows[: most - 1]
+        shown = rows if len(rows) <= max_rows else rows[: max_rows - 1]
         for number, row in enumerate(shown):
             table.add_row(str(index) if number == 0 else "", *_cells(row, fastest, wide=wide))
         if not rows:
@@ -213,10 +204,10 @@ def _cells(row: PeerRow, fastest: float, *, wide: bool) -> list[RenderableType]:
     state = Text(f"● {row.state}", style)
     if row.state == "gone":
         done = Text(str(peer.num_microbatches), "dim")
-        return [Text(short(peer.peer_id), "dim strike"), "", "", "", "", done, state]
+        return [Text(short_name(peer.peer_id), "dim strike"), "", "", "", "", done, state]
     bar = ProgressBar(total=fastest or 1.0, completed=peer.samples_per_s, complete_style=style, finished_style=style)
     return [
-        Text(short(peer.peer_id), "bold"),
+        Text(short_name(peer.peer_id), "bold"),
         ", ".join(roles),
         f"{peer.samples_per_s:.0f}",
         bar,
@@ -235,7 +226,7 @@ def _events(events: Sequence[Event]) -> Table:
     for event in events:
         table.add_row(
             time_of_day(event),
-            Text(short(event.peer) if event.peer is not None else "", "bold"),
+            Text(short_name(event.peer) if event.peer is not None else "", "bold"),
             Text(WORDS[event.kind], _EVENT_STYLES.get(event.kind, "yellow")),
             where(event),
             Text(why(event)),

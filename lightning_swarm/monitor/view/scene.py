@@ -1,100 +1,102 @@
-"""What the view shows at one moment, and what it must remember from one moment to the next. Nothing is drawn here."""
+"""One moment of a run, in numbers and lines of text, and the view's memory between moments."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from lightning_swarm.client.status import PeerStatus, SwarmStatus
+from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import Event
 from lightning_swarm.protocol.messages.events import EventKind
 
 State: TypeAlias = Literal["serving", "joining", "failing", "gone"]
 
+WORDS: Final[Mapping[EventKind, str]] = {
+    "retry": "failed, request repeated",
+    "ban": "avoided for a while",
+    "replay": "microbatch computed again",
+    "discard": "gradient sum discarded",
+    "strike": "batch taken out of the step",
+    "round_repeated": "averaging repeated",
+    "gone": "gone",
+    "left": "left its stage",
+    "moves": "moves to another stage",
+    "sheds": "gave its stage up",
+    "download": "has loaded its stage",
+    "joined": "joined",
+    "takeover": "is the coordinator now",
+    "pause": "waiting",
+    "resume": "going on",
+    "went_back": "rolled back",
+}
+"""What a person reads for an event."""
+
+_COLUMNS: Final = 100
 _RATE_WINDOW_S: Final = 10.0
 _SHOW_GONE_S: Final = 60.0
 _MAX_LOSSES: Final = 512
+_SPARKS: Final = "▁▂▃▄▅▆▇█"
+_HOLDER_GONE: Final = re.compile(r"peer (\S+), which holds (.*), is gone \((.*?)\.?\)")
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One peer of one stage.
-
-    Args:
-        peer: As the trainer's router sees it; who is gone, as it was seen last.
-        state: ``"joining"``: nothing came through it yet; ``"failing"``: what it was asked for last it did not do.
-        trains: It brings samples.
-        coordinates: It grants places in steps, and closes them.
-    """
+    """One peer of one stage, as the trainer's router sees it or, if it is gone, saw it last."""
 
     peer: PeerStatus
-    state: State
+    state: State  # "joining": nothing has come through it yet; "failing": its latest request failed
     trains: bool = False
     coordinates: bool = False
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is shown.
-
-    Args:
-        name: Of the run.
-        phase: What the Trainer does.
-        step: Steps taken.
-        max_steps: Of how many; None: that is not known.
-        epoch: The current one, counted from 0.
-        progress: Share of the run that is done, 0 to 1; None: that is not known.
-        metrics: What is logged for the progress bar.
-        losses: One of them over time, oldest first.
-        samples_per_s: Over the last seconds; None: that is not known (yet).
-        steps_per_s: Likewise.
-        elapsed_s: Since the view began.
-        stages: The peers of each stage; empty where there is no swarm.
-        events: Oldest first.
-    """
+    """One moment of a run, as the view shows it; what is None is not known, or not yet."""
 
     name: str = ""
     phase: str = "training"
     step: int = 0
     max_steps: int | None = None
     epoch: int = 0
-    progress: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    losses: Sequence[float] = ()
-    samples_per_s: float | None = None
+    progress: float | None = None  # share of the run that is done, 0 to 1
+    metrics: Mapping[str, float] = field(default_factory=dict)  # those logged for the progress bar
+    losses: Sequence[float] = ()  # the first of them over time
+    samples_per_s: float | None = None  # over the last seconds
     steps_per_s: float | None = None
     elapsed_s: float = 0.0
-    stages: Sequence[Sequence[PeerRow]] = ()
-    events: Sequence[Event] = ()
+    stages: Sequence[Sequence[PeerRow]] = ()  # empty where there is no swarm
+    events: Sequence[Event] = ()  # oldest first
 
 
 class PeerPresence:
-    """Who is there, and for a minute who no longer is."""
+    """The peers of each stage, with those that disappeared during the last minute."""
 
     def __init__(self) -> None:
-        self._there: dict[tuple[int, PeerId], PeerStatus] = {}
+        self._present: dict[tuple[int, PeerId], PeerStatus] = {}
         self._gone: dict[tuple[int, PeerId], tuple[PeerStatus, float]] = {}
 
     def update(self, status: SwarmStatus, *, now_s: float) -> list[list[PeerRow]]:
-        """The rows of each stage."""
-        there = {(stage.index, one.peer_id): one for stage in status.stages for one in stage.peers}
-        left = self._there.keys() - there.keys()
-        self._gone |= {key: (self._there[key], now_s) for key in sorted(left)}
+        """The rows of each stage, peers that are gone last; a peer in another stage has moved, and is not gone."""
+        present = {(stage.index, peer.peer_id): peer for stage in status.stages for peer in stage.peers}
+        left = self._present.keys() - present.keys()
+        self._gone |= {key: (self._present[key], now_s) for key in sorted(left)}
+        members = {peer for _, peer in present}
         self._gone = {
-            key: (one, since_s)
-            for key, (one, since_s) in self._gone.items()
-            if key not in there and now_s - since_s < _SHOW_GONE_S
+            key: (peer, since_s)
+            for key, (peer, since_s) in self._gone.items()
+            if key[1] not in members and now_s - since_s < _SHOW_GONE_S
         }
-        self._there = there
-        rows: list[list[PeerRow]] = [[_row(one, status) for one in stage.peers] for stage in status.stages]
-        for (stage, _), (one, _) in self._gone.items():
+        self._present = present
+        rows: list[list[PeerRow]] = [[_row(peer, status) for peer in stage.peers] for stage in status.stages]
+        for (stage, _), (peer, _) in self._gone.items():
             if stage < len(rows):
-                rows[stage].append(PeerRow(one, "gone"))
+                rows[stage].append(PeerRow(peer, "gone"))
         return rows
 
 
@@ -104,7 +106,7 @@ def _row(peer: PeerStatus, status: SwarmStatus) -> PeerRow:
 
 
 class RateWindow:
-    """Steps and samples a second, over the last seconds."""
+    """Steps and samples per second, over the last seconds."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int, int]] = deque()
@@ -112,11 +114,11 @@ class RateWindow:
         self._newest: tuple[float, float] | None = None
 
     def pause(self) -> None:
-        """Something else than training begins or ends: what takes it time is no training."""
+        """Forget the window: the time of a validation, say, must not count as training."""
         self._points.clear()
 
     def tick(self, now_s: float, step: int, samples_per_step: int) -> None:
-        """At this moment so many steps are taken; the newest had so many samples."""
+        """Note how many steps are taken by now, and how many samples the newest one had."""
         if self._points:
             self._num_samples += max(step - self._points[-1][1], 0) * samples_per_step
         self._points.append((now_s, step, self._num_samples))
@@ -125,7 +127,7 @@ class RateWindow:
 
     @property
     def now(self) -> tuple[float, float] | None:
-        """Both, of before the pause if there was one; None: that takes a second moment."""
+        """Both rates, after a pause those from before it; None until two moments are known."""
         if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
             return self._newest
         (begin_s, first, before), (end_s, last, after) = self._points[0], self._points[-1]
@@ -134,7 +136,7 @@ class RateWindow:
 
 
 class DownsampledSeries:
-    """A number over a whole run, in bounded memory: the longer, the coarser."""
+    """A number over a whole run in bounded memory: the longer the run, the coarser."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -142,7 +144,7 @@ class DownsampledSeries:
         self._num_seen = 0
 
     def add(self, value: float) -> None:
-        """The next one."""
+        """Append the next value, if its turn has come."""
         self._num_seen += 1
         if self._num_seen % self._every:
             return
@@ -152,61 +154,41 @@ class DownsampledSeries:
 
 
 def newer_than(last: Event | None, events: Sequence[Event]) -> Sequence[Event]:
-    """Those that came after `last`, which may have been dropped meanwhile."""
+    """The events after `last`, or all of them if it has been dropped meanwhile."""
     known = next((i for i in reversed(range(len(events))) if events[i] is last), -1)
     return events[known + 1 :]
 
 
-WORDS: Final[Mapping[EventKind, str]] = {
-    "retry": "asked again",
-    "ban": "avoided for a while",
-    "replay": "computed again",
-    "discard": "sum given up",
-    "strike": "batch struck",
-    "round_repeated": "averaging repeated",
-    "gone": "gone",
-    "left": "left the run",
-    "moves": "moves",
-    "sheds": "gave the stage up",
-    "download": "has its stage's state",
-    "joined": "joined",
-    "takeover": "coordinates now",
-    "pause": "waiting",
-    "resume": "going on",
-    "went_back": "went back",
-}
-_SHOWN: Final = 6
-_SPARKS: Final = "▁▂▃▄▅▆▇█"
-_LONG_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
-
-
-def short(peer: str) -> str:
-    """A peer's identity. All begin alike; their ends tell them apart."""
-    return peer if len(peer) <= _SHOWN + 2 else peer[-_SHOWN:]
-
-
 def time_of_day(event: Event) -> str:
-    """When it was noted."""
+    """The local time of an event."""
     return time.strftime("%H:%M:%S", time.localtime(event.unix_time_s))
 
 
 def where(event: Event) -> str:
-    """Which stage and step, as far as it belongs to any."""
+    """The stage and the step of an event, as far as it belongs to any."""
     parts = [f"stage {event.stage}"] if event.stage is not None else []
     parts += [f"step {event.step}"] if event.step is not None else []
     return ", ".join(parts)
 
 
 def why(event: Event) -> str:
-    """The reason, in one line, with short identities."""
-    return _LONG_ID.sub(lambda found: short(found[0]), " ".join(event.reason.split()))
+    """The reason of an event in one short line, which does not name the event's own peer again."""
+    reason = shorten(event.reason)
+    if event.peer is None:
+        return reason
+    name = short_name(event.peer)
+    found = _HOLDER_GONE.fullmatch(reason)
+    if found is not None and found[1] == name:
+        return f"it held {found[2]} ({found[3]})"
+    return reason.removeprefix(f"The connection to {name} broke: ")
 
 
 def event_line(event: Event) -> str:
-    """All of it."""
-    parts = [WORDS[event.kind], where(event), why(event)]
-    who = f"peer {short(event.peer)} " if event.peer is not None else ""
-    return f"{time_of_day(event)}  {who}{': '.join(part for part in parts if part)}"
+    """An event in one line."""
+    name = f"peer {short_name(event.peer)} " if event.peer is not None else ""
+    place = f" ({where(event)})" if where(event) else ""
+    reason = f": {why(event)}" if event.reason else ""
+    return _clip(f"{time_of_day(event)}  {name}{WORDS[event.kind]}{place}{reason}")
 
 
 def duration(seconds: float) -> str:
@@ -217,19 +199,19 @@ def duration(seconds: float) -> str:
 
 
 def steps(scene: Scene) -> str:
-    """Where the run is."""
+    """The number of steps taken, and of how many."""
     return f"step {scene.step}/{scene.max_steps}" if scene.max_steps else f"step {scene.step}, epoch {scene.epoch}"
 
 
 def rates(scene: Scene) -> str:
-    """How fast it goes, as far as that is known."""
+    """The speed of the run, as far as it is known."""
     if scene.samples_per_s is not None:
         return f"{scene.samples_per_s:.0f} samples/s"
     return f"{scene.steps_per_s:.3g} steps/s" if scene.steps_per_s else ""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in one line of text, the means of as many spans as there are places."""
+    """A curve in one line of text: each character is the mean of an equal span of `values`."""
     finite = [value for value in values if value - value == 0.0]
     if len(finite) < 2 or width < 2:
         return ""
@@ -242,18 +224,34 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def plain_line(scene: Scene) -> str:
-    """Everything but the events, in one line."""
+    """A moment without its events in one line of at most 100 columns: the fullest text that fits."""
     metrics = [f"{name} {value:.4g}" for name, value in scene.metrics.items()]
-    stages = [
-        f"stage {index}: {', '.join(map(_plain_peer, rows)) or 'nobody'}" for index, rows in enumerate(scene.stages)
-    ]
-    head = "  ".join([steps(scene), *metrics, rates(scene)])
-    return "   ".join([head.rstrip(), *stages])
+    head = "  ".join(part for part in (steps(scene), *metrics, rates(scene)) if part)
+    lines = [f"{head}   {swarm}" for swarm in _swarm_texts(scene.stages)] or [head]
+    return next((line for line in lines if len(line) <= _COLUMNS), _clip(lines[-1]))
+
+
+def _swarm_texts(stages: Sequence[Sequence[PeerRow]]) -> Iterator[str]:
+    """The peers of a swarm, from the fullest text to the shortest."""
+    if not stages:
+        return
+    present = [[row for row in rows if row.state != "gone"] for rows in stages]
+    num_gone = len({row.peer.peer_id for rows in stages for row in rows if row.state == "gone"})
+    gone = f", {num_gone} gone" if num_gone else ""
+    yield "   ".join(
+        f"stage {index}: {', '.join(map(_plain_peer, rows)) or 'nobody'}" for index, rows in enumerate(stages)
+    )
+    yield f"peers per stage: {' + '.join(str(len(rows)) for rows in present)}{gone}"
+    num_peers = len({row.peer.peer_id for rows in present for row in rows})
+    num_empty = sum(not rows for rows in present)
+    empty = f", {num_empty} of them empty" if num_empty else ""
+    yield f"{num_peers} peers in {len(stages)} stages{empty}{gone}"
 
 
 def _plain_peer(row: PeerRow) -> str:
-    peer = row.peer
-    if row.state == "gone":
-        return f"{short(peer.peer_id)} gone"
-    state = "" if row.state == "serving" else f" {row.state}"
-    return f"{short(peer.peer_id)} {peer.samples_per_s:.0f}/s q{peer.queued} n{peer.num_microbatches}{state}"
+    name = short_name(row.peer.peer_id)
+    return f"{name} {row.peer.samples_per_s:.0f}/s" if row.state == "serving" else f"{name} {row.state}"
+
+
+def _clip(line: str) -> str:
+    return line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 1]}…"

@@ -14,8 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from lightning_swarm import cli
-from lightning_swarm.monitor import doctor
-from lightning_swarm.monitor.doctor import DialResult, Finding, FolderReport, Obstacle
+from lightning_swarm.monitor import checks, doctor
+from lightning_swarm.monitor.checks import DialResult, Finding, FolderReport, Obstacle
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import handshake
@@ -27,7 +27,7 @@ HERE = {"torch": "2.13.0", "lightning": "2.6.6"}
 
 
 def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
-    return doctor.check_folder(
+    return checks.check_folder(
         FolderReport(path="/data", purpose="checkpoints", problem=problem, free_bytes=free_bytes)
     )
 
@@ -35,24 +35,24 @@ def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
 @pytest.mark.parametrize(
     "finding",
     [
-        doctor.check_python("3.11.0"),
-        doctor.check_python("3.15.0rc1"),
-        doctor.check_version("torch", "2.13.0+cpu"),
-        doctor.check_version("lightning", "2.6.9"),
-        doctor.check_version("numpy", "2.3.99"),
-        doctor.check_binary("/x/p2pd", executable=True),
-        doctor.check_port("127.0.0.1", 31337, None),
-        doctor.check_daemon(None, 0.3),
-        doctor.check_threads(2, 2),
-        folder(free_bytes=doctor.LEAST_FREE_BYTES),
-        doctor.check_reach(DialResult(address=PEER), 0.02),
-        doctor.check_reach(DialResult(address=PEER)),
-        doctor.check_clock(PEER, doctor.MOST_SKEW_S, 0.0),
-        doctor.check_clock(PEER, -doctor.MOST_SKEW_S, 0.0),
-        doctor.check_clock(PEER, 3.9, 2.0),  # so slow an answer does not tell 3.9 from 2.9
-        doctor.check_protocol(PEER, 1, 1),
-        doctor.compare_versions(PEER, HERE, HERE),
-        doctor.compare_versions(PEER, HERE, {}),
+        checks.check_python("3.11.0"),
+        checks.check_python("3.15.0rc1"),
+        checks.check_version("torch", "2.13.0+cpu"),
+        checks.check_version("lightning", "2.6.9"),
+        checks.check_version("numpy", "2.3.99"),
+        checks.check_binary("/x/p2pd", executable=True),
+        checks.check_port("127.0.0.1", 31337, None),
+        checks.check_daemon(None, 0.3),
+        checks.check_threads(2, 2),
+        folder(free_bytes=checks.LEAST_FREE_BYTES),
+        checks.check_reach(DialResult(address=PEER), 0.02),
+        checks.check_reach(DialResult(address=PEER)),
+        checks.check_clock(PEER, checks.MOST_SKEW_S, 0.0),
+        checks.check_clock(PEER, -checks.MOST_SKEW_S, 0.0),
+        checks.check_clock(PEER, 3.9, 2.0),  # so slow an answer does not tell 3.9 from 2.9
+        checks.check_protocol(PEER, 1, 1),
+        checks.compare_versions(PEER, HERE, HERE),
+        checks.compare_versions(PEER, HERE, {}),
     ],
     ids=repr,
 )
@@ -64,23 +64,23 @@ def test_nothing_is_wrong_with_a_good_machine(finding: Finding) -> None:
 @pytest.mark.parametrize(
     ("finding", "found", "remedy"),
     [
-        (doctor.check_python("3.10.14"), "3.10.14", "Use a Python >=3.11"),
-        (doctor.check_version("numpy", "2.4.0"), "2.4.0, but <2.4 is needed", 'pip install "numpy<2.4"'),
-        (doctor.check_version("lightning", "2.7.0"), "2.7.0, but >=2.5,<2.7", 'pip install "lightning>=2.5,<2.7"'),
-        (doctor.check_version("torch", "2.3.1"), "2.3.1, but >=2.4", 'pip install "torch>=2.4"'),
-        (doctor.check_version("hivemind", None), "not installed", 'pip install "hivemind>=1.1.12,<1.2"'),
-        (doctor.check_binary(None, executable=False), "without its program p2pd", "--force-reinstall"),
-        (doctor.check_binary("/x/p2pd", executable=False), "/x/p2pd must not be run", "chmod +x /x/p2pd"),
-        (doctor.check_port("127.0.0.1", 31337, "in use"), "port 31337: in use", "another port"),
-        (doctor.check_port("203.0.113.7", 0, "no such address"), "any port: no such address", "0.0.0.0 for all"),
-        (doctor.check_port("127.0.0.1", 99999, "out of range"), "port 99999: out of range", "a port of 1 to 65535"),
-        (doctor.check_daemon("Unreachable: no", 30.0), "does not start: Unreachable: no", "firewall"),
-        (doctor.check_threads(8, 2), "8 on 2 cores: they wait", "OMP_NUM_THREADS=2"),
-        (doctor.check_clock(PEER, 3.01, 0.0), f"{PEER} is 3.01 s ahead of this machine, at most 3 s", "set-ntp true"),
-        (doctor.check_clock(PEER, -3600.0, 0.1), "is 3600.00 s behind this machine, at most 3 s", "set-ntp true"),
-        (doctor.check_protocol(PEER, 1, 2), f"version 1 here, 2 at {PEER}", "same version of lightning_swarm"),
+        (checks.check_python("3.10.14"), "3.10.14", "Use a Python >=3.11"),
+        (checks.check_version("numpy", "2.4.0"), "2.4.0, but <2.4 is needed", 'pip install "numpy<2.4"'),
+        (checks.check_version("lightning", "2.7.0"), "2.7.0, but >=2.5,<2.7", 'pip install "lightning>=2.5,<2.7"'),
+        (checks.check_version("torch", "2.3.1"), "2.3.1, but >=2.4", 'pip install "torch>=2.4"'),
+        (checks.check_version("hivemind", None), "not installed", 'pip install "hivemind>=1.1.12,<1.2"'),
+        (checks.check_binary(None, executable=False), "without its program p2pd", "--force-reinstall"),
+        (checks.check_binary("/x/p2pd", executable=False), "/x/p2pd must not be run", "chmod +x /x/p2pd"),
+        (checks.check_port("127.0.0.1", 31337, "in use"), "port 31337: in use", "another port"),
+        (checks.check_port("203.0.113.7", 0, "no such address"), "any port: no such address", "0.0.0.0 for all"),
+        (checks.check_port("127.0.0.1", 99999, "out of range"), "port 99999: out of range", "a port of 1 to 65535"),
+        (checks.check_daemon("Unreachable: no", 30.0), "does not start: Unreachable: no", "firewall"),
+        (checks.check_threads(8, 2), "8 on 2 cores: they wait", "OMP_NUM_THREADS=2"),
+        (checks.check_clock(PEER, 3.01, 0.0), f"{PEER} is 3.01 s ahead of this machine, at most 3 s", "set-ntp true"),
+        (checks.check_clock(PEER, -3600.0, 0.1), "is 3600.00 s behind this machine, at most 3 s", "set-ntp true"),
+        (checks.check_protocol(PEER, 1, 2), f"version 1 here, 2 at {PEER}", "same version of lightning_swarm"),
         (folder(problem="Permission denied"), "/data: Permission denied", "may write to"),
-        (folder(free_bytes=doctor.LEAST_FREE_BYTES - 1), "/data, 1.0 GiB free", "at least 1 GiB"),
+        (folder(free_bytes=checks.LEAST_FREE_BYTES - 1), "/data, 1.0 GiB free", "at least 1 GiB"),
     ],
     ids=lambda value: value.check if isinstance(value, Finding) else "",
 )
@@ -92,7 +92,7 @@ def test_a_fault_is_named_with_its_remedy(finding: Finding, found: str, remedy: 
 
 @pytest.mark.parametrize("obstacle", Obstacle)
 def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -> None:
-    finding = doctor.check_reach(DialResult(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
+    finding = checks.check_reach(DialResult(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
     assert finding.check == f"peer {PEER}"
     assert finding.found == f"{obstacle.what} (so it said)"
     assert finding.remedy == obstacle.remedy
@@ -100,16 +100,16 @@ def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -
 
 
 def test_versions_that_differ_are_named() -> None:
-    found = doctor.compare_versions(PEER, HERE, {"torch": "2.9.0", "lightning": "2.6.6", "x": "1"}).found
+    found = checks.compare_versions(PEER, HERE, {"torch": "2.9.0", "lightning": "2.6.6", "x": "1"}).found
     assert found == "differ, which works: torch 2.13.0 here, 2.9.0 there; x none here, 1 there"
 
 
 def test_supported_versions_are_those_of_the_package() -> None:
     required = {one.name: one.specifier for one in map(Requirement, PYPROJECT["project"]["dependencies"])}
-    assert {name: str(required[name]) for name in doctor.SUPPORTED} == {
-        name: str(Requirement(name + supported).specifier) for name, supported in doctor.SUPPORTED.items()
+    assert {name: str(required[name]) for name in checks.SUPPORTED} == {
+        name: str(Requirement(name + supported).specifier) for name, supported in checks.SUPPORTED.items()
     }
-    assert PYPROJECT["project"]["requires-python"] == doctor.SUPPORTED_PYTHON
+    assert PYPROJECT["project"]["requires-python"] == checks.SUPPORTED_PYTHON
 
 
 # ---------------------------------------------------------------------- how it is found out
@@ -225,7 +225,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(doctor, "try_daemon", start)
     monkeypatch.setattr(doctor, "_num_threads", lambda: 1)
-    monkeypatch.setattr(doctor, "LEAST_FREE_BYTES", 1)
+    monkeypatch.setattr(checks, "LEAST_FREE_BYTES", 1)
     return started
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -29,7 +30,6 @@ from lightning_swarm.monitor.view.scene import (
     event_line,
     newer_than,
     plain_line,
-    short,
     sparkline,
 )
 from lightning_swarm.network import PeerId
@@ -126,19 +126,19 @@ def test_a_plain_run_has_a_panel_without_peers() -> None:
 
 
 def test_the_same_in_a_line_of_text() -> None:
-    assert plain_line(SCENE) == (
-        "step 123/300  train_loss 2.346  val_loss 2.501  211 samples/s   stage 0: Maaaaa 411/s q2 n812, "
-        "Mbbbbb 80/s q0 n101   stage 1: Mddddd 0/s q0 n1 joining, Mccccc gone   stage 2: nobody"
-    )
+    head = "step 123/300  train_loss 2.346  val_loss 2.501  211 samples/s"
+    assert plain_line(SCENE) == f"{head}   peers per stage: 2 + 1 + 0, 1 gone"
+    small = replace(SCENE, metrics={}, samples_per_s=None, stages=[*SCENE.stages[1:]])
+    assert plain_line(small) == "step 123/300   stage 0: Mddddd joining, Mccccc gone   stage 1: nobody"
     assert plain_line(Scene(step=1)) == "step 1, epoch 0"
     lines = [event_line(event)[10:] for event in EVENTS]
     assert lines == [
-        "peer Mccccc avoided for a while: stage 1, step 100: the connection to Mccccc broke off",
-        "peer Mccccc gone: step 100: it does not answer",
-        "peer Mddddd joined: stage 1, step 121",
+        "peer Mccccc avoided for a while (stage 1, step 100): the connection to Mccccc broke off",
+        "peer Mccccc gone (step 100): it does not answer",
+        "peer Mddddd joined (stage 1, step 121)",
     ]
     assert set(WORDS) == set(EVENT_KINDS)
-    assert (short("peer-12"), duration(59), duration(3661)) == ("peer-12", "0:59", "1:01:01")
+    assert (duration(59), duration(3661)) == ("0:59", "1:01:01")
 
 
 def test_the_curve_keeps_its_shape_whatever_its_length() -> None:
@@ -167,6 +167,44 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     for second in range(3603, 3620):  # nothing goes on
         rates.tick(float(second), step=42, samples_per_step=32)
     assert rates.now == (0.0, 0.0)
+
+
+def test_a_line_of_text_fits_whatever_the_swarm() -> None:
+    head = "step 123/300  train_loss 2.346  val_loss 2.501  211 samples/s"
+    crowd = [[PeerRow(peer(f"{i:05}", i, 10.0), "serving") for i in range(3)] for _ in range(40)]
+    assert plain_line(replace(SCENE, stages=crowd)) == f"{head}   3 peers in 40 stages"
+    many = replace(SCENE, metrics={f"metric_{i}": 0.1 for i in range(20)})
+    assert len(plain_line(many)) == 100
+    assert plain_line(many).endswith("…")
+    small = replace(SCENE, metrics={}, samples_per_s=None, stages=SCENE.stages[:2])
+    assert plain_line(small) == (
+        "step 123/300   stage 0: Maaaaa 411/s, Mbbbbb 80/s   stage 1: Mddddd joining, Mccccc gone"
+    )
+
+
+def test_an_event_of_a_lost_connection_is_one_short_line() -> None:
+    gone = f"{LONG}ccccc"
+    refused = (
+        f"peer {gone}, which holds stage 0, is gone (Cannot open a stream to {gone}: failed to dial: failed to dial "
+        f"{gone}: all dials failed\n  * [/ip4/127.0.0.1/tcp/42661] dial tcp4 127.0.0.1:42661: connect: connection "
+        "refused.)"
+    )
+    line = event_line(Event("gone", gone, None, 66, refused))
+    assert line[10:] == "peer Mccccc gone (step 66): it held stage 0 (connection refused)"
+    broken = f"The connection to {gone} broke: [Errno 104] Connection reset by peer."
+    line = event_line(Event("retry", gone, 0, 66, broken))
+    assert line[10:] == "peer Mccccc failed, request repeated (stage 0, step 66): Connection reset by peer."
+    assert len(event_line(Event("pause", None, 0, 66, "; ".join([refused] * 3)))) == 100
+
+
+def test_a_peer_that_moved_is_not_gone() -> None:
+    presence = PeerPresence()
+    mover, other = peer("aaaaa", 5, 10.0), peer("bbbbb", 5, 10.0)
+    presence.update(status_with([mover], [other]), now_s=0.0)
+    rows = presence.update(status_with([], [other]), now_s=1.0)
+    assert [row.state for row in rows[0]] == ["gone"], "between the two stages it is in none"
+    rows = presence.update(status_with([], [other, mover]), now_s=2.0)
+    assert rows[0] == []
 
 
 def test_who_is_gone_is_shown_for_a_minute() -> None:
@@ -272,13 +310,13 @@ def terminal() -> OnTerminal:
 def test_without_a_terminal_a_line_now_and_then_and_one_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
     fit(SwarmView(plain_interval_s=3600.0), At(5, join), faults=FaultPlan().kill("peer-3", **KILL))
     lines = capsys.readouterr().out.splitlines()
-    assert [line[10:] for line in lines if "peer-3 gone: " in line or " joined: " in line] == [
-        next(line[10:] for line in lines if "peer peer-3 gone: step 3: " in line),
-        next(line[10:] for line in lines if "peer peer-4 joined: stage 0, step" in line),
+    assert [line[10:] for line in lines if "peer-3 gone (" in line or " joined (" in line] == [
+        next(line[10:] for line in lines if "peer peer-3 gone (step 3): it held stage " in line),
+        next(line[10:] for line in lines if "peer peer-4 joined (stage 0, step" in line),
     ]
     plain = [line for line in lines if line.startswith("step ")]
     assert plain[0].startswith("step 1/12  train_loss ")
-    assert "stage 1: peer-0 " in plain[0]
+    assert "2 + 2" in plain[0] or "stage 1: peer-0 " in plain[0]
     assert plain[-1].startswith("step 12/12  ")
     assert "val_loss" in plain[-1]
     assert len(plain) == 2
@@ -288,7 +326,7 @@ def test_without_a_terminal_a_line_now_and_then_and_one_for_each_event(capsys: p
 def test_a_trainer_hears_who_joins_though_another_peer_coordinates(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = fit(SwarmView(), At(2, join), role="trainer")
     assert isinstance(trainer.strategy, InMemoryStrategy)
-    assert capsys.readouterr().out.count("peer peer-4 joined: stage 0") == 1
+    assert capsys.readouterr().out.count("peer peer-4 joined (stage 0") == 1
     assert not trainer.strategy.peers[0].events.counts  # who coordinates counts it
 
 

@@ -14,14 +14,11 @@ from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, PeerError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.discovery import (
+    RunDirectory,
     ServerAnnouncement,
-    announce,
+    WantedServers,
     assign,
-    await_prepared,
-    connect_all,
     dismiss,
-    find_servers,
-    say_prepared,
 )
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.wire import encode
@@ -65,10 +62,12 @@ class Town:
         self.seeker = self.network.transport("seeker")
         self.checks = 0
 
+    def directory(self, transport: MemoryTransport) -> RunDirectory:
+        return RunDirectory(self.network.directory(transport), transport, RUN)
+
     def announce(self, name: str, boot_id: int = 7, *, trains: bool = False) -> MemoryTransport:
         transport = self.network.transport(name)
-        directory = self.network.directory(transport)
-        self.loop.run_until_complete(announce(directory, transport, RUN, boot_id, trains=trains, timeout=1.0))
+        self.loop.run_until_complete(self.directory(transport).announce(boot_id, trains=trains, timeout=1.0))
         return transport
 
     def announce_raw(self, name: str, value: bytes) -> None:
@@ -79,9 +78,9 @@ class Town:
     def find(
         self, count: int, timeout: float = 60.0, check: Callable[[], None] | None = None, *, num_trainers: int = 0
     ) -> Any:
-        directory = self.network.directory(self.seeker)
         check = check or self._check
-        return find_servers(directory, self.seeker, RUN, count, num_trainers=num_trainers, timeout=timeout, check=check)
+        wanted = WantedServers(num_servers=count, num_trainers=num_trainers)
+        return self.directory(self.seeker).find_servers(wanted, timeout=timeout, check=check)
 
     def _check(self) -> None:
         self.checks += 1
@@ -156,15 +155,14 @@ def test_servers_that_cannot_be_reached_are_no_servers(town: Town, address: str)
     town.announce_raw("0-gone", encode(ServerAnnouncement(boot_id=1, addresses=[address])))
     town.announce("a")
     assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["a"]
-    directory = town.network.directory(town.seeker)
-    town.loop.run_until_complete(connect_all(directory, town.seeker, RUN))
+    town.loop.run_until_complete(town.directory(town.seeker).connect_all())
 
 
 def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None:
     transport = town.network.transport("a")
-    directory = town.network.directory(transport)
+    directory = town.directory(transport)
     town.network.freeze(PeerId("a"))
-    announcing = town.loop.create_task(announce(directory, transport, RUN, 7, timeout=60.0))
+    announcing = town.loop.create_task(directory.announce(7, timeout=60.0))
     town.loop.run_until_complete(asyncio.sleep(10.0))
     town.network.thaw(PeerId("a"))
     town.loop.run_until_complete(announcing)
@@ -172,17 +170,17 @@ def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None
 
     town.network.freeze(PeerId("a"))
     with pytest.raises(Unreachable):
-        town.loop.run_until_complete(announce(directory, transport, RUN, 7, timeout=5.0))
+        town.loop.run_until_complete(directory.announce(7, timeout=5.0))
 
 
 def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     """Not for that of an earlier run under the same id, of which the directory knows still."""
-    directory = town.network.directory(town.seeker)
+    directory = town.directory(town.seeker)
     run = town.loop.run_until_complete
-    run(say_prepared(directory, RUN, "first", timeout=1.0))
-    run(await_prepared(directory, RUN, "first", timeout=1.0))
+    run(directory.say_prepared("first", timeout=1.0))
+    run(directory.await_prepared("first", timeout=1.0))
     with pytest.raises(DeadlineExceeded, match=r"did not finish `prepare_data` within 60 s"):
-        run(await_prepared(directory, RUN, "second", timeout=60.0))
+        run(directory.await_prepared("second", timeout=60.0))
 
 
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:

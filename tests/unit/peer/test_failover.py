@@ -199,11 +199,11 @@ def test_the_next_run_waits_for_the_trainers(make_swarm: MakeSwarm) -> None:
 def test_a_trainer_hears_where_its_run_goes_on(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     loop = beside(swarm, B)
-    assert swarm.run(loop.told_to_go_back()) is None, "nothing is lost"
+    assert swarm.run(loop.rollback_step()) is None, "nothing is lost"
     swarm.network.kill(A)
 
     async def told() -> int | None:
-        task = asyncio.ensure_future(loop.told_to_go_back())
+        task = asyncio.ensure_future(loop.rollback_step())
         await asyncio.sleep(70.0)
         assert not task.done(), "the lead may say so yet"
         await failover.release(swarm.trainer, swarm.steps.run, 3, timeout=5.0)
@@ -219,7 +219,7 @@ def test_a_trainer_does_not_wait_for_a_lead_that_says_nothing_any_more(make_swar
     swarm.network.kill(A)
 
     async def told() -> int | None:
-        task = asyncio.ensure_future(loop.told_to_go_back())
+        task = asyncio.ensure_future(loop.rollback_step())
         await asyncio.sleep(70.0)
         if how == "over":
             swarm.servers[B].admission.left.set()

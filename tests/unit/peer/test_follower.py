@@ -12,6 +12,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.follower import CLAIM, Claim
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -31,7 +32,9 @@ class World:
 
     def claim(self, name: str) -> Claim:
         transport = self.network.transport(name)
-        made = self.claims[PeerId(name)] = Claim(transport, self.network.directory(transport), config())
+        made = self.claims[PeerId(name)] = Claim(
+            RunDirectory(self.network.directory(transport), transport, "swarm"), config()
+        )
         return made
 
     async def settle(self, name: str, *, after_s: float = 0.0) -> RunView | str | None:

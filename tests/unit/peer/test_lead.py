@@ -7,7 +7,7 @@ import pytest
 from lightning_swarm.core.errors import PeerError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.peer import discovery
+from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.methods import LOAD
@@ -24,12 +24,13 @@ class Starter:
     def __init__(self, swarm: Swarm) -> None:
         self.swarm = swarm
         self.runtime = InlineRuntime(swarm.loop)
-        directory = swarm.network.directory(swarm.trainer)
-        self.lead = Lead(self.runtime, swarm.trainer, directory, config(), is_over=lambda: False)
+        directory = RunDirectory(swarm.network.directory(swarm.trainer), swarm.trainer, config().run_id)
+        self.lead = Lead(self.runtime, directory, config(), is_over=lambda: False)
         for name, server in swarm.servers.items():
             transport = server._transport
             place = swarm.network.directory(transport)
-            swarm.run(discovery.announce(place, transport, config().run_id, swarm.members[name].boot_id, timeout=5.0))
+            announcing = RunDirectory(place, transport, config().run_id)
+            swarm.run(announcing.announce(swarm.members[name].boot_id, timeout=5.0))
 
     def begin(self) -> None:
         spec = RunSpec(

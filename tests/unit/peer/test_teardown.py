@@ -10,7 +10,7 @@ from lightning_swarm.core.errors import ProtocolError, RunOver, StepError, Unrea
 from lightning_swarm.core.event_loop import InlineRuntime, UntilRunEnds
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer.server_host import MembershipLifecycle
+from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import RunAborted
 from lightning_swarm.protocol.messages.step import Record
@@ -44,9 +44,8 @@ def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
 
     async def last(name: PeerId) -> None:
         server = swarm.servers[name]
-        stay = MembershipLifecycle(
-            server._transport, server, find, run_id="run", limits=swarm.limits, events=EventLog()
-        )
+        contacts = RunContacts(run_id="run", find_runs=find)
+        stay = MembershipLifecycle(server._transport, server, contacts, limits=swarm.limits, events=EventLog())
         try:
             await stay.serve_run(lambda _: None)
         finally:
@@ -173,7 +172,7 @@ def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
 
 def test_servers_end_where_nobody_may_coordinate(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lead is gone, and a majority of the voters: those that are left answer each other, and nobody else does."""
-    monkeypatch.setattr("lightning_swarm.peer.server_host._SILENCE_S", 2 * LEAD_S)
+    monkeypatch.setattr("lightning_swarm.peer.lifecycle._SILENCE_S", 2 * LEAD_S)
     swarm = begun(make_swarm)
     lives = live(swarm)
 

@@ -344,7 +344,7 @@ def test_the_command_says_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ):
         assert words in said
     assert "batch_size         32 " in said
-    assert "lines of …BTrN-a, …BTrN-b; they are taken for 50 Mb/s" in said
+    assert "lines of BTrN-a, BTrN-b; they are taken for 50 Mb/s" in said
     assert typed(monkeypatch, "--swarm", ADDRESS, "--json", "--target-batch-size", "16") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["best"]["setting"]["target_batch_size"] == 16

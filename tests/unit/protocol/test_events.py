@@ -28,6 +28,19 @@ def test_what_happens_often_is_said_once_and_counted_each_time(caplog: pytest.Lo
     assert len(events.newest) == 2
 
 
+def test_a_person_reads_a_short_line_and_all_of_it_where_everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    peer = "12D3KooWM7CaTpaYCfDNfo8mBoJC6tJUtsUAnUqmRnzhZ6errLTo"
+    reason = (
+        f"Cannot open a stream to {peer}: failed to dial: failed to dial {peer}: all dials failed\n  * [/a] refused."
+    )
+    with caplog.at_level(logging.DEBUG):
+        EventLog().note("gone", peer=peer, step=3, reason=reason)
+    assert [record.getMessage() for record in caplog.records] == [
+        "gone: step 3, errLTo: refused.",
+        f"In full: gone: step 3, {peer}: {reason}",
+    ]
+
+
 def test_it_is_a_warning_where_somebody_may_want_to_do_something(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
     with caplog.at_level(logging.INFO):

@@ -24,8 +24,8 @@ from lightning_swarm.core.errors import ConfigError, PeerError, StepError, Unrea
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, boundary_layers
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer import discovery
 from lightning_swarm.peer import process as process_module
+from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.strategy import checks, launcher
 from lightning_swarm.strategy.launcher import SwarmLauncher
@@ -246,19 +246,19 @@ def test_a_second_starter_is_refused_before_anyone_is_told_of_it() -> None:
             super().prepare()
             assert self.network is not None
             transport = self.network.transport("coordinator")
-            self.directory = self.network.directory(transport)
+            self.directory = RunDirectory(self.network.directory(transport), transport, "swarm")
 
             async def view(caller: PeerId, body: bytes) -> bytes:
                 return b""
 
             transport.handle_call(VIEW, view)
             assert self.peer is not None
-            self.peer.runtime.run(discovery.announce_run(self.directory, "swarm", transport.peer_id))
+            self.peer.runtime.run(self.directory.announce_run(transport.peer_id))
 
         @override
         def leave(self) -> None:
             if self.peer is not None:
-                self.known = self.peer.runtime.run(discovery.known_servers(self.directory, "swarm"))
+                self.known = self.peer.runtime.run(self.directory.known_servers())
             super().leave()
 
     strategy = UnderWay(role="both", initial_peers=f"192.0.2.1:5/{ID}")

@@ -15,8 +15,8 @@ from lightning_swarm.coordinator.membership import rosters as rosters_module
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer import server_host
-from lightning_swarm.peer.server_host import MembershipLifecycle
+from lightning_swarm.peer import lifecycle
+from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.membership import DrainReply, DrainRequest
 from lightning_swarm.protocol.messages.step import Record
@@ -43,16 +43,8 @@ class Staying:
         server = swarm.servers[name]
         self.said: list[str] = []
         self.events = EventLog()
-        self.stay = MembershipLifecycle(
-            server._transport,
-            server,
-            find,
-            run_id="run",
-            limits=swarm.limits,
-            events=self.events,
-            hosts=hosts,
-            known=known,
-        )
+        contacts = RunContacts(run_id="run", find_runs=find, hosts=hosts, find_servers=known)
+        self.stay = MembershipLifecycle(server._transport, server, contacts, limits=swarm.limits, events=self.events)
         self.task = swarm.loop.create_task(self.stay.serve_run(self.said.append))
         swarm.joining.append(self.task)
 
@@ -257,16 +249,16 @@ def test_who_waits_for_a_run_that_nobody_could_name_gives_up(
     b = Staying(swarm, B, hosts={A}, others=others)
 
     async def go() -> None:
-        await asyncio.sleep(2 * server_host._SILENCE_S)
+        await asyncio.sleep(2 * lifecycle._SILENCE_S)
         assert not b.task.done()
         swarm.network.freeze(A)
-        await asyncio.sleep(server_host._SILENCE_S / 2)
+        await asyncio.sleep(lifecycle._SILENCE_S / 2)
         assert not b.task.done()
         if gives_up:
             with pytest.raises(Unreachable, match=r"no run 'run' has begun, and nobody .* for 600 s: neither a nor"):
-                await asyncio.wait_for(b.task, server_host._SILENCE_S)
+                await asyncio.wait_for(b.task, lifecycle._SILENCE_S)
         else:
-            await asyncio.sleep(2 * server_host._SILENCE_S)
+            await asyncio.sleep(2 * lifecycle._SILENCE_S)
             assert not b.task.done()
             b.stay.leave()
             await asyncio.wait_for(b.task, 30.0)
@@ -396,7 +388,7 @@ def test_a_server_that_was_left_out_joins_again(
 def test_a_server_that_was_frozen_finds_out_soon_that_it_was_left_out(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_host, "_LOOK_S", 1000.0)
+    monkeypatch.setattr(lifecycle, "_LOOK_S", 1000.0)
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
 
@@ -478,7 +470,7 @@ def test_a_server_that_hears_of_nobody_gives_up_after_a_while(make_swarm: MakeSw
         await asyncio.sleep(1.0)
         swarm.network.freeze(A)
         swarm.network.freeze(LEAD)
-        await asyncio.sleep(server_host._SILENCE_S / 2)
+        await asyncio.sleep(lifecycle._SILENCE_S / 2)
         assert not c.task.done()
         with pytest.raises(Unreachable, match="none of its peers answered for 600 s"):
             await c.task

@@ -17,7 +17,7 @@ from lightning_swarm.core import tasks
 from lightning_swarm.core.errors import Busy
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer import server_host
+from lightning_swarm.peer import lifecycle
 from lightning_swarm.protocol.messages.step import Departure, Record
 from lightning_swarm.protocol.methods import APPLY, TAKE_OVER
 from lightning_swarm.server.stage import StageLoad
@@ -91,7 +91,7 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
         nonlocal is_late
         if not is_late:
             is_late = True
-            await asyncio.sleep(3 * server_host._LINGER_S)
+            await asyncio.sleep(3 * lifecycle._LINGER_S)
         return await apply(caller, body)
 
     handlers[APPLY] = late
@@ -103,7 +103,7 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
         assert num_waits < 1000, "it waits for nothing, time after time"
         return await first_of(*waits, **options)
 
-    monkeypatch.setattr(server_host, "first_of", counted)
+    monkeypatch.setattr(lifecycle, "first_of", counted)
 
     async def go() -> None:
         records = await steps(swarm, 0, 8)

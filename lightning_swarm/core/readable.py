@@ -1,0 +1,32 @@
+"""Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_SHORT_LENGTH: Final = 6
+_PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
+_DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
+_NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
+_ATTEMPT: Final = re.compile(r"\* \[[^\]]*\]")  # libp2p lists the addresses that it tried
+_ERROR_NUMBER: Final = re.compile(r"\[Errno -?\d+\] ")
+_BACKOFF: Final = "dial backoff"  # libp2p tried a moment ago, and does not try again so soon
+
+
+def short_name(peer_id: str) -> str:
+    """The end of a peer's id: all ids begin alike."""
+    return peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id
+
+
+def shorten(text: str) -> str:
+    """A message as one line: short names of peers, and of a failed connection only its innermost cause."""
+    line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(text.split()))
+    return _ERROR_NUMBER.sub("", _DIAL.sub(_cause, line))
+
+
+def _cause(chain: re.Match[str]) -> str:
+    causes = [_NO_CAUSE.sub("", attempt.strip(" ."), count=1) for attempt in _ATTEMPT.split(chain[0])]
+    known = [cause for cause in causes[1:] or causes if cause != _BACKOFF]
+    cause = known[-1] if known else "it could not be reached a moment ago"
+    return f"{cause}." if chain[0].endswith(".") else cause

@@ -1,0 +1,219 @@
+"""Decides what makes a machine unfit to be a peer, and names the remedy; looks at nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from packaging.specifiers import SpecifierSet
+
+SUPPORTED_PYTHON: Final = ">=3.11"
+SUPPORTED: Final[Mapping[str, str]] = {
+    "lightning": ">=2.5,<2.7",
+    "torch": ">=2.4",
+    "hivemind": ">=1.1.12,<1.2",
+    "numpy": "<2.4",
+}
+"""Repeats the package's requirements: pip does not enforce them on what is installed later."""
+
+LEAST_FREE_BYTES: Final = 1 << 30
+
+MOST_SKEW_S: Final = 3.0
+"""hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str  # what was looked at
+    found: str
+    remedy: str | None = None  # what to do; None: nothing is wrong
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong."""
+        return self.remedy is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderReport:
+    """A folder that a swarm keeps files in."""
+
+    path: str
+    purpose: str  # what a swarm keeps there
+    problem: str | None  # why no file can be written; None if one can
+    free_bytes: int  # on its disk; 0 if that is not known
+
+
+def check_python(version: str) -> Finding:
+    """The interpreter is new enough."""
+    fits = SpecifierSet(SUPPORTED_PYTHON).contains(version, prereleases=True)
+    remedy = None if fits else f"Use a Python {SUPPORTED_PYTHON}."
+    return Finding(check="Python", found=version, remedy=remedy)
+
+
+def check_version(package: str, version: str | None) -> Finding:
+    """A package of `SUPPORTED` is installed, in a version that the swarm works with."""
+    supported = SUPPORTED[package]
+    install = f'Run: pip install "{package}{supported}"'
+    if version is None:
+        return Finding(check=package, found="not installed", remedy=install)
+    if not SpecifierSet(supported).contains(version, prereleases=True):
+        return Finding(check=package, found=f"{version}, but {supported} is needed", remedy=install)
+    return Finding(check=package, found=version)
+
+
+def check_binary(path: str | None, *, executable: bool) -> Finding:
+    """libp2p's daemon, which carries all connections, is there and can be run."""
+    reinstall = f'Run: pip install --force-reinstall --no-deps "hivemind{SUPPORTED["hivemind"]}"'
+    if path is None:
+        return Finding(check="daemon's file", found="hivemind was installed without its program p2pd", remedy=reinstall)
+    if not executable:
+        return Finding(check="daemon's file", found=f"{path} must not be run", remedy=f"Run: chmod +x {path}")
+    return Finding(check="daemon's file", found=path)
+
+
+def check_port(host: str, port: int, problem: str | None) -> Finding:
+    """This machine can listen on an address and a port (0 for any)."""
+    where = f"{host}, {f'port {port}' if port else 'any port'}"
+    if problem is None:
+        return Finding(check="port", found=f"{where}: free")
+    if not 0 <= port < 1 << 16:
+        return Finding(check="port", found=f"{where}: {problem}", remedy="Take a port of 1 to 65535, or 0 for any.")
+    remedy = (
+        f"End the program that listens there (`ss -ltnp 'sport = :{port}'` names it), or take another port."
+        if port
+        else "Take an address of this machine: 127.0.0.1 for itself only, 0.0.0.0 for all of its networks."
+    )
+    return Finding(check="port", found=f"{where}: {problem}", remedy=remedy)
+
+
+def check_daemon(problem: str | None, start_s: float) -> Finding:
+    """The daemon starts."""
+    if problem is None:
+        return Finding(check="daemon", found=f"starts in {start_s:.1f} s")
+    return Finding(
+        check="daemon",
+        found=f"does not start: {problem}",
+        remedy="Mend what is named above first. Else: a firewall or a container may forbid it to run or to listen.",
+    )
+
+
+def check_folder(folder: FolderReport) -> Finding:
+    """A folder can be written to and has room."""
+    check = f"folder for {folder.purpose}"
+    if folder.problem is not None:
+        return Finding(
+            check=check,
+            found=f"{folder.path}: {folder.problem}",
+            remedy=f"Make {folder.path} a folder that this user may write to.",
+        )
+    free = f"{folder.path}, {folder.free_bytes / (1 << 30):.1f} GiB free"
+    if folder.free_bytes < LEAST_FREE_BYTES:
+        return Finding(
+            check=check,
+            found=free,
+            remedy=f"Make room on the disk of {folder.path}: at least {LEAST_FREE_BYTES >> 30} GiB.",
+        )
+    return Finding(check=check, found=free)
+
+
+def check_threads(num_threads: int, num_cores: int) -> Finding:
+    """Torch's threads do not outnumber the cores that this process may use."""
+    found = f"{num_threads} on {num_cores} core{'s' if num_cores > 1 else ''}"
+    if num_threads <= num_cores:
+        return Finding(check="torch's threads", found=found)
+    return Finding(
+        check="torch's threads",
+        found=f"{found}: they wait for each other",
+        remedy=f"Run: export OMP_NUM_THREADS={num_cores} (divided by the number of peers on this machine)",
+    )
+
+
+class Obstacle(Enum):
+    """A reason why a peer cannot be reached, and its remedy."""
+
+    NAME = ("its name does not resolve", "Check the spelling, or give its IP address.")
+    REFUSED = (
+        "its machine refuses the connection",
+        "Check that the peer still runs, and its port. Without `listen` only its own machine can reach it.",
+    )
+    SILENCE = (
+        "it does not answer",
+        "Check that the peer still runs, and that the firewalls on the way (a cloud's too) let its port through.",
+    )
+    ROUTE = ("there is no way to it", "Check the address, and this machine's network.")
+    PROTOCOL = ("what listens there is no peer", "Check the port: another program has it.")
+    IDENTITY = (
+        "another peer than the address says listens there",
+        "Copy the address again: a peer that was started anew has another id, unless it has an `identity_path`.",
+    )
+    STRANGER = (
+        "it is a libp2p peer, but none of lightning_swarm that this one understands",
+        "Install the same version of lightning_swarm here and there.",
+    )
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialResult:
+    """The outcome of an attempt to reach a peer."""
+
+    address: str  # host and port
+    obstacle: Obstacle | None = None
+    detail: str = ""  # what the system said
+
+
+def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Finding:
+    """A peer can be reached; without a daemon here it cannot be asked, and there is no round trip."""
+    check = f"peer {dialed.address}"
+    if dialed.obstacle is not None:
+        detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
+        return Finding(check=check, found=f"{dialed.obstacle.what}{detail}", remedy=dialed.obstacle.remedy)
+    if round_trip_s is None:
+        return Finding(check=check, found="libp2p answers there; who it is needs a daemon here")
+    return Finding(check=check, found=f"reachable, round trip {round_trip_s * 1e3:.1f} ms")
+
+
+def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
+    """The clocks here and there agree, as far as half a round trip can tell."""
+    way = "ahead of" if ahead_s > 0 else "behind"
+    found = f"{address} is {abs(ahead_s):.2f} s {way} this machine"
+    if abs(ahead_s) <= MOST_SKEW_S + round_trip_s / 2:
+        return Finding(check="clock", found=found)
+    return Finding(
+        check="clock",
+        found=f"{found}, at most {MOST_SKEW_S:g} s are allowed",
+        remedy="Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true "
+        "(on macOS: sudo sntp -sS pool.ntp.org)",
+    )
+
+
+def check_protocol(address: str, here: int, there: int) -> Finding:
+    """A peer speaks the same version of the protocol."""
+    if here == there:
+        return Finding(check="protocol", found=f"version {here} here and at {address}")
+    return Finding(
+        check="protocol",
+        found=f"version {here} here, {there} at {address}",
+        remedy="Install the same version of lightning_swarm on both sides.",
+    )
+
+
+def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
+    """Versions of other packages may differ; they are shown because results then agree only up to rounding."""
+    names = [*here, *(name for name in there if name not in here)]
+    others = [
+        f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
+    same = ", ".join(f"{name} {version}" for name, version in here.items())
+    found = f"differ, which works: {'; '.join(others)}" if others else f"{same}, as here"
+    return Finding(check=f"versions at {address}", found=found)

@@ -1,0 +1,343 @@
+"""The life of a server in a run: joins, stays, leaves, and joins again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.tasks import ended, first_of, gather
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.membership import DrainReply, DrainRequest
+from lightning_swarm.protocol.messages.run import RunView
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import DRAIN, VIEW
+from lightning_swarm.server import server as server_module
+from lightning_swarm.server.server import Server
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S: Final = 20.0
+"""How often a server looks whether the run goes on, and with it, if it has no reason to look at once."""
+
+_SILENCE_S: Final = 600.0
+"""When nobody of the run has answered for so long, the run is over and nobody could say so."""
+
+_ASK_S: Final = 5.0
+"""How often a server asks to be let go: another peer may have become the coordinator."""
+
+_LINGER_S: Final = 1.0
+"""How long a server that was let go still answers requests of its last step."""
+
+_MAX_ASKED: Final = 8
+_MAX_RETURNS: Final = 5
+_SOON_S: Final = 600.0
+"""A server that is left out again so soon after it came back counts as one that cannot stay."""
+
+Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]
+"""Why a server is in its run no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContacts:
+    """The ways for a server to find its run, and peers that could tell it about the run."""
+
+    run_id: str
+    find_runs: Callable[[], Awaitable[Sequence[PeerId]]]  # names possible coordinators, and connects to their servers
+    # The peers in `initial_peers`. A peer without any may be named in those of others, so it waits as long as it takes.
+    hosts: Collection[PeerId] = ()
+    find_servers: Callable[[], Awaitable[Collection[PeerId]]] | None = None  # names announced servers, and connects
+
+
+class MembershipLifecycle:
+    """Keeps one server in a run: joins, stays, moves, leaves, and joins again after a record left the server out.
+
+    A record leaves out a server that did not answer for a while, because its machine slept or its link was down. Such
+    a server is no member any more, and comes back as any joiner does.
+    """
+
+    def __init__(
+        self, transport: Transport, server: Server, contacts: RunContacts, *, limits: Limits, events: EventLog
+    ) -> None:
+        self._transport = transport
+        self._server = server
+        self._contacts = contacts
+        self._run_id = contacts.run_id
+        self._limits = limits
+        self._events = events
+        self._leaving = asyncio.Event()
+        self._newest_view: RunView | None = None  # of this server's run, as other peers showed it
+        self._answered_s = 0.0  # when any peer of the run answered last
+        self._led_s = 0.0  # when its coordinator or its lead answered last: one of them would end the run
+
+    def leave(self) -> None:
+        """Have one of the next records let this server go, then end; twice is fine."""
+        self._leaving.set()
+
+    async def serve_beside_trainer(self) -> None:
+        """Like `serve_run`, where this peer's training loop goes on whatever becomes of its server."""
+        try:
+            await self.serve_run(_log.info)
+        except StepError as error:  # the loop gets the same error
+            _log.warning("This peer's server ends: %s", error)
+        except SwarmError as error:
+            _log.warning("This peer trains on, and serves no more: %s", error)
+
+    async def serve_run(self, say: Callable[[str], None]) -> None:
+        """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it.
+
+        Raises a ConfigError if this peer's model or version is not the run's, a PeerError if the run does not let this
+        server in or out or broke off unannounced, and a StepError if its coordinator says that it broke off.
+        """
+        num_returns, admission = 0, self._server.admission
+        while await self._entered():
+            begin_s = now_s()
+            if admission.is_member and (report := self._server.report()) is not None:
+                say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
+            outcome = await self._until_out(say)
+            if outcome == "moves":
+                await self._move(say)
+            elif outcome == "left out":
+                num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
+                self._check_returns(num_returns)
+                await self._server.step_out()
+            elif outcome != "released":  # a lead that rolls back releases its servers, and begins again with them
+                self._end(outcome, say)
+                return
+        say(f"This peer goes before run {self._run_id!r} has let it in.")
+
+    def _end(self, outcome: Outcome, say: Callable[[str], None]) -> None:
+        """Tell the user how the run ended for this server; raise if it broke off."""
+        admission = self._server.admission
+        if outcome == "inherits":
+            say(f"The lead of run {self._run_id!r} is gone. This peer takes the run over.")
+            return
+        if outcome == "over" and isinstance(admission.ending_error, StepError):
+            raise admission.ending_error
+        peak = server_module.describe_peak(admission.model.device)
+        say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has let this peer go'}.{peak}")
+
+    def _check_returns(self, num_returns: int) -> None:
+        reason = "a record left this peer out, which did not answer; it joins again"
+        step = self._server.admission.run.version
+        self._events.note("left", peer=self._transport.peer_id, step=step, reason=reason)
+        if num_returns > _MAX_RETURNS:
+            raise Unreachable(
+                f"run {self._run_id!r} has left this peer out {num_returns} times, each time soon "
+                "after it had come back. Look at its network and its load, then join again."
+            )
+
+    # ------------------------------------------------------------------ joining
+
+    async def _entered(self) -> bool:
+        """Wait until this server is in a run or hears that the run is over; False if it is told to leave before."""
+        entering = asyncio.ensure_future(self._server.joiner.enter(self._find_coordinators))
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        alone = asyncio.ensure_future(self._raise_when_alone())
+        try:
+            await asyncio.wait({entering, leaving, alone}, return_when=asyncio.FIRST_COMPLETED)
+            if alone.done() and not entering.done():
+                await alone
+            while not entering.done() and not await self._has_withdrawn():
+                await asyncio.wait({entering}, timeout=_ASK_S)
+            if not entering.done():
+                return False
+            entering.result()
+            return True
+        finally:
+            await ended([entering, leaving, alone])
+
+    async def _raise_when_alone(self) -> None:
+        """While there is no run, raise when no peer that could name one has answered for long."""
+        answered_s, admission = now_s(), self._server.admission
+        while self._contacts.hosts:
+            await asyncio.sleep(_LOOK_S)
+            if admission.asked is not None or admission.has_run or await self._any_contact_answers():
+                answered_s = now_s()
+            elif now_s() >= answered_s + _SILENCE_S:
+                hosts = ", ".join(sorted(self._contacts.hosts))
+                raise Unreachable(
+                    f"no run {self._run_id!r} has begun, and nobody who could name one has answered for "
+                    f"{_SILENCE_S:g} s: neither {hosts} nor another server that waits. "
+                    "Start this peer again with the address of one that runs."
+                )
+        await asyncio.Event().wait()
+
+    async def _any_contact_answers(self) -> bool:
+        hosts, find_servers = self._contacts.hosts, self._contacts.find_servers
+        if any(await gather(self._answers(peer) for peer in list(hosts)[:_MAX_ASKED])):
+            return True
+        servers = set(await find_servers()) if find_servers is not None else set()
+        others = sorted(servers - {self._transport.peer_id, *hosts})[:_MAX_ASKED]
+        return any(await gather(self._answers(peer) for peer in others))
+
+    async def _find_coordinators(self) -> Sequence[PeerId]:
+        """Coordinators to ask: the one that other peers named last, then those announced when the run began."""
+        found = list(await self._contacts.find_runs())
+        if self._newest_view is not None:
+            found = [PeerId(self._newest_view.term[1]), *found]
+        return list(dict.fromkeys(found))
+
+    async def _has_withdrawn(self) -> bool:
+        """Tell the coordinator that this server joins no more; False if a record under decision may still let it in."""
+        coordinator = self._server.admission.asked
+        if coordinator is None:
+            return not self._server.admission.is_member
+        try:
+            await self._drain(coordinator)
+        except Busy:
+            return False
+        except SwarmError as error:
+            _log.info("The coordinator was not told that this peer does not join: %s", error)
+        return not self._server.admission.is_member
+
+    # ------------------------------------------------------------------ staying
+
+    async def _until_out(self, say: Callable[[str], None]) -> Outcome:
+        admission = self._server.admission
+        self._answered_s = self._led_s = now_s()
+        while not admission.left.is_set():
+            if admission.inherits.is_set():
+                return "inherits"
+            if not admission.has_run:
+                return "left" if self._leaving.is_set() else "released"
+            if not admission.is_member:
+                if self._leaving.is_set():
+                    return "left"
+                return "moves" if admission.moves.is_set() else "left out"
+            if self._leaving.is_set():
+                if await self._leave(say):
+                    return "left"
+                continue
+            behind = admission.leadership.behind
+            changes = (admission.left, self._leaving, admission.moves, admission.inherits)
+            await first_of(*(event.wait() for event in changes), behind.wait(), timeout=_LOOK_S)
+            behind.clear()
+            if any(event.is_set() for event in changes) or not admission.has_run:
+                continue
+            if await self._is_left_out():
+                return "left out"
+            self._check_silence()
+        return "over"
+
+    async def _move(self, say: Callable[[str], None]) -> None:
+        """Leave a stage for another one, after a record has let this server go there."""
+        admission = self._server.admission
+        run, target = admission.run, admission.target
+        assert target is not None
+        (former,) = self._server.stepping.stages  # a server that holds several does not move
+        say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
+        await first_of(admission.left.wait(), timeout=_LINGER_S)
+        if admission.has_run and admission.run is run and admission.moves.is_set():  # else another run has it
+            await self._server.step_out(keeps_snapshots=True)
+            self._server.joiner.move_to(target, former=former)
+
+    def _check_silence(self) -> None:
+        """Raise if the run is over, and nobody is left who would say so."""
+        unled_s = max(_SILENCE_S, self._limits.lead_timeout)
+        for who, since_s, timeout in (
+            ("none of its peers", self._answered_s, _SILENCE_S),
+            ("neither its lead nor a coordinator", self._led_s, unled_s),
+        ):
+            if now_s() >= since_s + timeout:
+                raise Unreachable(
+                    f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
+                    f"answered for {timeout:g} s. Start this peer again when the run goes on. In the place of its lead "
+                    "another peer goes on only where most of the voters live: of two servers one is too few."
+                )
+
+    async def _is_left_out(self) -> bool:
+        """True if the other peers have gone on without this server, as far as anyone answers."""
+        run, own = self._server.admission.run, self._transport.peer_id
+        others = [peer for peer in run.servers if peer != own]
+        first = [run.coordinator] if run.coordinator in others else []
+        views = await self._views(first)
+        is_led = bool(views) or own in (run.manifest.lead, run.coordinator)
+        views = views or await self._views([peer for peer in others if peer not in first])
+        if is_led or await self._answers(run.manifest.lead):
+            self._answered_s = self._led_s = now_s()
+        if not views:
+            return False
+        self._answered_s = now_s()
+        newest = max(views, key=lambda view: (view.manifest.generation, view.version))
+        if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
+            return False
+        self._newest_view = newest
+        return not any(self._server.admission.me in roster for roster in newest.seats.rosters)
+
+    async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
+        async def ask(peer: PeerId) -> RunView | None:
+            try:
+                return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
+            except SwarmError as error:
+                _warn_of_silence(peer, error)
+                return None
+
+        found = await gather(ask(peer) for peer in peers[:_MAX_ASKED])
+        return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
+
+    async def _answers(self, peer: PeerId) -> bool:
+        """True if a peer lives: a lead that holds no stage shows no run, but answers a handshake."""
+        try:
+            await handshake.meet(self._transport, peer, timeout=_LOOK_S)
+        except SwarmError as error:
+            _warn_of_silence(peer, error)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ leaving
+
+    async def _leave(self, say: Callable[[str], None]) -> bool:
+        """Serve until a record leaves this server out (True) or the run is over (False); raise if neither comes."""
+        admission = self._server.admission
+        end_s = now_s() + self._limits.drain_timeout
+        why = "no record came"
+        announced: list[int] = []
+        say(f"Leaving run {self._run_id!r} with one of its next records, and serving until then.")
+        while admission.is_member and not admission.left.is_set():
+            if now_s() >= end_s:
+                raise DeadlineExceeded(
+                    f"the run did not let this peer go within {self._limits.drain_timeout:g} s: {why}. It goes all the "
+                    "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
+                )
+            try:
+                await admission.leadership.abdicate()  # if it coordinates
+                only_here = await self._drain(admission.run.coordinator)
+            except SwarmError as error:  # another peer may take over; or the record has not come here
+                why = str(error)
+                if not isinstance(error, PeerError) and await self._is_left_out():
+                    return True
+            else:
+                why = f"nobody else holds {_stages(only_here)}" if only_here else "no record came"
+                if only_here and only_here != announced:
+                    say(f"This peer has the only copy of {_stages(only_here)}: waiting for another one to join.")
+                announced = only_here
+            within_s = min(_ASK_S, max(end_s - now_s(), 0.0))
+            version = self._server.stepping.version
+            await first_of(admission.left.wait(), self._server.stepping.passed(version, within_s=within_s))
+        await first_of(admission.left.wait(), timeout=_LINGER_S)
+        return not admission.left.is_set()
+
+    async def _drain(self, coordinator: PeerId) -> list[int]:
+        """Ask to be let go; returns the stages that need another holder first."""
+        admission = self._server.admission
+        generation = admission.run.manifest.generation if admission.has_run else 0
+        request = encode(DrainRequest(generation=generation, boot_id=admission.me.boot_id))
+        return decode(await self._transport.call(coordinator, DRAIN, request, timeout=_LOOK_S), DrainReply).alone
+
+
+def _stages(held: Sequence[int]) -> str:
+    return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
+
+
+def _warn_of_silence(peer: PeerId, error: SwarmError) -> None:
+    _log.warning("%s does not answer: %s", short_name(peer), shorten(str(error)))
+    _log.debug("In full, of %s: %s", peer, error)
