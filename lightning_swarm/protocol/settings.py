@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, Literal, get_args
-
-import msgspec
+from typing import Any, Final, Literal, get_args
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
@@ -44,7 +42,7 @@ class Compression:
     activations: CodecName = "none"
     gradients: CodecName = "none"
     averaging: AveragingName = "none"
-    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)] = 4
+    rank: int = 4
     error_feedback: bool | None = None
 
     @classmethod
