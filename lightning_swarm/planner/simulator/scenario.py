@@ -78,11 +78,9 @@ class ScenarioRuns:
         changes = self._changes(seed)
         end_s = changes[0].at_s + plan.hours * HOUR_S if plan.hours else changes[-1].at_s
         offset_s = random.Random(seed).uniform(0.0, plan.interval_s)
+        times = (plan.interval_s, offset_s, plan.move_s, plan.join_s)
         for rule in plan.rules:
-            yield (
-                rule,
-                Scenario(plan.stages, changes, end_s, rule, plan.interval_s, offset_s, plan.move_s, plan.join_s),
-            )
+            yield rule, Scenario(plan.stages, changes, end_s, rule, *times)
 
     def work(self, seed: int) -> Work | None:
         """Make the peers' work; None: they are simulated as rates."""
