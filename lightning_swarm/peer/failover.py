@@ -280,7 +280,7 @@ class StandbyLead:
 
     async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, LoopRequest)
-        lead = self._admission.lead or self._lead  # another one, if it inherited the run
+        lead = self._admission.membership.lead or self._lead  # another one, if it inherited the run
         if caller != lead:
             raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
@@ -293,7 +293,7 @@ class StandbyLead:
     @property
     def is_led_anew(self) -> bool:
         """Whether who released it leads in the place of another one."""
-        return self._admission.lead not in (None, self._lead)
+        return self._admission.membership.lead not in (None, self._lead)
 
     async def told_to_go_back(self) -> int | None:
         """After an error: the step from which the run goes on. None: it goes on as it is, or is over."""

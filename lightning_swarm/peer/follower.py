@@ -209,7 +209,7 @@ class Follower:
         else:
             self._runtime.run(self._host.start(model))  # unannounced: it hears of the run's end, and holds no stage
         admission, limits = self._host.admission, self._config.limits
-        run = admission.trains_in = RunState.seen(seen, seen.version)
+        run = admission.membership.trains_in = RunState.seen(seen, seen.version)
         beside = self._follow()
         beside.come()
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
@@ -224,7 +224,7 @@ class Follower:
                 alone_s=limits.lead_timeout,
             )
         )
-        run = admission.trains_in = RunState.seen(view, view.version)
+        run = admission.membership.trains_in = RunState.seen(view, view.version)
         beside.enter_run(run)
         return self._open(run, model, device, runtime), epoch
 
@@ -274,13 +274,13 @@ class Follower:
             ) from None
         finally:
             beside.waits = False
-        run = admission.trains_in = RunState(admission.run.manifest)
+        run = admission.membership.trains_in = RunState(admission.run.manifest)
         beside.enter_run(run)
         return run
 
     async def _lead_is_gone(self) -> None:
         """Raises when that of a run which goes back does not answer any more: nobody begins the next one."""
-        limits, lead = self._config.limits, self._host.admission.lead
+        limits, lead = self._config.limits, self._host.admission.membership.lead
         if lead is None:  # it is the first run, whose starter is not known as yet
             await asyncio.Event().wait()
             return
@@ -324,7 +324,7 @@ class Follower:
 
     def lead_instead(self) -> None:
         """This peer leads from here on."""
-        self._host.admission.trains_in = self._beside = None
+        self._host.admission.membership.trains_in = self._beside = None
 
     def told_to_go_back(self) -> int | None:
         """After an error: the step from which the run goes on. None: as it is, or not at all."""

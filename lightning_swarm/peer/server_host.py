@@ -26,9 +26,10 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server import server as server_module
 from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.machine import describe_peak
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 
@@ -134,7 +135,7 @@ class MembershipLifecycle:
             if how != "left out":
                 if how == "over" and isinstance(admission.ending_error, StepError):
                     raise admission.ending_error
-                took = server_module.describe_peak(admission.model.device)
+                took = describe_peak(admission.model.device)
                 say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.{took}")
                 return
             num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
@@ -177,7 +178,7 @@ class MembershipLifecycle:
         heard_s = now_s()
         while self._hosts:
             await asyncio.sleep(_LOOK_S)
-            if self._server.admission.asked is not None or self._server.admission.has_run or await self._is_heard():
+            if self._server.membership.joining is not None or self._server.admission.has_run or await self._is_heard():
                 heard_s = now_s()
             elif now_s() >= heard_s + _SILENCE_S:
                 raise Unreachable(
@@ -203,7 +204,7 @@ class MembershipLifecycle:
 
     async def _gave_up(self) -> bool:
         """Tell the coordinator that this server joins no more. False: a record that is being decided lets it in."""
-        coordinator = self._server.admission.asked
+        coordinator = self._server.membership.joining
         if coordinator is None:
             return not self._server.admission.is_member
         try:
@@ -433,11 +434,10 @@ class ServerHost:
             if not self.admission.has_run:
                 self.server.serve_with(model)
             return
-        self.server = Server(
+        context = ServerContext(
             self._transport,
             self._tickets,
             self._executor(),
-            model,
             boot_id=self.me.boot_id,
             limits=self._config.limits,
             events=self._events,
@@ -445,6 +445,7 @@ class ServerHost:
             announce=partial(discovery.announce_run, self._directory, self._config.run_id),
             hosts={address.peer_id for address in self._config.initial_peers},
         )
+        self.server = Server(context, model)
         self.server.snapshots.loops.unfit = self._unfit
         await self.server.start()
         self._stay = MembershipLifecycle(
