@@ -101,18 +101,7 @@ class PeerModel:
                 f"{kinds[0]} here and {kinds[1]} there. Start all peers with the same script."
             )
         for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
-            if own.statistics != theirs.statistics:
-                raise ConfigError(
-                    f"every peer must build the model of the run; the batch norms of stage {index} keep "
-                    f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
-                    "same script, versions and settings."
-                )
-            if own.parameters != theirs.parameters:
-                differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
-                raise ConfigError(
-                    f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
-                    "Start all peers with the same script, versions and settings."
-                )
+            _check_alike(index, own, theirs)
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
@@ -222,6 +211,21 @@ def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> 
     for parameter, copy in pairs:
         if parameter in optimizer.state:
             optimizer.state[copy] = optimizer.state.pop(parameter)
+
+
+def _check_alike(index: int, own: StageManifest, theirs: StageManifest) -> None:
+    if own.statistics != theirs.statistics:
+        raise ConfigError(
+            f"every peer must build the model of the run; the batch norms of stage {index} keep "
+            f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
+            "same script, versions and settings."
+        )
+    if own.parameters != theirs.parameters:
+        differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
+        raise ConfigError(
+            f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
+            "Start all peers with the same script, versions and settings."
+        )
 
 
 def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:

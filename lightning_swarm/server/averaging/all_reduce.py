@@ -138,7 +138,7 @@ async def average(
     one loses is found; None: neither. After any other end than a return, an `AveragingFailed` for one, this peer has to
     `refuse`.
     """
-    roster, prefix, tickets = group.roster, group.prefix, group.tickets
+    roster = group.roster
     bounds = group.bounds(len(vector))
     lost = None if carried is None else torch.zeros_like(vector)
     others = [i for i in range(len(roster)) if i != place]
@@ -146,22 +146,11 @@ async def average(
     async def take(i: int, name: str, part: slice) -> Tensor:
         return await taken(group, i, name, like=vector, length=part.stop - part.start, parts=parts)
 
-    async def send(name: str, part: Tensor, lost: Tensor | None) -> Tensor:
-        """Send a part, and note its codec's loss; returns the part as the others get it."""
-        message = await parts.to_message(part)
-        tickets.offer(f"{prefix}/{name}", message)
-        if parts.codec is None:
-            return part
-        received = await parts.from_message(message, like=vector, length=len(part))
-        if lost is not None:
-            torch.sub(part, received, out=lost)
-        return received
-
     for i in others:
         part, left_over = vector[bounds[i]], None
         if carried is not None and lost is not None:
             part, left_over = torch.add(part, carried[bounds[i]], alpha=total_weight), lost[bounds[i]]
-        await send(f"part{i}", part, left_over)
+        await _send(group, f"part{i}", part, parts, left_over)
     if lost is not None:
         lost /= total_weight
     pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
@@ -171,7 +160,7 @@ async def average(
     norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
     if carried is not None:
         reduced += carried[bounds[place]]
-    received = await send(f"reduced{place}", reduced, None if lost is None else lost[bounds[place]])
+    received = await _send(group, f"reduced{place}", reduced, parts, None if lost is None else lost[bounds[place]])
     if received is not reduced:
         reduced.copy_(received)
         norm = squared_norm(reduced)
@@ -179,6 +168,18 @@ async def average(
     for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
         mean[bounds[i]] = part
     return GroupMean(mean, norm, lost)
+
+
+async def _send(group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None) -> Tensor:
+    """Send a part, and note its codec's loss in `lost`; returns the part as the other peers get it."""
+    message = await parts.to_message(part)
+    group.tickets.offer(f"{group.prefix}/{name}", message)
+    if parts.codec is None:
+        return part
+    received = await parts.from_message(message, like=part, length=len(part))
+    if lost is not None:
+        torch.sub(part, received, out=lost)
+    return received
 
 
 async def taken(
