@@ -39,9 +39,10 @@ from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 
 NUM_STAGES: Final = 2
 NUM_MICROBATCHES: Final = 4  # of a batch; of one sample each
@@ -150,7 +151,7 @@ class Swarm:
             module,
             find_blocks(module, None),
             lambda _: SGD(module.parameters(), lr=0.1),
-            torch.device("cpu"),
+            ComputeSettings(torch.device("cpu")),
             keep=True,
         )
 
@@ -169,17 +170,17 @@ class Swarm:
         async def announce(coordinator: PeerId) -> None:
             await discovery.announce_run(directory, RUN, coordinator)
 
-        return Server(
+        context = ServerContext(
             transport,
             TicketStore(transport, max_bytes=1 << 30),
             InlineExecutor(),
-            self._model(),
             boot_id=member.boot_id,
             limits=LIMITS,
             events=EventLog(),
             connect=lambda: discovery.connect_all(directory, transport, RUN),
             announce=announce,
         )
+        return Server(context, self._model())
 
     def _manifest(self, rosters: Sequence[Sequence[Member]], trainers: Sequence[PeerId]) -> Manifest:
         return Manifest(

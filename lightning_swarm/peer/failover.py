@@ -238,7 +238,7 @@ class StandbyLead:
 
     async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, LoopRequest)
-        lead = self._admission.lead or self._lead  # a standby, if it took the run over
+        lead = self._admission.membership.lead or self._lead  # a standby, if it took the run over
         if caller != lead:
             raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
@@ -251,7 +251,7 @@ class StandbyLead:
     @property
     def has_new_lead(self) -> bool:
         """True if the peer that released this trainer's server leads in place of the former lead."""
-        return self._admission.lead not in (None, self._lead)
+        return self._admission.membership.lead not in (None, self._lead)
 
     async def rollback_step(self) -> int | None:
         """After an error: the step to which the run rolls back; None if it goes on as it is, or is over."""

@@ -172,7 +172,7 @@ class Follower:
         else:
             self._runtime.run(self._host.start(model))  # unannounced: it holds no stage, but hears of the run's end
         admission, limits = self._host.admission, self._config.limits
-        run = admission.trains_in = RunState.seen(seen, seen.version)
+        run = admission.membership.trains_in = RunState.seen(seen, seen.version)
         standby = self._become_standby()
         standby.leave_run()
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
@@ -187,7 +187,7 @@ class Follower:
                 alone_s=limits.lead_timeout,
             )
         )
-        run = admission.trains_in = RunState.seen(view, view.version)
+        run = admission.membership.trains_in = RunState.seen(view, view.version)
         standby.enter_run(run)
         return self._open(run, model, device, runtime), epoch
 
@@ -229,13 +229,13 @@ class Follower:
             ) from None
         finally:
             standby.waits = False
-        run = admission.trains_in = RunState(admission.run.manifest)
+        run = admission.membership.trains_in = RunState(admission.run.manifest)
         standby.enter_run(run)
         return run
 
     async def _raise_when_lead_gone(self) -> None:
         """Raise if the lead died during a rollback: nobody would start the next generation."""
-        limits, lead = self._config.limits, self._host.admission.lead
+        limits, lead = self._config.limits, self._host.admission.membership.lead
         if lead is None:  # before the first generation the starter is not known
             await asyncio.Event().wait()
             return
@@ -276,7 +276,7 @@ class Follower:
 
     def lead_instead(self) -> None:
         """Stop following: this peer leads from here on."""
-        self._host.admission.trains_in = self._standby = None
+        self._host.admission.membership.trains_in = self._standby = None
 
     def told_to_go_back(self) -> int | None:
         """After an error: the step to which the run rolls back; None if it goes on as it is, or not at all."""

@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.membership import DrainReply, DrainReques
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, VIEW
-from lightning_swarm.server import server as server_module
+from lightning_swarm.server.machine import describe_peak
 from lightning_swarm.server.server import Server
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class MembershipLifecycle:
             return
         if outcome == "over" and isinstance(admission.ending_error, StepError):
             raise admission.ending_error
-        peak = server_module.describe_peak(admission.model.device)
+        peak = describe_peak(admission.model.device)
         say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has let this peer go'}.{peak}")
 
     def _check_returns(self, num_returns: int) -> None:
@@ -160,7 +160,7 @@ class MembershipLifecycle:
         answered_s, admission = now_s(), self._server.admission
         while self._contacts.hosts:
             await asyncio.sleep(_LOOK_S)
-            if admission.asked is not None or admission.has_run or await self._any_contact_answers():
+            if self._server.membership.joining is not None or admission.has_run or await self._any_contact_answers():
                 answered_s = now_s()
             elif now_s() >= answered_s + _SILENCE_S:
                 hosts = ", ".join(sorted(self._contacts.hosts))
@@ -188,7 +188,7 @@ class MembershipLifecycle:
 
     async def _has_withdrawn(self) -> bool:
         """Tell the coordinator that this server joins no more; False if a record under decision may still let it in."""
-        coordinator = self._server.admission.asked
+        coordinator = self._server.membership.joining
         if coordinator is None:
             return not self._server.admission.is_member
         try:

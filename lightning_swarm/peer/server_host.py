@@ -19,6 +19,7 @@ from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import SET_BY_EACH_LEAD
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
@@ -74,11 +75,10 @@ class ServerHost:
                 self.server.serve_with(model)
             return
         hosts = {address.peer_id for address in self._config.initial_peers}
-        self.server = Server(
+        context = ServerContext(
             self._transport,
             self._tickets,
             self._executor(),
-            model,
             boot_id=self.me.boot_id,
             limits=self._config.limits,
             events=self._events,
@@ -86,6 +86,7 @@ class ServerHost:
             announce=self._directory.announce_run,
             hosts=hosts,
         )
+        self.server = Server(context, model)
         self.server.snapshots.loops.unfit = self._why_unfit
         await self.server.start()
         contacts = RunContacts(

@@ -1,7 +1,7 @@
-"""What a server keeps of forwards whose backward is still to come, within a budget of bytes.
+"""Keeps forwards whose backward is still to come, within a budget of bytes.
 
-A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: what no longer
-fits is therefore not kept, rather than pushing out what is there. A lost entry is computed again, never missed.
+A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no longer
+fit are therefore not kept, rather than pushing out what is there. A lost entry is computed again, never missed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.server.compute import SavedGraph
 
 
 @dataclass
 class CachedForward:
-    """One forward's leavings."""
+    """One forward as it is kept for its backward."""
 
     inputs: tuple[Any, ...]
     extras: dict[str, Any]
@@ -32,7 +30,7 @@ class CachedForward:
 
 
 class ActivationCache:
-    """Forwards by their ticket names."""
+    """Kept forwards by their ticket names, within a budget of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -42,11 +40,11 @@ class ActivationCache:
 
     @property
     def full(self) -> bool:
-        """Whether finished outputs should go as soon as they were fetched."""
+        """True if finished outputs should be dropped as soon as they were fetched."""
         return self.used_bytes >= self._max_bytes
 
     def keep(self, name: str, kept: CachedForward) -> None:
-        """Keep what fits: the inputs, and the graph if there is room for it too."""
+        """Keep what fits: the inputs, and the graph if there is room for it, too."""
         self.pop(name)
         if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
             self.num_dropped_graphs += 1
@@ -67,8 +65,3 @@ class ActivationCache:
         """Remove all entries whose names begin with `prefix`."""
         for name in [name for name in self._kept if name.startswith(prefix)]:
             self.pop(name)
-
-
-def num_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the tensors' elements."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import AVERAGE
-from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import batch_norm
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Group, GroupParts
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts
 from lightning_swarm.server.averaging.averager import (
     Averager,
     AveragingResult,
@@ -31,7 +29,8 @@ from lightning_swarm.server.averaging.averager import (
 from lightning_swarm.server.averaging.deterministic import DeterministicAverager
 from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
-from lightning_swarm.server.executor import FIRST, Executor
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
@@ -45,51 +44,28 @@ class _HeldRound:
 
 
 class AveragingRounds:
-    """Averages the sums of a server's stages with their other replicas.
+    """Averages the sums of a server's stages with their other replicas."""
 
-    Args:
-        transport: Its network.
-        tickets: Where parts of gradients wait for the other replicas.
-        executor: Computes.
-        sums: Of the server.
-        boot_id: Of this process's life.
-        timeout: Seconds for one exchange of a round.
+    lull: IdleLinkWait  # what averaging waits for if it is late
 
-    Attributes:
-        lull: What averaging waits for if it is late.
-    """
-
-    lull: IdleLinkWait
-
-    def __init__(
-        self,
-        transport: Transport,
-        tickets: TicketStore,
-        executor: Executor,
-        sums: GradientSums,
-        *,
-        boot_id: int,
-        timeout: float,
-    ) -> None:
-        self._tickets = tickets
-        self._executor = executor
+    def __init__(self, context: ServerContext, sums: GradientSums) -> None:
+        self._tickets = context.tickets  # where parts of gradients wait for the other replicas
+        self._executor = context.executor
+        self._compute: Compute = context.compute
         self._sums = sums
-        self._me = Member(peer_id=transport.peer_id, boot_id=boot_id)
-        self._timeout = timeout
+        self._me = context.me
+        self._timeout = context.limits.call_timeout  # for one exchange of a round
         self._held: _HeldRound | None = None
-        transport.handle_call(AVERAGE, self._handle_average)
+        context.transport.handle_call(AVERAGE, self._handle_average)
 
     def discard_round(self) -> None:
-        """The round's record is applied, or it will have none."""
+        """Forget the round: its record is applied, or it will have none."""
         self._held = None
 
     def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, AveragingState]) -> None:
         """Keep a round's mean gradients until its record is decided, or those of a later round come.
 
-        Args:
-            closing: Of the round.
-            gradients: By stage.
-            carried: By stage, to the next step.
+        Both mappings are by stage; `carried` is what goes on to the next step.
         """
         before = self._held
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
@@ -97,23 +73,19 @@ class AveragingRounds:
         self._held = _HeldRound(closing, gradients, carried)
 
     def holds(self, closing: Closing) -> bool:
-        """Whether the round's mean gradients are held here."""
+        """Tell whether the round's mean gradients are held here."""
         return self._held is not None and self._held.closing == closing
 
     def counted(self, record: Record) -> Mapping[int, Tensor]:
-        """The mean gradients that a record counts, by stage.
-
-        Raises:
-            ProtocolError: Another round's are held, or none.
-        """
+        """The mean gradients that a record counts, by stage; a `ProtocolError` if they are not held here."""
         if self._held is None or self._held.closing != record.closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
         return self._held.gradients
 
     def carry(self, record: Record) -> None:
-        """The record is applied: what its round carries to the next step is the stage's from now on.
+        """After a record, give the stages what its round carries to the next step.
 
-        Of a step that is skipped nothing is: its gradients were no numbers. What was carried to it waits for the next.
+        A skipped step carries nothing: its gradients were no numbers. What was carried to it waits for the next one.
         """
         held = self._held
         if held is not None and held.closing == record.closing and record.outcome == "apply":
@@ -123,7 +95,7 @@ class AveragingRounds:
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
     ) -> tuple[Tensor, AveragingState]:
-        """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
+        """The mean gradient of a round without this server, and what the server carries to its first round."""
         group = self._group(closing, stage.index, rosters[stage.index])
         mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).like, group)
         mean.div_(closing.gradient_scale)
@@ -165,17 +137,17 @@ class AveragingRounds:
     async def _averaged(
         self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
-        """By stage, with what tied parameters get from other stages, and with what norms have seen."""
+        """Average each stage, adding what tied parameters get from other stages, and what batch norms saw."""
         for index in places:
-            self._show(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
+            self._offer_statistics(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
         averages = await gather(self._average(closing, index, rosters[index], place) for index, place in places.items())
         found = dict(zip(places, averages, strict=True))
         if ties:
             found = await self._tied(ties, closing, rosters, *self._sums.stages.values()).averaged(found, places)
-        for index, one in found.items():
+        for index, result in found.items():
             group = self._group(closing, index, rosters[index])
-            mean = await self._with_statistics(self._sums.stages[index], closing, group, places[index], one.mean)
-            found[index] = one._replace(mean=mean)
+            mean = await self._with_statistics(self._sums.stages[index], closing, group, places[index], result.mean)
+            found[index] = result._replace(mean=mean)
         return found
 
     def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
@@ -212,8 +184,8 @@ class AveragingRounds:
             timeout=self._timeout,
         )
 
-    def _show(self, closing: Closing, stage: Stage, group: Group) -> None:
-        """Have what the stage's norms saw here for the others."""
+    def _offer_statistics(self, closing: Closing, stage: Stage, group: Group) -> None:
+        """Offer what the stage's batch norms saw here to the other replicas."""
         if stage.statistics:
             batch_norm.give(self._seen(closing, stage), stage.statistics.length, group)
 
@@ -223,7 +195,7 @@ class AveragingRounds:
     async def _with_statistics(
         self, stage: Stage, closing: Closing, group: Group, place: int | None, mean: Tensor
     ) -> Tensor:
-        """A stage's mean, and behind it what the running statistics of its norms are after the step, if it has any."""
+        """Append to a stage's mean the running statistics of its batch norms after the step, if it has any."""
         if not stage.statistics:
             return mean
         own = self._seen(closing, stage) if place is not None else {}
@@ -234,14 +206,14 @@ class AveragingRounds:
     def _tied(
         self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage
     ) -> TiedMeans:
-        """What several stages hold; `stages` are of this server, any of which knows what trains."""
+        """The means of parameters that several stages hold; any of `stages`, this server's own, knows what trains."""
         selections = [stage.selection for stage in stages if stage.selection is not None]
         return TiedMeans(
             ties,
             trained_names(selections[0]) if selections else (),
             lambda index: self._group(closing, index, rosters[index]),
             self._compute,
-            exact=self._sums.run.manifest.settings.deterministic,
+            exact=any(stage.exact for stage in stages),
         )
 
     def _averager(self, stage: Stage) -> Averager:
@@ -253,11 +225,8 @@ class AveragingRounds:
         shapes = [parameter.shape for parameter in stage.trainable]
         return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
 
-    async def _compute(self, run: Callable[[], Any]) -> Any:
-        return (await self._executor.submit(FIRST, run))[0]
-
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
-    """What the tickets of a stage's averaging begin with; without a stage, of all."""
+    """The prefix of the tickets of a stage's averaging; without a stage, of all stages."""
     round_ = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/"
     return round_ if stage_index is None else f"{round_}{stage_index}"

@@ -1,8 +1,8 @@
-"""Running statistics of a stage's batch norms: written by records only, of each microbatch that counts, once.
+"""Running statistics of a stage's batch norms: written by records only, once for each microbatch that counts.
 
-A microbatch's forward leaves them as they are and says what it saw. With the gradients, what all microbatches of a step
-saw goes to each of the stage's servers, which enter it in the microbatches' order: as one machine would that computed
-them one after the other.
+A microbatch's forward leaves them as they are and reports what it saw. With the gradients, the reports of all
+microbatches of a step go to each of the stage's servers, which enters them in the microbatches' order: as one machine
+would that computed them one after the other.
 """
 
 from __future__ import annotations
@@ -19,30 +19,22 @@ from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 
 
 class BatchStatistics:
-    """What the norms saw of a microbatch.
+    """Vector of what batch norms saw of one microbatch."""
 
-    Attributes:
-        values: ``[length]`` float64; None: there are no norms, or nothing has gone through them.
-    """
-
-    values: Tensor | None = None
+    values: Tensor | None = None  # ``[length]`` float64; None: there are no norms, or nothing has gone through them
 
 
 class RunningStatistics:
-    """Of the batch norms in a module that have some.
+    """The running statistics of the batch norms in a stage's module.
 
     What a microbatch shows of them, and what they are, is one vector each, float64: how often each norm was used, then
     the means of all channels, then their variances.
-
-    Args:
-        module: Of a stage.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._norms = [
-            one for one in module.modules() if isinstance(one, _BatchNorm) and isinstance(one.running_mean, Tensor)
-        ]
-        self._sizes = [_mean(one).numel() for one in self._norms]
+        norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm)]
+        self._norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]
+        self._sizes = [_mean(norm).numel() for norm in self._norms]
         self._seen: dict[int, dict[Receipt, Tensor]] = {}  # by step
         self.length = len(self._norms) + 2 * sum(self._sizes)
 
@@ -51,14 +43,14 @@ class RunningStatistics:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All of them."""
+        """The buffers of all batch norms."""
         return [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
 
     # ------------------------------------------------------------------ a microbatch
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[BatchStatistics]:
-        """Inside, in train mode, norms write what they see elsewhere; afterwards it is in what was yielded."""
+        """Inside, in train mode, let norms write what they see elsewhere; afterwards the yielded object has it."""
         seen = BatchStatistics()
         if not self._norms:
             yield seen
@@ -84,19 +76,19 @@ class RunningStatistics:
             )
 
     def add(self, key: CallKey, values: Tensor | None) -> None:
-        """What was seen of a microbatch whose gradient was added."""
+        """Keep what was seen of a microbatch whose gradient was added."""
         if values is not None:
             self._seen.setdefault(key.step, {})[key.receipt] = values
 
     # ------------------------------------------------------------------ a step
 
     def seen(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
-        """What this server saw of microbatches that count in a step."""
+        """The microbatches that count in a step, and what this server saw of them."""
         here = self._seen.get(step, {})
         return {receipt: here[receipt] for receipt in sorted(counted) if receipt in here}
 
     def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
-        """What the statistics are when all of this was entered, in the order of one machine; ``[length]``."""
+        """The statistics after all of this is entered, in the order of one machine; ``[length]``."""
         state = self._read()
         num = len(self._norms)
         owners = torch.arange(num).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2)).to(state.device)
@@ -110,7 +102,7 @@ class RunningStatistics:
         return state
 
     def enter(self, state: Tensor, step: int) -> None:
-        """Be what `after` gave. What was seen until this step is needed no more."""
+        """Take over what `after` gave. What was seen until this step is dropped."""
         num, parts = len(self._norms), state[len(self._norms) :].split(self._sizes * 2)
         for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
             # Not of the tensors themselves: a graph that waits for its backward would take them for changed.
@@ -122,7 +114,7 @@ class RunningStatistics:
         self._seen = {later: seen for later, seen in self._seen.items() if later > step}
 
     def clear(self) -> None:
-        """The run goes back."""
+        """Drop what was seen: the run rolls back."""
         self._seen = {}
 
     def _read(self) -> Tensor:
@@ -143,6 +135,6 @@ def _mean(norm: _BatchNorm) -> Tensor:
 
 
 def _order(receipt: Receipt) -> tuple[int, int, int]:
-    """One machine makes the calls of a batch one after the other, and cuts each of them."""
+    """The order of one machine, which makes the calls of a batch one after the other, and cuts each of them."""
     first, index, call = receipt
     return first, call, index

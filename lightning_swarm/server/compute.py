@@ -1,4 +1,4 @@
-"""Microbatches through a stage's blocks, forward and backward. Nothing of the stage is changed by it.
+"""Runs microbatches through a stage's blocks, forward and backward, and changes nothing of the stage.
 
 Everything here runs on the compute thread, one call at a time.
 """
@@ -28,21 +28,18 @@ from lightning_swarm.protocol.messages.reports import SampleCosts
 from lightning_swarm.server.batch_norm import BatchStatistics, RunningStatistics
 
 _BOTH_WAYS: Final = 3.0
-"""Times what the forward computes: the backward takes twice as much."""
+"""What both ways compute, in forwards: the backward takes twice as much as the forward."""
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts what the products of matrices inside compute, as `FlopCounterMode` does, but on this thread alone.
+    """Counts what matrix products inside compute, as `FlopCounterMode` does, but on this thread alone.
 
-    That one's hooks are on the modules of all threads.
-
-    Attributes:
-        flop: So far.
+    The hooks of `FlopCounterMode` are on the modules of all threads.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.flop = 0.0
+        self.flop = 0.0  # so far
 
     @classmethod
     @override
@@ -61,14 +58,14 @@ class FlopCounter(TorchDispatchMode):
 
 
 class SavedTensorCounter:
-    """Counts what autograd keeps for a backward of the forward inside, but for some tensors' own memory."""
+    """Counts the bytes that autograd keeps for a backward, without those of some tensors' own memory."""
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
         self._saved: dict[int, int] = {}
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside them it is counted."""
+        """Count inside these hooks."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -80,7 +77,7 @@ class SavedTensorCounter:
 
     @property
     def num_bytes(self) -> int:
-        """So far."""
+        """The bytes counted so far."""
         return sum(self._saved.values())
 
 
@@ -92,41 +89,37 @@ def of_sample(
     forward_flop: float,
     graph_bytes: int,
 ) -> SampleCosts:
-    """A sample's share of a microbatch. Its bytes are those of tensors as they are computed with, not as they travel.
+    """Compute a sample's share of a microbatch's costs, in bytes of tensors as computed with, not as they travel.
 
-    Args:
-        inputs: Of the blocks; those that want a gradient require it.
-        extras: Beside them; what has another first dimension is shared by all microbatches.
-        outputs: Of the blocks.
-        forward_flop: Of the microbatch.
-        graph_bytes: Likewise.
+    `inputs` require a gradient if they want one. Extras with another first dimension are shared by all microbatches.
     """
-    num_rows = max((len(one) for one in inputs if one.dim()), default=1) or 1
+    num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
     return SampleCosts(
         flop=_BOTH_WAYS * forward_flop / num_rows,
-        input_bytes=_bytes(inputs) // num_rows,
-        extra_bytes=_bytes([one for one in extras if one.dim() and len(one) == num_rows]) // num_rows,
-        gradient_bytes=_bytes([one for one in inputs if one.requires_grad]) // num_rows,
-        output_bytes=_bytes(outputs) // num_rows,
+        input_bytes=num_bytes(inputs) // num_rows,
+        extra_bytes=num_bytes([tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]) // num_rows,
+        gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
+        output_bytes=num_bytes(outputs) // num_rows,
         graph_bytes=graph_bytes // num_rows,
         input_number_bytes=number_bytes(inputs),
         output_number_bytes=number_bytes(outputs),
     )
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """The bytes of the tensors' elements."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class SavedGraph:
-    """What backward needs of a forward."""
+    """The part of a forward that its backward needs."""
 
     inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
     outputs: list[Tensor]  # leaves of the output tree, with their autograd history
     has_drawn: bool  # random numbers
     seen: Tensor | None  # by batch norms
-    again: Callable[[], SavedGraph]  # the same graph once more; backward leaves nothing of this one
+    again: Callable[[], SavedGraph]  # computes the same graph once more; a backward leaves nothing of this one
 
 
 @dataclass(frozen=True)
@@ -140,54 +133,40 @@ class ForwardResult:
 
 
 class Computation:
-    """What a stage's blocks compute.
-
-    Args:
-        module: The stage's run of blocks.
-        device: Where it computes.
-        codecs: What comes in and goes out is encoded by.
-        statistics: Of its batch norms.
-
-    Attributes:
-        trainable: The parameters that backward gives gradients of.
-        costs: Of a sample, seen in the first forward that keeps a graph; None: there was none yet.
-    """
+    """Computes a stage's blocks."""
 
     def __init__(
         self, module: StageModule, device: torch.device, codecs: Codecs, statistics: RunningStatistics
     ) -> None:
         self._module = module
         self._device = device
-        self._codecs = codecs
+        self._codecs = codecs  # what comes in and goes out is encoded by
         self._statistics = statistics
         self._random = KeyedOnDemand(device)
-        self.costs: SampleCosts | None = None
-        self.trainable: list[nn.Parameter] = []
+        self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
+        self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
 
     def train(self, trainable: list[nn.Parameter]) -> None:
         """Give gradients of these parameters from now on."""
         self.trainable = trainable
-        self.costs = None  # of a graph that begins elsewhere now
+        self.costs = None  # the graph begins elsewhere now
 
     def forward(
         self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: ComputeMode, seed: int
     ) -> ForwardResult:
         """Run the blocks.
 
-        Args:
-            inputs: Positional inputs, trees of tensors ``[microbatch, ...]``, as they came.
-            extras: Keyword arguments for the blocks that name them.
-            wants_grad: For each tensor of `inputs`, whether backward shall give its gradient.
-            mode: The trainer's mode.
-            seed: Of all random draws.
+        The inputs are trees of tensors ``[microbatch, ...]``, as they came; `extras` are keyword arguments for the
+        blocks that name them. `wants_grad` says for each input tensor whether the backward shall give its gradient.
+        `seed` is that of all random draws.
         """
-        found = self._forward(inputs, extras, wants_grad, mode, seed)
-        return replace(found, output=encoded(found.output, self._codecs.activations))
+        result = self._forward(inputs, extras, wants_grad, mode, seed)
+        return replace(result, output=encoded(result.output, self._codecs.activations))
 
     def _forward(
         self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: ComputeMode, seed: int
     ) -> ForwardResult:
-        """`forward`, with an output that is not encoded."""
+        """Run the blocks, with an output that is not encoded yet."""
         structure, tensors = serialization.flatten(decoded(inputs, self._codecs.activations, self._device))
         if len(tensors) != len(wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
@@ -236,12 +215,9 @@ class Computation:
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
-        """Gradients of the input tensors, as they travel, and of the trainable parameters; adds nothing.
+        """Compute gradients of the input tensors, as they travel, and of the trainable parameters; add nothing.
 
-        Args:
-            graph: Of the forward.
-            gradients: For each output tensor its gradient of the same shape, or None, as they came.
-            mode: The trainer's mode in the forward.
+        `gradients` has for each output tensor its gradient of the same shape, or None, as they came.
         """
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
@@ -283,7 +259,7 @@ class Computation:
 
     @contextlib.contextmanager
     def _seeing(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
-        """Have norms say what they see, and refuse other blocks that keep something of a forward."""
+        """Record what batch norms see, and refuse other blocks that keep something of a forward."""
         if not mode.training:
             yield BatchStatistics()
             return
@@ -301,7 +277,7 @@ class Computation:
     def _measured(
         self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
     ) -> tuple[Any, SampleCosts]:
-        """What `run` gives, and what it costs a sample; that of others is in proportion to their rows."""
+        """The output of `run`, and the costs of a sample; other microbatches cost in proportion to their rows."""
         own = [parameter for _, parameter in self._module.named_stage_parameters()]
         saved, flops = SavedTensorCounter(own), FlopCounter()
         with saved.hooks(), flops:

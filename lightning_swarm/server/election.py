@@ -1,9 +1,10 @@
-"""Who coordinates, as far as one server is concerned: it watches, takes over, coordinates, steps down.
+"""One server's part in electing the coordinator: it watches the coordinator, takes over, coordinates, steps down.
 
 Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank, each a little later
-than the one before it: the first that gets a majority's promises coordinates, under a term higher than all before. The
-others hear of it by LEAD; whoever missed that hears of it from any server. Two may believe that they coordinate, for a
-term is not known to all at once; only one of them gets votes, and the other steps down as soon as it is told.
+than the one before it: the first that gets promises from a majority coordinates, under a term higher than all before.
+The others learn of it by LEAD; a server that missed LEAD learns of it from any server. Two servers may believe that
+they coordinate, for a term is not known to all at once; only one of them gets votes, and the other steps down as soon
+as it is told.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
@@ -20,17 +21,17 @@ from lightning_swarm.coordinator.step.books import StepState
 from lightning_swarm.coordinator.takeover import gather_books
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
-from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.role import Role
-from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import CoordinatorTerm, Member, PullRequest, Term, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
 from lightning_swarm.protocol.queries import GRACE_S, look_around, watch
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
@@ -41,89 +42,64 @@ _RANKS_PER_SILENCE: Final = 5
 
 
 class Leadership:
-    """One server's part in it.
-
-    Args:
-        transport: Its network.
-        stepping: Its stages.
-        me: This server in this life.
-        over: Set when the run is over here.
-        limits: Bounds.
-        events: Of this peer.
-        announce: Tells those who come later that this peer coordinates.
-
-    Attributes:
-        coordinator: The role, while this server plays it.
-        behind: Set when the others have a record that this server cannot have: it may be left out.
-    """
+    """Watches the coordinator of this server's run, and coordinates itself when it is elected."""
 
     def __init__(
-        self,
-        transport: Transport,
-        stepping: StepHandlers,
-        me: Member,
-        over: asyncio.Event,
-        *,
-        limits: Limits,
-        events: EventLog,
-        announce: Callable[[PeerId], Awaitable[None]],
+        self, context: ServerContext, membership: RunMembership, stepping: StepHandlers, over: asyncio.Event
     ) -> None:
+        transport, limits = context.transport, context.limits
         self._transport = transport
+        self._membership = membership
         self._stepping = stepping
-        self._me = me
-        self._over = over
+        self._me = context.me
+        self._over = over  # set when the run is over here
         self._limits = limits
-        self._events = events
-        self._announce = announce
+        self._events = context.events
+        self._announce = context.announce
         self._role = Role(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
-        self._run: RunState | None = None
-        self._tasks = TaskOwner()
+        self._tasks = TaskOwner()  # of the run
         self._changed = asyncio.Event()
-        self._leads = False  # from the promises on, before there are books
-        self._taking = asyncio.Lock()
-        self._number = 0  # the highest that any term is known to have had
-        self.coordinator: Coordinator | None = None
-        self.behind = asyncio.Event()
+        self._leads = False  # from the promises on, before there is a coordinator's state
+        self._electing = asyncio.Lock()
+        self._highest_number = 0  # of any term that is known
+        self.coordinator: Coordinator | None = None  # while this server coordinates
+        self.behind = asyncio.Event()  # the others have a record that this server cannot get: it may be left out
         transport.handle_call(LEAD, self._handle_lead)
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
         transport.handle_call(TAKE_OVER, self._handle_take_over)
 
     async def enter_run(self, run: RunState) -> None:
-        """The run begins, and its manifest says who coordinates.
+        """The run begins, and its manifest names the coordinator.
 
-        That one may be admitted last: until then it is busy, and nobody takes over for that within the start timeout.
+        The coordinator may be admitted last: until then it is busy, and nobody takes over for that within the start
+        timeout.
         """
         if run.coordinator == self._me.peer_id:
+            self._leads = True  # peers that watch are held from now on
             await self._coordinate(run, self._proposer(run, run.term), None)
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
-        """Watch who coordinates a run; until then, on the loop's clock, one that begins may not coordinate yet."""
-        self._run = run
+        """Watch the coordinator of a run; until then, on the loop's clock, that of a new run may not coordinate yet."""
         await self._tasks.close()
         self._tasks = TaskOwner()
         await self._tasks.start()
         self._tasks.spawn(self._keep_watch(run, waits_until_s))
 
-    async def go_back(self) -> None:
-        """The run entered its next generation."""
+    async def enter_generation(self) -> None:
+        """Follow this server's run into its next generation."""
         if self.coordinator is not None:
             await self.coordinator.go_back()
 
     async def step_out(self) -> None:
         """This server is in the run no more."""
-        self._run = None
         await self._tasks.close()
         await self._step_down()
 
     async def abdicate(self) -> None:
-        """Have another server coordinate, before this one leaves. Nothing, if it does not coordinate.
-
-        Raises:
-            PeerError: None of the others came to.
-        """
-        run = self._run
+        """Have another server coordinate before this one leaves; a `PeerError` if none of the others can."""
+        run = self._membership.run_or_none
         if run is None or self.coordinator is None:
             return
         others = [member.peer_id for member in run.voters if member != self._me]
@@ -155,12 +131,12 @@ class Leadership:
         if coordinator is not None:
             await coordinator.close(over=self._over.is_set())
 
-    # ------------------------------------------------------------------ what others say
+    # ------------------------------------------------------------------ calls of other servers
 
     async def _handle_lead(self, caller: PeerId, body: bytes) -> bytes:
-        """Another peer, or this one, has a majority's promises."""
+        """Another peer, or this one, has the promises of a majority."""
         leading = decode(body, CoordinatorTerm)
-        run = self._following()
+        run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
         run.check_generation(leading.generation)
@@ -172,7 +148,7 @@ class Leadership:
     async def _handle_take_over(self, caller: PeerId, body: bytes) -> bytes:
         """The coordinator leaves, and asks this server to be the next."""
         asked = decode(body, CoordinatorTerm)
-        run = self._following()
+        run = self._membership.running
         run.check_generation(asked.generation)
         run.check_coordinator(caller)
         if asked.term != run.term or asked.version != run.version:
@@ -200,9 +176,9 @@ class Leadership:
 
     async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WatchRequest)
-        if self._run is None:  # at a run's beginning those that were admitted before this peer look for it
+        run = self._membership.run_or_none
+        if run is None:  # when a run begins, those that were admitted before this peer look for it
             raise Busy("this peer was not admitted to a run yet")
-        run = self._run
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
                 while self._leads and run.term == request.term and run.version <= request.version:
@@ -211,18 +187,13 @@ class Leadership:
 
     async def _handle_pull(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, PullRequest)
-        run = self._following()
+        run = self._membership.running
         if caller not in run.servers:
             raise ProtocolError(f"records are for the run's servers, and {caller} is none")
         run.check_generation(request.generation)
         if run.newest is None or run.newest.step != request.step:
             raise ProtocolError(f"this peer is at version {run.version}, and keeps no record but the newest")
         return encode(run.newest)
-
-    def _following(self) -> RunState:
-        if self._run is None:
-            raise ProtocolError("this peer was not admitted to a run yet")
-        return self._run
 
     def _notify(self) -> None:
         self._changed.set()
@@ -234,7 +205,7 @@ class Leadership:
         while not self._over.is_set():
             coordinator = self.coordinator
             if coordinator is not None:
-                await self._look_after(run, coordinator)
+                await self._until_deposed(run, coordinator)
                 continue
             asked = run.term
             try:
@@ -255,8 +226,8 @@ class Leadership:
             elif reply.term < run.term:
                 await asyncio.sleep(_RETRY_S)  # it will hear of its own term
 
-    async def _look_after(self, run: RunState, coordinator: Coordinator) -> None:
-        """Until this server coordinates no more. If it was frozen, or cut off, nobody may have told it."""
+    async def _until_deposed(self, run: RunState, coordinator: Coordinator) -> None:
+        """Return when this server coordinates no more. If it was frozen or cut off, it finds that out by asking."""
         while self.coordinator is coordinator and not coordinator.deposed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._limits.silence_timeout):
@@ -275,18 +246,18 @@ class Leadership:
         return await watch(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
 
     async def _miss(self, run: RunState, reason: str) -> None:
-        """The coordinator is gone, or does not coordinate: find the next one, or be it."""
+        """The coordinator is gone, or does not coordinate: find the next one, or become it."""
         missed = run.term
         replies = await look_around(self._transport, run, timeout=self._limits.silence_timeout)
         for peer, reply in replies.items():
-            self._number = max(self._number, reply.term[0])
+            self._highest_number = max(self._highest_number, reply.term[0])
             if reply.term > run.term:
                 await self._follow_term(run, reply.term)
             if reply.version > run.version:
                 await self._catch_up(run, peer)
-        candidates = [one for one in run.voters if one.peer_id != run.coordinator or one == self._me]
+        candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
         if run.term == missed and self._me in candidates:
-            # The ranks behind give the one before them the time that it needs to be heard of.
+            # The lower ranks give the one before them the time that it needs to make itself known.
             rank = candidates.index(self._me)
             await asyncio.sleep(rank * self._limits.silence_timeout / _RANKS_PER_SILENCE)
             if run.term == missed and not self._over.is_set():
@@ -295,32 +266,32 @@ class Leadership:
             await asyncio.sleep(_RETRY_S)
 
     async def _catch_up(self, run: RunState, peer: PeerId) -> None:
-        """Apply a record that this server has not heard of, with what it holds of its round."""
+        """Apply a record that did not reach this server, with the mean gradients held here of its round."""
         request = PullRequest(generation=run.manifest.generation, step=run.version)
         try:
             body = await self._transport.call(peer, PULL, encode(request), timeout=self._limits.silence_timeout)
-            await self._take(run, decode(body, Record))
+            await self._apply_next(run, decode(body, Record))
         except SwarmError as error:
-            _log.info("Record %d could not be had from %s: %s", request.step, peer, error)
+            _log.info("Record %d could not be fetched from %s: %s", request.step, peer, error)
             self.behind.set()
             await asyncio.sleep(_RETRY_S)
 
-    async def _take(self, run: RunState, record: Record) -> None:
+    async def _apply_next(self, run: RunState, record: Record) -> None:
         if (record.closing.generation, record.step) == (run.manifest.generation, run.version):
             await self._stepping.apply_record(record)
 
     # ------------------------------------------------------------------ taking over
 
     async def _take_over(self, run: RunState, reason: str) -> None:
-        async with self._taking:
+        async with self._electing:
             if self.coordinator is None:
                 await self._try_to_lead(run, reason)
 
     async def _try_to_lead(self, run: RunState, reason: str) -> None:
         before = run.coordinator
-        number = max(self._number, run.term[0]) + 1
+        number = max(self._highest_number, run.term[0]) + 1
         term: Term = (number, self._me.peer_id, self._me.boot_id)
-        self._number = number
+        self._highest_number = number
         timeout = self._limits.silence_timeout
         proposer = self._proposer(run, term)
         try:
@@ -332,25 +303,25 @@ class Leadership:
                     break
                 async with asyncio.timeout(timeout):
                     await proposer.decide(accepted)
-                await self._apply(run, accepted)
+                await self._apply_everywhere(run, accepted)
         except (TimeoutError, SwarmError) as error:
             why = str(error) or "no majority of the voters let it in time"
             _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
-            self._number = max(self._number, proposer.rival_number)
+            self._highest_number = max(self._highest_number, proposer.rival_number)
             self._leads = False
             return
-        books = await gather_books(self._transport, run, self._stepping.sums.reselected, timeout=timeout)
+        state = await gather_books(self._transport, run, self._stepping.sums.next.reselected, timeout=timeout)
         if run.term != term:
-            return  # another one was quicker meanwhile
-        await self._coordinate(run, proposer, books)
+            return  # another server was quicker
+        await self._coordinate(run, proposer, state)
         self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
-        self._tasks.spawn(self._say_so(run))
+        self._tasks.spawn(self._announce_coordinator(run))
 
-    async def _say_so(self, run: RunState) -> None:
+    async def _announce_coordinator(self, run: RunState) -> None:
         try:
             await self._announce(run.coordinator)
         except SwarmError as error:
-            _log.warning("Who joins later may not find who coordinates: %s", error)
+            _log.warning("Later joiners may not find the coordinator: %s", error)
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
         return Proposer(
@@ -362,7 +333,7 @@ class Leadership:
             events=self._events,
         )
 
-    async def _coordinate(self, run: RunState, proposer: Proposer, books: StepState | None) -> None:
+    async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState | None) -> None:
         coordinator = Coordinator(
             self._role,
             run,
@@ -371,35 +342,34 @@ class Leadership:
             events=self._events,
             on_deposed=self._notify,
             step_aside=self._step_aside,
-            books=books,
+            books=state,
         )
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()
-        if run.term != proposer.term:  # it was told so while there was no coordinator to step down
+        if run.term != proposer.term:  # a LEAD came while there was no coordinator to step down
             await self._step_down()
 
     async def _lead(self, run: RunState, term: Term, accepted: Record | None) -> None:
-        """Say that this server leads, to itself first. Who does not hear of it now is told by the first one it asks."""
+        """Tell all servers that this one leads, itself first. One that misses it learns it from any other."""
         await self._follow_term(run, term)
         self._leads = True
-        newcomers = [] if accepted is None else [one.member.peer_id for one in accepted.newcomers]
+        newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
         body = encode(CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version))
 
         async def tell(peer: PeerId) -> None:
             try:
                 answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
-                if (
-                    run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step
-                ):  # it was not told
+                if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
+                    # It missed the newest record.
                     await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
             except SwarmError as error:
-                _log.info("Server %s does not know yet who coordinates: %s", peer, error)
+                _log.info("Server %s does not know its coordinator yet: %s", peer, error)
 
-        await self._to_all({*run.servers, *newcomers}, tell)
+        await self._tell_all({*run.servers, *newcomers}, tell)
 
-    async def _apply(self, run: RunState, record: Record) -> None:
-        """Have what was finished applied; here, too, if the record does not leave this peer out."""
+    async def _apply_everywhere(self, run: RunState, record: Record) -> None:
+        """Have a record that was decided applied; here, too, unless the record leaves this peer out."""
         body = encode(record)
 
         async def tell(peer: PeerId) -> None:
@@ -409,11 +379,13 @@ class Leadership:
                 _log.info("Server %s did not apply record %d: %s", peer, record.step, error)
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
-        await self._to_all(peers | {one.member.peer_id for one in record.newcomers}, tell)
-        await self._take(run, record)  # last: who is left out cannot, and then another one coordinates those who can
+        await self._tell_all(peers | {newcomer.member.peer_id for newcomer in record.newcomers}, tell)
+        await self._apply_next(
+            run, record
+        )  # last: a peer that is left out cannot, and then another one coordinates the rest
 
-    async def _to_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:
-        """Tell all but this one at once. Who does not answer soon is told all the same, and not waited for."""
+    async def _tell_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:
+        """Tell all peers but this one at once. Those that do not answer soon are not waited for."""
         telling = {self._tasks.spawn(tell(peer)) for peer in sorted(peers - {self._me.peer_id})}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)

@@ -1,4 +1,4 @@
-"""Where a server computes: one job at a time, from a priority queue."""
+"""The compute thread of a server: one job at a time, from a priority queue."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Priority = tuple[int, ...]
 """Smaller runs first."""
 
 FIRST: Final[Priority] = (-1,)
-"""What concerns a stage or a step as a whole goes before any microbatch."""
+"""The priority of jobs for a stage or a step as a whole: before any microbatch."""
 
 NOMINAL_BUSY_S = 1e-3
-"""What a job takes where no clock runs."""
+"""The seconds that a job is said to take where no clock runs."""
 
 
 @dataclass(order=True)
@@ -38,7 +38,7 @@ class _Job:
 
 
 def priority_of(key: CallKey, direction: Direction) -> Priority:
-    """Of a microbatch's call: backward before forward, older before newer."""
+    """The priority of a microbatch's call: backward before forward, older before newer."""
     return (0 if direction == "backward" else 1, key.step, key.first, key.call, key.index)
 
 
@@ -52,13 +52,12 @@ class Executor(ABC):
     @property
     @abstractmethod
     def queued(self) -> int:
-        """Jobs that wait."""
+        """The number of jobs that wait."""
 
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
-        """Have `work` called where no job waits, again and again while it returns that there is more to do.
+        """Call `work` while no job waits, again and again as long as it returns that there is more to do.
 
-        Args:
-            work: Takes some milliseconds. After the next job it is called again. Must not raise.
+        After the next job it is called again. It takes some milliseconds, and must not raise.
         """
 
     @abstractmethod
@@ -69,7 +68,7 @@ class Executor(ABC):
 class InlineExecutor(Executor):
     """Computes on the loop itself: for swarms in one thread, under a virtual clock.
 
-    Every job is said to take `NOMINAL_BUSY_S`: routes follow from measured times, and a run must repeat.
+    Every job is reported to take `NOMINAL_BUSY_S`: routes follow from measured times, and a run must repeat.
     """
 
     def __init__(self) -> None:
@@ -113,11 +112,9 @@ class InlineExecutor(Executor):
 
 
 class PacedExecutor(InlineExecutor):
-    """As `InlineExecutor`, but microbatches take time on the loop's clock, as on a machine of that speed.
+    """An `InlineExecutor` whose microbatches take time on the loop's clock, as on a machine of that speed.
 
-    Args:
-        microbatch_s: Asked for the seconds of a microbatch at a stage: a third for its forward, the rest for its
-            backward.
+    `microbatch_s` returns the seconds of a microbatch at a stage: a third for its forward, the rest for its backward.
     """
 
     def __init__(self, microbatch_s: Callable[[], float]) -> None:
@@ -215,7 +212,7 @@ def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:
     start_s = time.perf_counter()
     try:
         return run(), None, time.perf_counter() - start_s
-    except BaseException as error:  # noqa: BLE001 - it is handed to whoever waits for the job
+    except BaseException as error:  # noqa: BLE001 - it is handed to the caller that waits for the job
         return None, error, time.perf_counter() - start_s
 
 

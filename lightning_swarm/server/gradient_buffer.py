@@ -1,4 +1,4 @@
-"""The sum of the gradients that a stage was given in one step: in floats, or in fixed point."""
+"""The sum of the gradients of one stage in one step: in floats, or in fixed point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_swarm.server.averaging import deterministic
 
 # The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
 class ReceiptLedger:
-    """Receipts of one stage for one attempt of one step."""
+    """The receipts of one stage for one attempt of one step."""
 
     def __init__(self, step: int, attempt: int = 0) -> None:
         self.step = step
@@ -25,30 +25,29 @@ class ReceiptLedger:
 
     @property
     def frozen(self) -> bool:
-        """Whether the step is closing."""
+        """True if the step is closing."""
         return self._named is not None
 
     @property
     def final(self) -> bool:
-        """Whether nothing more may be added."""
+        """True if nothing more may be added."""
         return self._named is not None and not self._named - self._receipts
 
     @property
     def begun(self) -> bool:
-        """Whether it holds a receipt, or the step is closing."""
+        """True if it holds a receipt, or the step is closing."""
         return self.frozen or bool(self._receipts)
 
     def holds(self, receipt: Receipt) -> bool:
-        """Whether the microbatch's gradient is in the sum."""
+        """Tell whether the microbatch's gradient is in the sum."""
         return receipt in self._receipts
 
     def add(self, receipt: Receipt) -> bool:
-        """Enter a receipt; False when it is there already (then nothing may be added to the sum).
+        """Enter a receipt; false if it is there already, and then nothing may be added to the sum.
 
-        Raises:
-            LeaseRevoked: The step is closing and its closing does not name the receipt. Either it does not count the
-                batch, which was struck, or was granted by a peer that does not coordinate any more; or another
-                server's sum has the microbatch, or shall have it.
+        Raises `LeaseRevoked` if the step is closing and its closing does not name the receipt. Either it does not count
+        the batch, which was struck, or was granted by a peer that does not coordinate any more; or another server's sum
+        has the microbatch, or shall have it.
         """
         if receipt in self._receipts:
             return False
@@ -58,57 +57,46 @@ class ReceiptLedger:
         return True
 
     def freeze(self, named: Iterable[Receipt]) -> None:
-        """From now on add only what `named` holds: nothing while ledgers are read, then what is this server's."""
+        """Add only what `named` holds from now on: nothing while ledgers are read, then what is this server's."""
         self._named = frozenset(named)
 
     def thaw(self) -> None:
-        """The step takes batches again: add whatever comes."""
+        """Take any receipt again: the step takes batches again."""
         self._named = None
 
     def goes_beyond(self, named: Iterable[Receipt]) -> bool:
-        """Whether the sum holds a gradient that `named` does not."""
+        """Tell whether the sum holds a gradient that `named` does not."""
         return not self._receipts.issubset(named)
 
     def lacks(self, named: Iterable[Receipt]) -> list[Receipt]:
-        """What `named` holds and the sum does not, in order."""
+        """The receipts of `named` that are not in the sum, in order."""
         return sorted(set(named) - self._receipts)
 
     @property
     def held(self) -> frozenset[Receipt]:
-        """All that is in the sum."""
+        """All receipts whose gradients are in the sum."""
         return frozenset(self._receipts)
 
     def holds_any(self, batches: Collection[int]) -> bool:
-        """Whether a microbatch of these batches, by their places, is in the sum."""
+        """Tell whether a microbatch of these batches, given by their places, is in the sum."""
         return any(first in batches for first, _, _ in self._receipts)
 
 
 class GradientSum:
-    """Of some parameters.
-
-    Args:
-        parameters: Whose gradients are added up.
-        device: Where.
-
-    Attributes:
-        like: ``[elements of the parameters]``, float32 or float64: of the dtype and on the device of the mean. Its
-            values mean nothing.
-        values: The sum; of the same kind.
-        touched: For each parameter, whether it was given a gradient.
-    """
+    """The sum of the gradients of some parameters, in floats."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         dtypes = [parameter.dtype for parameter in parameters]
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._shapes = [parameter.shape for parameter in parameters]
         length = sum(map(torch.Size.numel, self._shapes))
+        # ``[elements of the parameters]``, of the dtype and on the device of the mean. Its values mean nothing.
         self.like = torch.empty((), dtype=dtype, device=device).expand(length)
-        self.values = self._nothing(length, dtype, device)
-        self.touched = [False] * len(self._shapes)
+        self.values = self._nothing(length, dtype, device)  # the sum, of the same kind
+        self.touched = [False] * len(self._shapes)  # for each parameter, whether it was given a gradient
 
     @staticmethod
     def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As `values` are at first."""
         return torch.zeros(length, dtype=dtype, device=device)
 
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
@@ -128,18 +116,16 @@ class GradientSum:
         self.touched = [False] * len(self._shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A tensor like `values`, seen as one for each parameter."""
+        """View a tensor like `values` as one tensor for each parameter."""
         parts = flat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class ExactSum(GradientSum):
-    """The same in fixed point: its bits do not depend on the order in which microbatches come, nor on where they come.
+    """A gradient sum in fixed point: its bits do not depend on where microbatches are summed, nor in which order.
 
-    What does not fit is not added but counted: then the sum has no mean.
-
-    Attributes:
-        values: As in `averaging.deterministic`.
+    `values` are as in `averaging.deterministic`. A gradient that does not fit is not added but counted: then the sum
+    has no mean.
     """
 
     @staticmethod
@@ -150,7 +136,7 @@ class ExactSum(GradientSum):
     @override
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         given = [gradient for gradient in gradients if gradient is not None]
-        self.touched = [had or one is not None for had, one in zip(self.touched, gradients, strict=True)]
+        self.touched = [had or gradient is not None for had, gradient in zip(self.touched, gradients, strict=True)]
         fits = deterministic.fit(given, weight)
         deterministic.note(self.values, fits=fits)
         if not fits:

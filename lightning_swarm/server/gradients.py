@@ -1,7 +1,7 @@
-"""What a server has added up in the steps that are open: its stages' sums, and the ledgers that say what is in them.
+"""The gradients that a server has summed in the open steps, and the ledgers that say what is in the sums.
 
-What changes a sum runs on the compute thread, so that freezing falls between two additions and never into one. Since it
-was asked for the run may have gone back, or on without this server: so the generation is looked at anew.
+Whatever changes a sum runs on the compute thread, so that freezing falls between two additions and never into one.
+After a job was queued the run may roll back, or go on without this server: so each job checks the generation again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning_swarm.protocol.messages.step import (
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
+from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 
 _NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
@@ -35,97 +36,87 @@ _NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
 
 @dataclass
 class _OpenSums:
-    """What is known here of a step that is open."""
+    """The ledgers and the struck batches of an open step."""
 
     ledgers: dict[int, ReceiptLedger]  # by stage
     fenced: tuple[Term, frozenset[int]] = _NO_FENCES  # batches that were struck from it, and by whom
 
 
+@dataclass
+class _NextStep:
+    """Progress of the step whose record is next; begun anew with every record and every generation."""
+
+    reselected: Selection | None = None  # what trains in it, if that is not what trained in the step before
+    attempt: int = 0
+    round: int = 0  # of the newest freeze
+    frozen_under: Term = NO_TERM
+
+
 class GradientSums:
-    """Of the stages of one server.
+    """The gradient sums of one server's stages, and the receipts of what is in them."""
 
-    Args:
-        me: That server.
-
-    Attributes:
-        stages: By index.
-        reselected: What trains in the step that is decided next, if it is not what trained in the step before.
-        attempt: Of the step.
-        round: Of the newest freeze in it.
-    """
-
-    def __init__(self, me: Member) -> None:
-        self._me = me
-        self._run: RunState | None = None
-        self.stages: dict[int, Stage] = {}
+    def __init__(self, membership: RunMembership) -> None:
+        self._membership = membership
+        self._me = membership.me
+        self.stages: dict[int, Stage] = {}  # by index
         self._open: dict[int, _OpenSums] = {}  # by step
-        self._joining = False  # somebody was, when this server froze last
-        self._begin_step()
+        self._joining = False  # a peer was joining when this server froze last
+        self.next = _NextStep()
 
-    def _begin_step(self) -> None:
-        self.reselected: Selection | None = None
-        self.attempt = self.round = 0
-        self._frozen_under = NO_TERM
-
-    def _begin_anew(self) -> None:
-        """With nothing in any sum."""
-        self._open = {step: self._opened(step) for step in self.open_steps}
-        self._begin_step()
+    def _begin_anew(self, run: RunState | None) -> None:
+        """Have empty sums."""
+        self._open = {step: self._opened(step) for step in (run.open_steps if run is not None else ())}
+        self.next = _NextStep()
 
     def _opened(self, step: int) -> _OpenSums:
         return _OpenSums({index: ReceiptLedger(step) for index in self.stages})
 
     # ------------------------------------------------------------------ the run
 
-    def enter_run(self, run: RunState, stages: dict[int, Stage], *, now_s: float) -> None:
-        """Enter the run with stages at its version."""
-        self._run, self.stages = run, stages
+    def enter_run(self, stages: dict[int, Stage], *, now_s: float) -> None:
+        """Begin to sum in the run that this server has entered, with stages at its version."""
+        self.stages = stages
         for stage in stages.values():
             stage.load.start_step(now_s=now_s)
-        self._begin_anew()
+        self._begin_anew(self.run)
 
-    def step_out(self) -> None:
-        """Be in no run."""
-        self._run, self.stages = None, {}
-        self._begin_anew()
+    def leave_run(self) -> None:
+        """Hold no stage."""
+        self.stages = {}
+        self._begin_anew(None)
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin anew with the run's next generation, and with what this server holds in it."""
-        manifest = self.run.manifest
-        self._keep_held()
+        run = self.run
+        self._keep_held(run)
         for stage in self.stages.values():
-            stage.go_back(manifest.first_step, manifest.selection)
-        self._begin_anew()
+            stage.enter_generation(run.manifest.first_step, run.manifest.selection)
+        self._begin_anew(run)
 
     @property
     def run(self) -> RunState:
-        """That this server is in."""
-        if self._run is None:
-            raise ProtocolError("this peer is in no run (any more)")
-        return self._run
-
-    @property
-    def in_run(self) -> bool:
-        """Whether there is one."""
-        return self._run is not None
+        """The run that this server is in."""
+        return self._membership.running
 
     @property
     def version(self) -> int:
-        """Of the weights of all stages here; the step whose record is next."""
-        return self._run.version if self._run is not None else 0
+        """The version of the weights of all stages here; the step whose record is next."""
+        run = self._membership.run_or_none
+        return run.version if run is not None else 0
 
     @property
     def open_steps(self) -> range:
-        """That gradients are added up of."""
-        return self._run.open_steps if self._run is not None else range(0)
+        """The steps whose gradients are summed."""
+        run = self._membership.run_or_none
+        return run.open_steps if run is not None else range(0)
 
     @property
     def ledgers(self) -> dict[int, ReceiptLedger]:
-        """By stage; of the step whose record is next."""
+        """The ledgers of the step whose record is next, by stage."""
         return self._opened_step(self.version).ledgers
 
     def ledger(self, stage_index: int, step: int) -> ReceiptLedger:
-        """Of a stage in a step that is open."""
+        """The ledger of a stage in an open step."""
         return self._opened_step(step).ledgers[stage_index]
 
     def _opened_step(self, step: int) -> _OpenSums:
@@ -140,55 +131,53 @@ class GradientSums:
         return self.stages[index]
 
     def check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
-        """Refuse who does not coordinate the run, and what is not of the step whose record is next."""
+        """Refuse any caller but the coordinator, and any step but the one whose record is next."""
         self.check_open(caller, generation, step, attempt)
         if step != self.version:
             raise ProtocolError(f"step {self.version} is decided next here, got a call of step {step}")
 
     def check_open(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
-        """Refuse who does not coordinate the run, and what is not of a step that is open."""
-        if self._run is None:
-            raise ProtocolError("this peer was not admitted to a run yet")
-        self._run.check_coordinator(caller)
-        here = (self._run.manifest.generation, self.version, self.attempt)
-        if step not in self.open_steps or (generation, attempt) != (here[0], here[2]):
+        """Refuse any caller but the coordinator, and any step that is not open."""
+        run = self.run
+        run.check_coordinator(caller)
+        here = (run.manifest.generation, run.version, self.next.attempt)
+        if step not in run.open_steps or (generation, attempt) != (here[0], here[2]):
             raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
 
     # ------------------------------------------------------------------ what counts
 
     def settle(self, selection: Selection, generation: int) -> None:
-        """Train this in the open step, of which nothing was added yet."""
-        self.run.check_generation(generation)
-        check_selection(selection, self.run.manifest.stages)
-        if any(ledger.begun for one in self._open.values() for ledger in one.ledgers.values()):
-            raise ProtocolError(f"step {self.version} has begun here; what it trains changes no more")
+        """Train `selection` in the open step, to which nothing was added yet."""
+        run = self.run
+        run.check_generation(generation)
+        check_selection(selection, run.manifest.stages)
+        if any(ledger.begun for opened in self._open.values() for ledger in opened.ledgers.values()):
+            raise ProtocolError(f"step {run.version} has begun here; what it trains changes no more")
         for stage in self.stages.values():
             stage.select(selection)
-        self.reselected = selection
+        self.next.reselected = selection
 
     def strike(self, step: int, batches: Collection[int]) -> None:
-        """Add nothing of these batches of a step any more, as long as who said so coordinates."""
-        # By whom: who takes over may count them.
+        """Add no gradient of these batches to a step any more, as long as the peer that struck them coordinates."""
+        # With its term: the next coordinator may count them.
         self._opened_step(step).fenced = (self.run.term, self._struck(step) | set(batches))
 
     def _struck(self, step: int) -> frozenset[int]:
-        """Batches of a step that who coordinates has struck."""
-        if self._run is None or step not in self._open:
+        """The batches that the present coordinator has struck from a step."""
+        run, opened = self._membership.run_or_none, self._open.get(step)
+        if run is None or opened is None:
             return frozenset()
-        term, batches = self._open[step].fenced
-        return batches if self._run.term == term else frozenset()
+        term, batches = opened.fenced
+        return batches if run.term == term else frozenset()
 
     def may_count(self, key: CallKey) -> bool:
-        """Whether a record to come may count it."""
-        is_open = key.generation == self.run.manifest.generation and key.step in self.open_steps
+        """Tell whether a record to come may count the call."""
+        run = self.run
+        is_open = key.generation == run.manifest.generation and key.step in run.open_steps
         return is_open and key.first not in self._struck(key.step)
 
     def check_counts(self, stage: Stage, key: CallKey) -> None:
-        """Refuse what no record will count: of a batch that was struck, or of a step that is over.
-
-        Raises:
-            LeaseRevoked: Its trainer was not heard of for a while.
-        """
+        """Refuse a call that no record will count: of a batch that was struck, or of a step that is over."""
         if key.first in self._struck(key.step):
             raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
         if key.step < stage.version:
@@ -197,67 +186,55 @@ class GradientSums:
     # ------------------------------------------------------------------ adding
 
     def add(
-        self,
-        stage: Stage,
-        key: CallKey,
-        gradients: Sequence[Tensor | None],
-        weight: float,
-        seen: Tensor | None = None,
+        self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float, seen: Tensor | None = None
     ) -> bool:
-        """Enter the receipt and add the gradients, once; and what the stage's norms have seen, if it has any.
+        """Enter the receipt and add the gradients and what the stage's batch norms saw, once.
 
-        Returns:
-            True: the sum holds the microbatch, from now on or from before.
+        Returns whether the sum holds the microbatch: always true here, now or from before.
         """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
         index = self.stage(stage.index).index
-        if key.step not in self._open or key.attempt != self.attempt:
-            raise ProtocolError(f"step {self.version}, attempt {self.attempt} is open, got a gradient of {key}")
+        if key.step not in self._open or key.attempt != self.next.attempt:
+            raise ProtocolError(f"step {self.version}, attempt {self.next.attempt} is open, got a gradient of {key}")
         if self.ledger(index, key.step).add(key.receipt):
             stage.sum_of(key.step).add(gradients, weight)
             stage.statistics.add(key, seen)
         return True
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
-        """Whether the sum holds the microbatch."""
-        if key.step not in self._open or key.attempt != self.attempt:
-            return False
-        ledger = self._open[key.step].ledgers.get(stage_index)
+        """Tell whether the sum holds the microbatch."""
+        opened = self._open.get(key.step)
+        ledger = opened.ledgers.get(stage_index) if opened is not None and key.attempt == self.next.attempt else None
         return ledger is not None and ledger.holds(key.receipt)
 
     # ------------------------------------------------------------------ closing
 
     def look_ahead(self) -> bool:
-        """Where there is nothing else to do, work for what the next freeze asks; whether more is left."""
+        """Take a piece of the fingerprint that the next freeze asks for, while idle; returns whether more is left."""
         return any(self._is_compared(stage) and stage.look_ahead() for stage in tuple(self.stages.values()))
 
     def _is_compared(self, stage: Stage) -> bool:
-        """Whether the stage's weights are, with another replica's or with those of whoever joins."""
-        return self._run is not None and (self._joining or self._run.rosters[stage.index] != [self._me])
+        """Tell whether the stage's weights are compared, with those of another replica or of a joiner."""
+        run = self._membership.run_or_none
+        return run is not None and (self._joining or run.rosters[stage.index] != [self._me])
 
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
-        """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
+        """Freeze the sums for the coordinator of a term, which may be another one by now.
 
-        Args:
-            request: What for.
-            term: Of the coordinator that asked.
-            now_s: On the loop's clock.
-
-        Raises:
-            NotCoordinator: Another one coordinates by now.
+        Returns the ledgers, and the tickets of earlier results that would keep what is named now from being computed.
         """
-        self.run.check_generation(request.generation)
-        if term != self.run.term:
-            raise NotCoordinator(f"the run is led under the term {self.run.term} by now, not {term}")
+        run = self.run
+        run.check_generation(request.generation)
+        if term != run.term:
+            raise NotCoordinator(f"the run is led under the term {run.term} by now, not {term}")
         self._check_round(request)
         named = {} if request.named is None else self._named(request.named)
-        self.round = request.round
-        self._frozen_under = term
+        self.next.round, self.next.frozen_under = request.round, term
         self._joining = request.joining
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
-            stale += self._bound(stage, named.get(index), request)
+            stale += self._freeze_stage(stage, named.get(index), request)
             reports.append(
                 StageLedger(
                     stage_index=index,
@@ -267,26 +244,26 @@ class GradientSums:
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),
-                    tied={name: fingerprint([stage.parameters[name]]) for name in self.run.ties.of(index)} or UNSET,
+                    tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
                 )
             )
         return reports, stale
 
     def _check_round(self, request: FreezeRequest) -> None:
-        here = (self.version, self.attempt, self.round)
-        if (request.step, request.attempt) != here[:2] or request.round < self.round:
+        here = (self.version, self.next.attempt, self.next.round)
+        if (request.step, request.attempt) != here[:2] or request.round < self.next.round:
             asked = (request.step, request.attempt, request.round)
             raise ProtocolError(f"step, attempt, round are {here} here, got a request to freeze of {asked}")
 
     def _named(self, named: Sequence[NamedReceipts]) -> dict[int, set[Receipt]]:
-        """By stage, what the sums here shall hold."""
-        indices = [one.stage_index for one in named]
+        """The receipts that the sums here shall hold, by stage."""
+        indices = [part.stage_index for part in named]
         if sorted(indices) != sorted(self.stages):
             raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {indices[:100]}")
-        return {one.stage_index: unpack(one.receipts) for one in named}
+        return {part.stage_index: unpack(part.receipts) for part in named}
 
-    def _bound(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
-        """Say what may be added to a stage's sum from now on; returns tickets of earlier results, now stale."""
+    def _freeze_stage(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
+        """Decide what may be added to a stage's sum from now on; returns the tickets of earlier results, now stale."""
         step = request.step
         ledger = self.ledger(stage.index, step)
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
@@ -301,25 +278,17 @@ class GradientSums:
         return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in lacking]
 
     def reopen(self) -> None:
-        """Another peer coordinates: what the one before it froze takes gradients again, until it is frozen anew."""
-        if self._frozen_under == self.run.term:
-            return  # the new one's freeze was quicker than the end of this peer's own coordinating, say
-        for one in self._open.values():
-            for ledger in one.ledgers.values():
+        """Have sums that a former coordinator froze take gradients again, until the present one freezes them."""
+        if self.next.frozen_under == self.run.term:
+            return  # its freeze was quicker than the end of this peer's own coordinating, say
+        for opened in self._open.values():
+            for ledger in opened.ledgers.values():
                 ledger.thaw()
 
     # ------------------------------------------------------------------ closed
 
     def bind(self, request: AverageRequest, rosters: Sequence[Sequence[Member]]) -> dict[int, int]:
-        """Check that the frozen sums are what is named here.
-
-        Args:
-            request: Which round.
-            rosters: Of the round.
-
-        Returns:
-            This server's place in the roster of each of its stages.
-        """
+        """Check that the frozen sums hold what is named; returns this server's place in each of its stages' rosters."""
         closing = request.closing
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
@@ -339,10 +308,10 @@ class GradientSums:
         return places
 
     def check_frozen(self, closing: Closing) -> None:
-        """Refuse a round that the sums are not frozen for (any more)."""
-        if closing.round != self.round:
+        """Refuse a round for which the sums are not frozen (any more)."""
+        if closing.round != self.next.round:
             raise ProtocolError(
-                f"the sums of step {closing.step} are frozen for round {self.round}, not {closing.round}"
+                f"the sums of step {closing.step} are frozen for round {self.next.round}, not {closing.round}"
             )
 
     def check_stages(self, closing: Closing) -> None:
@@ -351,54 +320,56 @@ class GradientSums:
             raise ProtocolError(f"a closing of {len(closing.touched)} stages; there are {len(self.run.rosters)}")
 
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
-        """Apply a decided record to the stages, all or none; told twice, once."""
-        after = self.open_steps.stop
-        self.run.check_generation(record.closing.generation)
+        """Apply a decided record to all stages or to none; a record that comes twice is applied once."""
+        run = self.run
+        after = run.open_steps.stop
+        run.check_generation(record.closing.generation)
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
-            return  # told before, by a caller that hung up before it had the answer
-        self.run.check(record)
+            return  # applied before, for a caller that hung up before it had the answer
+        run.check(record)
         self.check_stages(record.closing)
         for stage in self.stages.values():
             stage.check_applies(record)
         applied: list[Stage] = []
         for index, stage in self.stages.items():
-            touched = self._touched(record, stage)
-            stage.apply(record, gradients[index], touched, before=applied if self.run.ties else ())
+            touched = _touched(run, record, stage)
+            stage.apply(record, gradients[index], touched, before=applied if run.ties else ())
             applied.append(stage)
         # With the last stage: what is added from now on, on this thread, is of later steps.
         self._open.pop(record.step, None)
         self._open[after] = self._opened(after)
 
-    def _touched(self, record: Record, stage: Stage) -> list[bool]:
-        """Which of a stage's parameters got a gradient, be it in another stage that holds them, too."""
-        ties, bitmaps = self.run.ties, record.closing.touched
-        selection = record.selection or stage.selection
-        trained = trained_names(selection) if selection is not None and ties else ()
-        partners = ties.partners(stage.index, trained)
-        own = from_bitmap(bitmaps[stage.index], len(stage.trainable))
-        if not partners:
-            return own
-        others = {index: from_bitmap(bitmaps[index], len(ties.trainable(index, trained))) for index in partners}
-        return ties.touched(stage.index, trained, {stage.index: own, **others})
-
-    def turn(self, record: Record, *, now_s: float) -> None:
-        """The record is applied: the next step is open, and what this server holds no more is freed."""
+    def open_next_step(self, record: Record, *, now_s: float) -> None:
+        """After a record: open the next step, and free what this server holds no more."""
         self.run.apply(record)
-        self._keep_held()
+        self._keep_held(self.run)
         for stage in self.stages.values():
             stage.load.note_step(now_s=now_s)
-        self._begin_step()
+        self.next = _NextStep()
 
-    def _keep_held(self) -> None:
-        held = {index for index, roster in enumerate(self.run.rosters) if self._me in roster}
-        if held:  # else this server joins still, or a record left it out: it joins again with what it has
+    def _keep_held(self, run: RunState) -> None:
+        held = {index for index, roster in enumerate(run.rosters) if self._me in roster}
+        if held:  # else this server is still joining, or a record left it out: it joins again with what it has
             # New ones, for the compute thread may be looking at the old ones.
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
-            for one in self._open.values():
-                one.ledgers = {index: ledger for index, ledger in one.ledgers.items() if index in held}
+            for opened in self._open.values():
+                opened.ledgers = {index: ledger for index, ledger in opened.ledgers.items() if index in held}
 
 
 def _place(roster: Sequence[Member], me: Member) -> int:
     if me not in roster:
         raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the round's roster")
     return roster.index(me)
+
+
+def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
+    """Tell for each parameter of a stage whether it got a gradient, here or in another stage that holds it, too."""
+    ties, bitmaps = run.ties, record.closing.touched
+    selection = record.selection or stage.selection
+    trained = trained_names(selection) if selection is not None and ties else ()
+    partners = ties.partners(stage.index, trained)
+    own = from_bitmap(bitmaps[stage.index], len(stage.trainable))
+    if not partners:
+        return own
+    others = {index: from_bitmap(bitmaps[index], len(ties.trainable(index, trained))) for index in partners}
+    return ties.touched(stage.index, trained, {stage.index: own, **others})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,9 +20,8 @@ from lightning_swarm.core.errors import (
     SwarmError,
     TicketGone,
 )
-from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.random import key_seed
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.calls import (
@@ -40,12 +38,12 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server.activation_cache import ActivationCache, CachedForward, num_bytes
-from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.compute import ForwardResult, SavedGraph
-from lightning_swarm.server.executor import FIRST, Executor, priority_of
+from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
+from lightning_swarm.server.compute import ForwardResult, SavedGraph, num_bytes
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.executor import FIRST, priority_of
 from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -55,46 +53,21 @@ _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extra
 
 
 class ComputeHandlers:
-    """Answers the calls of the data plane.
+    """Answers the trainers' forward and backward calls."""
 
-    Args:
-        transport: The server's network.
-        tickets: Where its results wait to be fetched.
-        executor: Computes, one job at a time.
-        admission: Knows the run.
-        stepping: The server's stages.
-        spawn: Runs work in a task that has an owner.
-        limits: Bounds.
-
-    Attributes:
-        cache: What backward needs of forwards.
-        num_forwards: Computed so far.
-        num_samples: Likewise, in all stages together.
-        under_way: Calls that were taken, and whose tensors are not there yet.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        tickets: TicketStore,
-        executor: Executor,
-        admission: Admission,
-        stepping: StepHandlers,
-        *,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        limits: Limits,
-    ) -> None:
+    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+        transport, limits = context.transport, context.limits
         self._transport = transport
-        self._tickets = tickets
-        self._executor = executor
-        self._admission = admission
+        self._tickets = context.tickets
+        self._executor = context.executor
+        self._membership = membership
         self._stepping = stepping
         self._limits = limits
         self._closed = False
-        self.cache = ActivationCache(limits.cache_bytes)
-        self.num_forwards = 0
-        self.num_samples = 0
-        self.under_way = PendingWork(tickets, spawn)
+        self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
+        self.num_forwards = 0  # so far
+        self.num_samples = 0  # likewise, in all stages together
+        self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls whose tensors are not there yet
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
         transport.handle_call(FORWARD, self._handle_forward_call)
@@ -103,20 +76,20 @@ class ComputeHandlers:
         transport.handle_call(RECEIPTS, self._handle_receipts)
 
     def close(self) -> None:
-        """Refuse what comes from now on."""
+        """Refuse calls from now on."""
         self._closed = True
 
     async def abort_all(self) -> None:
-        """Give up all that is under way."""
+        """Give up all calls that are under way."""
         await self.under_way.abort_all()
 
     def give_up(self, prefix: str) -> None:
-        """A batch was struck: its trainer, if it is still there, is told where it waits."""
+        """Give up a batch that was struck; its trainer, if it still waits, gets the error."""
         self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
         self.discard_results(prefix)
 
     def discard_results(self, prefix: str) -> None:
-        """Nobody wants results whose names begin so any more, nor what was kept for them."""
+        """Drop results whose names begin with `prefix`, and what was kept for them."""
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
 
@@ -130,7 +103,7 @@ class ComputeHandlers:
         return (await self._handle_forward(caller, Message(body))).body
 
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
-        self._admission.run.check_trainer(caller)
+        self._membership.run.check_trainer(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         inputs, extras = _input_tree(request.structure, message.tensors, request.source)
@@ -165,14 +138,14 @@ class ComputeHandlers:
         keep = mode.grad and request.keep
         if keep:
             kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
-            self._keep(name, kept, result)
+            self._cache_forward(name, kept, result)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
-        # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
+        # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
         once = self.cache.full or not keep
         message = to_message(result.output, result.requires_grad)
         self._tickets.fulfil(name, message, encode(report), once=once)
 
-    def _keep(self, name: str, kept: CachedForward, result: ForwardResult) -> None:
+    def _cache_forward(self, name: str, kept: CachedForward, result: ForwardResult) -> None:
         kept.graph = result.graph
         kept.input_bytes = num_bytes(serialization.flatten((kept.inputs, kept.extras))[1])
         kept.graph_bytes = result.graph_bytes
@@ -181,13 +154,10 @@ class ComputeHandlers:
     async def _inputs(
         self, source: Ticket | None, inputs: Any, input_grad: bool
     ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[StageReport, ...]]:
-        """The positional inputs of a stage, which of their tensors want a gradient, and the reports they came with."""
+        """Get a stage's positional inputs, which of their tensors want a gradient, and the reports they came with."""
         if source is None:
-            return (
-                inputs,
-                [input_grad and serialization.is_differentiable(leaf) for leaf in serialization.leaves(inputs)],
-                (),
-            )
+            leaves = serialization.leaves(inputs)
+            return inputs, [input_grad and serialization.is_differentiable(leaf) for leaf in leaves], ()
         message, report = await self._fetch(source)
         output, flags = from_message(message)
         return (output,), flags, _reports(report)
@@ -198,7 +168,7 @@ class ComputeHandlers:
         return (await self._handle_backward(caller, Message(body))).body
 
     async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
-        self._admission.run.check_trainer(caller)
+        self._membership.run.check_trainer(caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         if request.key.evaluation or request.key.step not in self._sums.open_steps or not request.mode.grad:
@@ -239,7 +209,7 @@ class ComputeHandlers:
     async def _gradients(
         self, source: Ticket, stage: Stage, key: CallKey, kept: CachedForward
     ) -> tuple[serialization.Tree, tuple[StageReport, ...]]:
-        """What a backward begins with, and the reports that it came with; without it `kept` goes back to the cache."""
+        """Fetch the gradients that a backward begins with; if they do not come, `kept` goes back to the cache."""
         try:
             message, report = await self._fetch(source, gradient=True)
         except BaseException:
@@ -249,7 +219,7 @@ class ComputeHandlers:
         return from_message(message)[0], _reports(report)
 
     async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> CachedForward:
-        """What this peer kept of the forward, or what the request brings instead."""
+        """Get what this peer kept of the forward, or what the request brings instead."""
         key = request.key
         forward_name = key.name(stage.index, "forward")
         kept = self.cache.pop(forward_name)
@@ -265,7 +235,7 @@ class ComputeHandlers:
     # ------------------------------------------------------------------ cancelling
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
-        self._admission.run.check_trainer(caller)
+        self._membership.run.check_trainer(caller)
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction)
@@ -276,13 +246,13 @@ class ComputeHandlers:
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
-    # ------------------------------------------------------------------ what a trainer left behind
+    # ------------------------------------------------------------------ what a lost trainer has left here
 
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)
         self._sums.check(caller, request.generation, request.step, request.attempt)
         keys = [CallKey.of(request, receipt) for receipt in request.receipts]
-        # First, for what is under way may be added meanwhile.
+        # Before the compute thread is asked, for calls that are under way may be added meanwhile.
         pending = {
             index: [key.name(index, "backward") in self.under_way.tasks for key in keys]
             for index in self._stepping.stages
@@ -306,17 +276,17 @@ class ComputeHandlers:
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
         if self._closed:
             raise NotMember("this peer has left")
-        self._admission.run.check_generation(key.generation)
-        if not key.evaluation and key.attempt != self._sums.attempt:
-            raise ProtocolError(f"attempt {self._sums.attempt} of the step is open, got a call of {key.attempt}")
+        self._membership.run.check_generation(key.generation)
+        if not key.evaluation and key.attempt != self._sums.next.attempt:
+            raise ProtocolError(f"attempt {self._sums.next.attempt} of the step is open, got a call of {key.attempt}")
         stage = self._stepping.stage(stage_index)
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
-        self._admission.run.check_holds(self._admission.me, stage_index)
+        self._membership.run.check_holds(self._membership.me, stage_index)
         if key.weights and not key.evaluation:
-            raise ProtocolError(f"only evaluations may mean lent weights, got {key}")
+            raise ProtocolError(f"only evaluations may use lent weights, got {key}")
         stage.check_borrowed(key.weights)
-        if stage_index not in self._admission.loaded:
+        if stage_index not in self._membership.loaded:
             raise NotMember(f"stage {stage_index} has no weights yet")
         if not key.evaluation:
             self._sums.check_counts(stage, key)
@@ -325,12 +295,12 @@ class ComputeHandlers:
         return stage
 
     def _computes_on(self, key: CallKey) -> int:
-        """The version of the weights that are meant."""
-        return key.step if key.evaluation else self._admission.run.computes_on(key.step)
+        """The version of the weights that a call is computed with."""
+        return key.step if key.evaluation else self._membership.run.computes_on(key.step)
 
     def _seed(self, key: CallKey, stage: Stage) -> int:
-        """Of all random draws of a call."""
-        seed = self._admission.run.manifest.seed
+        """The seed of all random draws of a call."""
+        seed = self._membership.run.manifest.seed
         return key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
 
     async def _fetch(self, source: Ticket, *, gradient: bool = False) -> tuple[Message, bytes]:
@@ -385,11 +355,11 @@ def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple
 
 
 def _reports(report: bytes) -> tuple[StageReport, ...]:
-    """Of a call, and of those that its own input came with."""
+    """The reports of a call, and of the calls that its own input came with."""
     first = decode(report, CallReport)
     return (StageReport(busy_s=first.busy_s, queued=first.queued, receipt=first.receipt), *first.others)
 
 
 def _num_samples(inputs: tuple[Any, ...]) -> int:
-    """How many samples a microbatch has: it was cut along the first dimension."""
+    """The number of samples in a microbatch, which was cut along the first dimension."""
     return next((leaf.shape[0] for leaf in serialization.leaves(inputs) if leaf.ndim), 0)

@@ -1,4 +1,4 @@
-"""What steps a stage's parameters: the user's optimizer, cut down to them. Its state is with them, or on the CPU."""
+"""Steps a stage's parameters with the user's optimizer, cut down to them. Its state is with them, or on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_swarm.protocol.messages.run import Selection
 
 
 def place_overrides(optimizer: Optimizer) -> None:
-    """Have overrides by place be those of this optimizer's parameters, where they stand now; before each step."""
+    """Register overrides by place for this optimizer's parameters, where they stand now; before each step."""
     manager = _manager(optimizer)
     if manager is not None:
         manager.index2config.clear()
@@ -24,11 +24,9 @@ def place_overrides(optimizer: Optimizer) -> None:
 
 
 def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let copies of parameters be optimized as these are.
+    """Let copies of parameters be optimized as the parameters are; `pairs` are of a parameter and its copy.
 
-    Args:
-        optimizer: Which still has the parameters themselves.
-        pairs: Of a parameter and its copy.
+    The optimizer must still have the parameters themselves.
     """
     manager = _manager(optimizer)
     if manager is not None:
@@ -41,22 +39,17 @@ def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.
 # say. One `GlobalOptimManager` for the whole process knows them, by a parameter's id and by its place in its parameter
 # group. A stage has only part of a group, and other optimizers in this process have other stages.
 def _manager(optimizer: Optimizer) -> Any:
-    """Told by what it has: bitsandbytes is slow to import, and few use its optimizers."""
+    """The manager of overrides, recognized by what it has: bitsandbytes is slow to import, and few use it."""
     manager = getattr(optimizer, "mng", None)
     return manager if hasattr(manager, "index2config") else None
 
 
 class StageOptimizer:
-    """The optimizer of one stage.
+    """The user's optimizer over the whole model, cut down to the parameters of one stage; None: nothing will train.
 
-    Args:
-        optimizer: The user's, over the whole model; its parameter groups are cut down by `select`. None: nothing is
-            going to train.
-        parameters: Of the stage, by name.
-        clip_value: Each element of a gradient is clamped to its range; None: not clipped.
-        offload: Step copies of the parameters on the CPU, where state is then, too.
-        apart: Step other objects than the parameters, which share their memory: a graph of autograd refuses its
-            backward where a parameter itself was stepped since.
+    With `clip_value` each element of a gradient is clamped to that range. With `offload`, copies of the parameters on
+    the CPU are stepped, and state is there, too. With `apart`, other objects than the parameters are stepped, which
+    share their memory: a graph of autograd refuses its backward where a parameter itself was stepped since.
     """
 
     def __init__(
@@ -71,7 +64,9 @@ class StageOptimizer:
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         self._own = dict(parameters)
         copied = _on_cpu if offload else _beside
-        self._stepped = {name: copied(one) for name, one in parameters.items()} if offload or apart else self._own
+        self._stepped = (
+            {name: copied(parameter) for name, parameter in parameters.items()} if offload or apart else self._own
+        )
         self._offloads = offload
         self._clip_value = clip_value
         self._written: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]  # by the optimizer itself
@@ -79,20 +74,22 @@ class StageOptimizer:
             copy_overrides(self.optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
         before = dict(self.optimizer.state)  # some optimizers have state before their first step, of all parameters
         self.optimizer.state.clear()
-        self.load_state({name: before[one] for name, one in self._own.items() if one in before})
+        self.load_state({name: before[parameter] for name, parameter in self._own.items() if parameter in before})
 
     def select(self, selection: Selection) -> None:
-        """Have the parameter groups that `selection` says. What is known of a parameter stays with it."""
+        """Take the parameter groups of `selection`. What is known of a parameter stays with it."""
         groups = self.optimizer.param_groups
         del groups[selection.num_groups :]
         while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
             groups.append(copy.deepcopy(self.optimizer.defaults))
         self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
         for index, group in enumerate(groups):  # empty groups stay: records address groups by place
-            group["params"] = [one for name, one in self._stepped.items() if selection.groups.get(name) == index]
+            group["params"] = [
+                parameter for name, parameter in self._stepped.items() if selection.groups.get(name) == index
+            ]
 
     def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Names of what cannot take the place of the hyperparameters here, of the first group that has any."""
+        """Names of new hyperparameters that cannot replace those here, of the first group that has any."""
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=False):
             wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
             if wrong:
@@ -102,13 +99,7 @@ class StageOptimizer:
     def step(
         self, gradients: Mapping[str, Tensor | None], factor: float, hyperparameters: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Take a step.
-
-        Args:
-            gradients: For each parameter that trains; None: the optimizer passes over it.
-            factor: That they are multiplied by.
-            hyperparameters: Of each parameter group.
-        """
+        """Step with gradients times `factor`; a parameter whose gradient is None is passed over."""
         stepped = [self._stepped[name] for name in gradients]
         self._fetch(gradients)
         for parameter, gradient in zip(stepped, gradients.values(), strict=True):
@@ -134,7 +125,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:
-        """Begin with the parameters' values, at each step, so that nobody else who sets weights need know of copies."""
+        """Begin each step with the parameters' values, so that nothing else that sets weights need know of copies."""
         if self._offloads:
             for name in names:
                 self._stepped[name].copy_(self._own[name])
@@ -143,19 +134,26 @@ class StageOptimizer:
                 self._stepped[name].data = self._own[name].data
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """For each parameter that has some, its state: a tree of tensors and numbers. Shared memory, not copies."""
+        """The state of each parameter that has some, a tree of tensors and numbers. Shared memory, not copies."""
         found = self.optimizer.state
         groups = zip(self.optimizer.param_groups, self._written, strict=True)
-        written = {id(one): {GROUP: dict(values)} for group, values in groups if values for one in group["params"]}
-        both = {name: {**found.get(one, {}), **written.get(id(one), {})} for name, one in self._stepped.items()}
+        written = {
+            id(parameter): {GROUP: dict(values)} for group, values in groups if values for parameter in group["params"]
+        }
+        both = {
+            name: {**found.get(parameter, {}), **written.get(id(parameter), {})}
+            for name, parameter in self._stepped.items()
+        }
         return {name: state for name, state in both.items() if state or self._stepped[name] in found}
 
     def saved_state(self) -> dict[str, dict[str, Any]]:
-        """The same as the optimizer saves it: some do not save what they have."""
-        return as_saved(self.optimizer, {id(one): name for name, one in self._stepped.items()}, self.state())
+        """The state as the optimizer itself saves it: some do not save all that they have."""
+        return as_saved(
+            self.optimizer, {id(parameter): name for name, parameter in self._stepped.items()}, self.state()
+        )
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the state of parameters of this stage, to the bit; what there was before is gone."""
+        """Take over the state of this stage's parameters, to the bit; the state before is gone."""
         groups = {
             id(parameter): (group, written)
             for group, written in zip(self.optimizer.param_groups, self._written, strict=True)
@@ -172,7 +170,7 @@ class StageOptimizer:
                 self.optimizer.state[parameter] = _placed(own, parameter, group)
 
     def share(self, other: StageOptimizer) -> None:
-        """Of parameters that both have, which `other` has stepped, have its state: the same one, not a copy."""
+        """Share the state of parameters that `other` has, too, and has stepped: the same state, not a copy."""
         for name, parameter in self._own.items():
             if other._own.get(name) is parameter and other._stepped[name] in other.optimizer.state:
                 self.optimizer.state[self._stepped[name]] = other.optimizer.state[other._stepped[name]]
@@ -184,7 +182,7 @@ class StageOptimizer:
 
 
 def _is_written(key: str, value: object) -> bool:
-    """Whether an optimizer may have written it into a parameter group: numbers only."""
+    """Tell whether an optimizer may have written this into a parameter group: numbers only."""
     return key != "params" and isinstance(value, (int, float))
 
 
@@ -198,7 +196,7 @@ def _beside(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's optimizer state where the optimizer wants it: with the parameter, but steps are counted on CPU."""
+    """A parameter's state where the optimizer wants it: with the parameter, but steps are counted on the CPU."""
     counts_there = group.get("capturable") or group.get("fused")
     placed = {}
     for key, value in state.items():
@@ -209,11 +207,11 @@ def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any
 
 
 def _fits(own: object, new: object) -> bool:
-    """Whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
+    """Tell whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
     if isinstance(own, (list, tuple)):
         if not isinstance(new, list) or len(new) != len(own):
             return False
-        return all(_fits(one, other) for one, other in zip(own, new, strict=True))
+        return all(_fits(value, other) for value, other in zip(own, new, strict=True))
     if isinstance(own, (bool, str)):
         return type(new) is type(own)
     if isinstance(own, (int, float, Tensor)):

@@ -1,4 +1,4 @@
-"""One stage on one peer: its weights, its optimizer, and the gradients of the steps that are open.
+"""One stage on one peer: its weights, its optimizer, and the gradients of the open steps.
 
 Everything here runs on the compute thread, one call at a time.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -28,24 +29,23 @@ from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 from lightning_swarm.server.optimizer import StageOptimizer
 
-_SMOOTHING: Final = 0.05
-_OF_STEPS: Final = 0.3
-_FEW: Final = 4
-"""Microbatches: the first ones load and compile."""
+_SMOOTHING: Final = 0.05  # of microbatches
+_STEP_SMOOTHING: Final = 0.3
+_MIN_MEASURED: Final = 4  # microbatches: the first ones load and compile
 
 
 class StageLoad:
-    """Of one stage on one server."""
+    """The load of one stage on one server."""
 
     def __init__(self) -> None:
         self._num_samples, self._busy_s, self._queued = (MovingAverage(_SMOOTHING) for _ in range(3))
         self._num_measured = 0
-        self._busy_share = MovingAverage(_OF_STEPS)
+        self._busy_share = MovingAverage(_STEP_SMOOTHING)
         self._busy_in_step_s = 0.0
         self._step_began_s: float | None = None
 
     def count_samples(self, num_samples: int, *, busy_s: float, queued: int) -> None:
-        """A microbatch went through."""
+        """Count a microbatch that went through."""
         self._num_measured += 1
         self._num_samples.measure(num_samples)
         self._busy_s.measure(busy_s)
@@ -53,37 +53,37 @@ class StageLoad:
         self._busy_in_step_s += busy_s
 
     def start_step(self, *, now_s: float) -> None:
-        """A step begins, the first one or the first after an absence, which counts as no step."""
+        """Begin a step, the first one or the first after an absence, which counts as no step."""
         self._step_began_s, self._busy_in_step_s = now_s, 0.0
 
     def note_step(self, *, now_s: float) -> None:
-        """A step is over, with all that belongs to it, and the next one begins."""
+        """End a step, with all that belongs to it, and begin the next one."""
         if (share := self._so_far(now_s)) is not None:
             self._busy_share.measure(share)
         self.start_step(now_s=now_s)
 
     @property
     def samples_per_s(self) -> float | None:
-        """While it computes, of the last microbatches, forward and backward; None before a few were measured."""
+        """Samples a second while it computes, of the last microbatches, both ways; None before a few were measured."""
         num_samples, busy_s = self._num_samples.value, self._busy_s.value
-        return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _FEW else None
+        return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _MIN_MEASURED else None
 
     @property
     def microbatch_size(self) -> float | None:
-        """Samples, of the last ones; None: there was none."""
+        """Samples in the last microbatches; None: there was none."""
         return self._num_samples.value
 
     @property
     def queued(self) -> float:
-        """Jobs that waited when these were done."""
+        """Jobs that waited when the last microbatches were done."""
         return self._queued.value or 0.0
 
     def busy_share(self, *, now_s: float) -> float | None:
-        """Of the last steps' time, the part in which it computed; in the first step, of that so far."""
+        """The part of the last steps' time in which it computed; in the first step, of that step so far."""
         return self._busy_share.value if self._busy_share.value is not None else self._so_far(now_s)
 
     def _so_far(self, now_s: float) -> float | None:
-        """Likewise of the open step; None: it has only begun."""
+        """The busy share of the open step; None: it has only begun."""
         began_s = self._step_began_s
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
@@ -94,26 +94,20 @@ NOWHERE: Final[Mapping[str, WeightVersions]] = MappingProxyType({})
 # A step of the optimizer writes into other memory than that of the weights before it. So a microbatch whose backward is
 # still to come finds the weights of its forward, and each step costs one copy.
 class WeightVersions:
-    """The newest of some parameters, which they hold themselves, and those before.
-
-    Args:
-        parameters: By name.
-    """
+    """The newest values of some parameters, which these hold themselves, and the values before."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._own = parameters
-        self._before: dict[str, Tensor] = {}  # of those that were stepped last
-        self._elsewhere: dict[str, Tensor] = {}  # likewise, of those that another stage's versions take care of
-        self._spare: dict[str, Tensor] = {}  # memory of older ones
+        self._own = parameters  # by name
+        self._before: dict[str, Tensor] = {}  # of the parameters that were stepped last
+        self._elsewhere: dict[str, Tensor] = {}  # likewise, of those that another stage's versions keep
+        self._spare: dict[str, Tensor] = {}  # memory of older values
         self.has_before = False
 
     @torch.no_grad()
     def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions] = NOWHERE) -> None:
-        """Begin a version, with the weights of the one before.
+        """Begin a version with the weights of the one before; only parameters in `names` may change until the next one.
 
-        Args:
-            names: Of what it will change; nothing else may be changed until the next one.
-            elsewhere: Whose turn was before this one, and has had some of these change already.
+        `elsewhere` has the versions of other stages here that share some of these parameters, and have turned before.
         """
         self._spare.update(self._before)
         self._before, self._elsewhere = {}, {}
@@ -127,10 +121,6 @@ class WeightVersions:
             newest.copy_(own.data)
             self._before[name], own.data = own.data, newest
         self.has_before = True
-
-    def drop_history(self) -> None:
-        """There is one version only."""
-        self._before, self._elsewhere, self._spare, self.has_before = {}, {}, {}, False
 
     @contextlib.contextmanager
     def before(self) -> Iterator[None]:
@@ -146,25 +136,18 @@ class WeightVersions:
                 self._own[name].data = tensor
 
 
+@dataclass
+class _StageGeneration:
+    """The state of a stage, beside weights and optimizer, that does not outlive a generation of the run."""
+
+    sums: dict[int, GradientSum] = field(default_factory=dict)  # by step
+    carried: AveragingState = field(default_factory=AveragingState)  # from the last step's averaging to the next one's
+    borrowed: tuple[int, dict[str, Tensor]] | None = None  # weights that evaluations may mean, by their number
+    ahead: tuple[object, Fingerprint] | None = None  # of the weights after a step, and what it was begun for
+
+
 class Stage:
-    """A stage's weights and optimizer, at one version.
-
-    Args:
-        module: The stage's run of blocks.
-        stepper: Of its parameters.
-        device: Where it computes.
-        version: Of its initial weights.
-        selection: Which parameters train, and in which group; None: it is not going to train.
-        codecs: By which its tensors travel.
-        keeps_before: Keep the weights of the version before the newest, too.
-        exact: Add gradients up so that their sums do not depend on the order.
-
-    Attributes:
-        computation: Of its microbatches.
-        statistics: Of its batch norms.
-        load: What these take.
-        carried: From the last step's averaging to the next one's.
-    """
+    """A stage's weights and optimizer, at one version."""
 
     def __init__(
         self,
@@ -173,7 +156,6 @@ class Stage:
         device: torch.device,
         *,
         version: int = 0,
-        selection: Selection | None = None,
         codecs: Codecs = PLAIN,
         keeps_before: bool = False,
         exact: bool = False,
@@ -184,19 +166,17 @@ class Stage:
         self.device = device
         self.version = version
         self.codecs = codecs
-        self.exact = exact
+        self.exact = exact  # sums gradients so that their sums do not depend on the order
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
         self.stepper = stepper
-        self.selection: Selection | None = None
-        self._borrowed: tuple[int, dict[str, Tensor]] | None = None
+        self.selection: Selection | None = None  # which parameters train, and in which group; None: none will
         self._versions = WeightVersions(self.parameters) if keeps_before else None
-        self._ahead: tuple[object, Fingerprint] | None = None  # what it is of, and how far it is; after a step
+        self._state = _StageGeneration()
+        self._spare: GradientSum | None = None
         self.load = StageLoad()
         self._train([])
-        if selection is not None:
-            self.select(selection)
 
     # ------------------------------------------------------------------ what trains
 
@@ -219,9 +199,17 @@ class Stage:
     def _train(self, trainable: list[nn.Parameter]) -> None:
         """Make room for the gradients of `trainable`."""
         self.computation.train(trainable)
-        self._sums: dict[int, GradientSum] = {}  # by step
-        self._spare: GradientSum | None = None
-        self.carried = AveragingState()
+        self._state.sums, self._state.carried = {}, AveragingState()
+        self._spare = None
+
+    @property
+    def carried(self) -> AveragingState:
+        """The state that the last step's averaging left for the next one."""
+        return self._state.carried
+
+    @carried.setter
+    def carried(self, carried: AveragingState) -> None:
+        self._state.carried = carried
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -230,34 +218,35 @@ class Stage:
 
     @property
     def trainable_names(self) -> list[str]:
-        """Names of `trainable`, in its order."""
+        """The names of `trainable`, in its order."""
         trainable = set(map(id, self.trainable))
         return [name for name, parameter in self.parameters.items() if id(parameter) in trainable]
 
     # ------------------------------------------------------------------ a step
 
     def sum_of(self, step: int) -> GradientSum:
-        """What was added up in a step that is open."""
+        """The gradient sum of an open step."""
         if step < self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; step {step} is decided")
-        if step not in self._sums:
+        sums = self._state.sums
+        if step not in sums:
             spare, self._spare = self._spare, None
-            self._sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
-        return self._sums[step]
+            sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
+        return sums[step]
 
     @property
     def next_sum(self) -> GradientSum:
-        """Of the step whose record is next."""
+        """The gradient sum of the step whose record is next."""
         return self.sum_of(self.version)
 
     def check_version(self, version: int) -> None:
-        """Refuse to compute with other weights than those that are meant."""
+        """Refuse a call that means other weights than the newest."""
         if version != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}, not at {version}")
 
     @contextlib.contextmanager
     def at(self, version: int) -> Iterator[None]:
-        """Hold the weights of a version inside: the newest, or where they are kept those before."""
+        """Hold the weights of a version inside: the newest, or, where they are kept, those before."""
         if version == self.version - 1 and self._versions is not None and self._versions.has_before:
             with self._versions.before():
                 yield
@@ -265,17 +254,16 @@ class Stage:
         self.check_version(version)
         yield
 
-    def go_back(self, version: int, selection: Selection | None) -> None:
-        """Begin anew at `version`: its weights and its optimizer's state are still to come."""
+    def enter_generation(self, version: int, selection: Selection | None) -> None:
+        """Begin anew at `version`. Weights and the optimizer's state are still to come."""
         self.version = version
+        self._state = _StageGeneration()
         if selection is not None:
             self.select(selection)
         self.stepper.clear_state()
         self.statistics.clear()
-        self._borrowed, self.carried, self._ahead = None, AveragingState(), None
-        self._sums = {}
         if self._versions is not None:
-            self._versions.drop_history()
+            self._versions = WeightVersions(self.parameters)
 
     def check_applies(self, record: Record) -> None:
         """Refuse a record that `apply` would fail on, before anything is changed."""
@@ -293,13 +281,11 @@ class Stage:
     ) -> None:
         """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
 
-        Args:
-            record: Decided, of this stage's version.
-            mean_gradient: ``[elements of the trainable parameters]``, the same bytes on every replica; and what
-                `with_statistics` put behind it.
-            touched: For each trainable parameter, whether any microbatch gave it a gradient. Optimizers pass over
-                those that have none, on one machine as here.
-            before: The stages here that have applied the record. What they hold, too, has taken its step.
+        The record is decided, and of this stage's version. The mean gradient ``[elements of the trainable parameters]``
+        has the same bytes on every replica; `with_statistics` may have put statistics behind it. `touched` says for
+        each trainable parameter whether any microbatch gave it a gradient: optimizers pass over the others, on one
+        machine as here. `before` are the stages here that have applied the record: parameters that they hold, too, have
+        taken its step.
         """
         if record.selection is not None:
             self.select(record.selection)
@@ -321,38 +307,39 @@ class Stage:
             for other in before:
                 self.stepper.share(other.stepper)
         self.version += 1
-        self._ahead = self._begun_fingerprint()
-        self._spare = self._sums.pop(record.step, None)  # memory for a later step
+        self._state.ahead = self._begun_fingerprint()
+        self._spare = self._state.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
 
     def _shares(self, name: str, other: Stage) -> bool:
-        """Whether a parameter is another stage's, too."""
+        """Tell whether a parameter is another stage's, too."""
         return other.parameters.get(name) is self.parameters[name]
 
     def fingerprint(self) -> int:
-        """Of weights, buffers and optimizer state at this version."""
-        before, (identities, taken) = self._ahead, self._begun_fingerprint()
+        """The fingerprint of weights, buffers and optimizer state at this version."""
+        before, (identities, taken) = self._state.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
     def look_ahead(self) -> bool:
-        """Where there is nothing else to do, take a piece of the fingerprint after a step; whether more is left."""
-        return self._ahead is not None and self._ahead[1].advance()
+        """Take a piece of the fingerprint after a step, while idle; returns whether more is left."""
+        ahead = self._state.ahead
+        return ahead is not None and ahead[1].advance()
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
-        """And what changes where a tensor takes another's place, or is written to."""
+        """Begin a fingerprint; returns also what changes if a tensor is replaced or written to."""
         state = serialization.flatten(list(self.stepper.state().values()))[1]
         held = [*self.module.named_stage_tensors().values(), *state]
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 
     @property
     def mean_length(self) -> int:
-        """Of what a round ends with: the mean gradient, and the running statistics behind it."""
+        """The length of a round's result: the mean gradient, and the running statistics behind it."""
         like = self.next_sum.like
         return like.numel() + self.statistics.length * torch.float64.itemsize // like.itemsize
 
     def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
-        """Both in one vector: what the round ends with."""
+        """Join both into the one vector that a round ends with."""
         return torch.cat([mean_gradient, statistics.view(mean_gradient.dtype).to(mean_gradient.device)])
 
     def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -369,11 +356,7 @@ class Stage:
         return {name: tensor.detach() for name, tensor in self.module.named_stage_tensors().items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Overwrite parameters and buffers.
-
-        Raises:
-            ProtocolError: A name, shape or dtype differs; nothing was changed then.
-        """
+        """Overwrite parameters and buffers. One of another name, shape or dtype is refused, and nothing changed."""
         own = self._check_weights(weights)
         for name, tensor in own.items():
             tensor.copy_(weights[name])
@@ -381,19 +364,19 @@ class Stage:
     def borrow(self, number: int, weights: dict[str, Tensor]) -> None:
         """Keep weights that evaluations may mean by `number`; with no weights, drop those.
 
-        Raises:
-            ProtocolError: A name, shape or dtype differs; nothing was changed then.
+        Weights of other names, shapes or dtypes are refused, and nothing is changed.
         """
         if not weights:
             self.check_borrowed(number)
-            self._borrowed = None
+            self._state.borrowed = None
             return
         self._check_weights(weights)
-        self._borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
+        self._state.borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
 
     def check_borrowed(self, number: int) -> None:
-        """Refuse to compute with other weights than those that are meant."""
-        here = self._borrowed[0] if self._borrowed is not None else 0
+        """Refuse a call that means other lent weights than those here."""
+        borrowed = self._state.borrowed
+        here = borrowed[0] if borrowed is not None else 0
         if number not in (0, here):
             raise ProtocolError(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
 
@@ -401,21 +384,22 @@ class Stage:
     def holding(self, number: int) -> Iterator[None]:
         """Hold the weights borrowed by `number` inside, and the stage's own again afterwards; 0: nothing changes."""
         self.check_borrowed(number)
-        if number == 0 or self._borrowed is None:
+        borrowed = self._state.borrowed
+        if number == 0 or borrowed is None:
             yield
             return
         own = self.module.named_stage_tensors()
         before = {name: tensor.data for name, tensor in own.items()}
         try:
             for name, tensor in own.items():
-                tensor.data = self._borrowed[1][name]
+                tensor.data = borrowed[1][name]
             yield
         finally:
             for name, tensor in own.items():
                 tensor.data = before[name]
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This stage's own, which those given are alike in name, shape and dtype."""
+        """Return this stage's own weights, if those given are alike in name, shape and dtype."""
         own = self.weights()
         if own.keys() != weights.keys():
             raise ProtocolError(f"stage {self.index} has the weights {sorted(own)}, got {sorted(weights)}")
@@ -428,16 +412,14 @@ class Stage:
         return own
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For each parameter that has some, its optimizer state: a tree of tensors and numbers."""
+        """The optimizer state of each parameter that has some, a tree of tensors and numbers."""
         return self.stepper.state()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over optimizer state, as `optimizer_state` gave it, to the bit.
-
-        Raises:
-            ProtocolError: It is not of this stage's parameters; nothing was changed then.
-        """
+        """Take over optimizer state, as `optimizer_state` gave it, to the bit; that of another stage is refused."""
         unknown = sorted(state.keys() - self.parameters.keys())
-        if unknown or not all(isinstance(one, dict) and isinstance(one.get(GROUP, {}), dict) for one in state.values()):
+        if unknown or not all(
+            isinstance(values, dict) and isinstance(values.get(GROUP, {}), dict) for values in state.values()
+        ):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
         self.stepper.load_state(state)

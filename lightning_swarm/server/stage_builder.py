@@ -1,8 +1,9 @@
-"""The model as one peer holds it: cut into stages, of which it builds those it serves."""
+"""A peer's own copy of the model: cut into stages, of which the peer builds those it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,61 +24,55 @@ from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
 
 
+@dataclass(frozen=True)
+class ComputeSettings:
+    """Device, compiler and offloading of a peer's stages."""
+
+    device: torch.device
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # see `StageModule.compile_by`
+    offload: bool = False  # have optimizers and their state on the CPU, if the device is another one
+
+
 class PeerModel:
-    """A peer's own copy of the model.
-
-    Args:
-        module: The LightningModule (or any module), after `configure_model`.
-        blocks: Where it is cut.
-        optimizer: Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if known.
-        device: Where this peer computes.
-        keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
-        compiler: Compiles the stages' forwards; see `StageModule.compile_by`.
-        offload: Have optimizers and their state on the CPU, if the device is another one.
-        origin: Says what a stage's parameters and buffers are at first, at a run's starter.
-
-    Attributes:
-        offloads: Whether they are there.
-    """
+    """A peer's own copy of the model: a LightningModule (or any module), after `configure_model`."""
 
     def __init__(
         self,
         module: nn.Module,
         blocks: Blocks,
         optimizer: Callable[[int | None], Optimizer],
-        device: torch.device,
+        settings: ComputeSettings,
         *,
         keep: bool,
-        compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-        offload: bool = False,
         origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
         unhook(module)  # a stage computes the layers at its ends in part
-        self.blocks = blocks
+        self.blocks = blocks  # where it is cut
+        # Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
         self._optimizer = optimizer
-        self.device = device
-        self._keep = keep
-        self._compiler = compiler
-        self.offloads = offload and device.type != "cpu"
-        self.origin = origin
+        self.device = settings.device
+        self._keep = keep  # leave the parameters of stages that are not served as they are, instead of freeing them
+        self._compiler = settings.compiler
+        self.offloads = settings.offload and settings.device.type != "cpu"
+        self.origin = origin  # what a stage's parameters and buffers are at first, at a run's starter
 
     def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
-        """The stages that begin and end as `ranges` of blocks say."""
+        """Cut the model into stages of these ranges of blocks."""
         return partition.cut(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
-        """What the manifest says of the stages.
+        """Describe the stages for the manifest.
 
-        Args:
-            ranges: The blocks of each stage.
-            rosters: Of these stages, then of the one on the trainers, whether the model needs it or not.
+        The rosters are of these stages, then of the one on the trainers, whether the model needs it or not.
         """
         return [
             StageManifest(
                 first_block=blocks.start,
                 end_block=blocks.stop,
-                parameters=[(one.name, list(one.shape), one.dtype) for one in stage.spec.parameters],
+                parameters=[
+                    (parameter.name, list(parameter.shape), parameter.dtype) for parameter in stage.spec.parameters
+                ],
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
@@ -86,10 +81,9 @@ class PeerModel:
         ]
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a run of another model. Boundary layers are the run's: they come and go with it.
+        """Refuse a run of another model with a `ConfigError` that names the first field that differs.
 
-        Raises:
-            ConfigError: This peer's model is not the run's; names the first field that differs.
+        Boundary layers are the run's: they come and go with it.
         """
         adopt(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         unhook(self._module)
@@ -99,29 +93,18 @@ class PeerModel:
                 f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
                 f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
             )
-        mine = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
-        kinds = [[stage.on_trainers for stage in stages] for stages in (mine, manifest.stages)]
+        own_stages = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
+        kinds = [[stage.on_trainers for stage in stages] for stages in (own_stages, manifest.stages)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
                 "every peer must build the model of the run; which of its stages are on the trainers is "
                 f"{kinds[0]} here and {kinds[1]} there. Start all peers with the same script."
             )
-        for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):
-            if own.statistics != theirs.statistics:
-                raise ConfigError(
-                    f"every peer must build the model of the run; the batch norms of stage {index} keep "
-                    f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
-                    "same script, versions and settings."
-                )
-            if own.parameters != theirs.parameters:
-                differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
-                raise ConfigError(
-                    f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
-                    "Start all peers with the same script, versions and settings."
-                )
+        for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
+            _check_alike(index, own, theirs)
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
-        """The stages that this peer serves, ready to compute once their weights are loaded. Raises as `check` does."""
+        """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
         self.check(manifest)
         modules = self.cut(ranges_of(manifest.stages))
         if manifest.selection is not None:
@@ -139,9 +122,11 @@ class PeerModel:
             self._free_all_but(self.cut(ranges_of(manifest.stages)), served)
 
     def make_whole(self) -> None:
-        """Give all that was freed memory again: its values come from a checkpoint."""
+        """Give all freed tensors memory again: their values come from a checkpoint."""
         owners = self._module.modules()
-        held = {id(one): one for owner in owners for one in (*owner._parameters.values(), *owner._buffers.values())}
+        held = {
+            id(tensor): tensor for owner in owners for tensor in (*owner._parameters.values(), *owner._buffers.values())
+        }
         self._fill(set(held))
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
@@ -159,34 +144,32 @@ class PeerModel:
             module.compile_by(self._compiler)
         parameters = dict(module.named_stage_parameters())
         clip_value, delays = manifest.gradient_clip_value, manifest.settings.delay_optimizer_step
-        return Stage(
+        stage = Stage(
             module,
             StageOptimizer(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
             self.device,
             version=manifest.first_step,
-            selection=manifest.selection,
             codecs=Codecs.of(manifest.settings.compression),
             keeps_before=delays,
             exact=manifest.settings.deterministic,
         )
+        if manifest.selection is not None:
+            stage.select(manifest.selection)
+        return stage
 
     def _freeze(self, frozen: Collection[str]) -> None:
-        """Only the lead ran the callbacks that freeze; `configure_optimizers` shall find here what it did there."""
+        """Freeze what the lead's callbacks froze, so that `configure_optimizers` finds here what it found there."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
 
     def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
-        own, others = (
-            {
-                id(one)
-                for stage in stages
-                if (stage.spec.index in served) == here
-                for _, one in stage.named_stage_parameters()
-            }
-            for here in (True, False)
-        )
+        own: set[int] = set()
+        others: set[int] = set()
+        for stage in stages:
+            ids = own if stage.spec.index in served else others
+            ids.update(id(parameter) for _, parameter in stage.named_stage_parameters())
         foreign = others - own
         replaced: dict[int, nn.Parameter] = {}
         for module in self._module.modules():
@@ -198,11 +181,11 @@ class PeerModel:
                     module._parameters[name] = replaced[id(parameter)]
 
     def _make_room(self, served: Sequence[StageModule]) -> None:
-        """Give what is on meta memory: freed for an earlier run, or never made. Its values come with the run."""
+        """Give tensors on meta memory: freed for an earlier run, or never made. Their values come with the run."""
         self._fill({id(tensor) for stage in served for tensor in stage.named_stage_tensors().values()})
 
     def _fill(self, own: Collection[int]) -> None:
-        """Of what is on meta, with these ids."""
+        """Give those tensors on meta memory that have these ids."""
         replaced: dict[int, Tensor] = {}
 
         def real(tensor: Tensor) -> Tensor:
@@ -221,13 +204,28 @@ class PeerModel:
 
 
 def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> None:
-    """Some optimizers have state before their first step, or know parameters by their ids."""
-    own_parameters, copied = (dict(one.named_stage_parameters()).values() for one in (own, copies))
+    """Move to copies what some optimizers know of parameters before their first step, or by their ids."""
+    own_parameters, copied = (dict(module.named_stage_parameters()).values() for module in (own, copies))
     pairs = list(zip(own_parameters, copied, strict=True))
     optimizer_module.copy_overrides(optimizer, pairs)
     for parameter, copy in pairs:
         if parameter in optimizer.state:
             optimizer.state[copy] = optimizer.state.pop(parameter)
+
+
+def _check_alike(index: int, own: StageManifest, theirs: StageManifest) -> None:
+    if own.statistics != theirs.statistics:
+        raise ConfigError(
+            f"every peer must build the model of the run; the batch norms of stage {index} keep "
+            f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
+            "same script, versions and settings."
+        )
+    if own.parameters != theirs.parameters:
+        differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
+        raise ConfigError(
+            f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
+            "Start all peers with the same script, versions and settings."
+        )
 
 
 def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:

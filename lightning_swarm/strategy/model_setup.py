@@ -32,7 +32,7 @@ from lightning_swarm.model.partition import (
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.lead import RunSpec
 from lightning_swarm.protocol.messages.run import Selection
-from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.framework import ImportTree, framework_of
 
@@ -110,10 +110,8 @@ class ModelSetup:
             module,
             find_blocks(module, self.config.pipeline),
             _optimizer_maker(module, self.framework, knows_length=self.knows_length),
-            self.device,
+            ComputeSettings(self.device, self.compiler, self.config.offload_optimizer),
             keep=keep,
-            compiler=self.compiler,
-            offload=self.config.offload_optimizer,
             origin=self.initial_weights.weights,
         )
 

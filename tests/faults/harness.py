@@ -616,7 +616,7 @@ class FaultySwarm(Swarm):
                 f"{name}'s tickets": list(server._tickets._entries),
                 f"{name}'s queue": server._executor.queued,
                 f"{name}'s tasks": tasks_of(server._tasks._tasks),
-                f"{name}'s downloads": [one for one in server.donor._downloads if one in self.survivors()],
+                f"{name}'s downloads": [one for one in server.donor._state.downloads if one in self.survivors()],
                 f"{name}'s queued joiners": list(server.donor._queued),
                 f"{name}'s sums": [
                     index for index in server.stepping.stages if server.stepping.stage(index).next_sum.values.any()

@@ -274,7 +274,7 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     donor = run.strategy.servers[1]
     sent = donor._transport.traffic.sent_bytes[joiner.admission.me.peer_id, NEXT]
     assert sent > 2 * joiner.stepping.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
-    assert donor.donor._kept == {}, "nothing is kept once nobody needs it"
+    assert donor.donor._state.kept == {}, "nothing is kept once nobody needs it"
 
 
 class Unsteady(DigitsMLP):
@@ -300,7 +300,7 @@ def test_who_needs_more_records_than_are_kept_begins_again() -> None:
     run = swarm(joining, num_joiners=0, limits=Limits(join_bytes=1))
     assert_exact(run, plain())
     assert joining.entered_at == []
-    assert all(server.donor._kept == {} for server in run.strategy.servers)
+    assert all(server.donor._state.kept == {} for server in run.strategy.servers)
 
 
 def dying(strategy: InMemoryStrategy) -> Callable[[Server], None]:

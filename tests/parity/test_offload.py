@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.server import stage_builder as server_model
 from lightning_swarm.server.optimizer import StageOptimizer
-from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, sentences
 from tests.parity.test_resume import EPOCH, Matrices, adam_8bit, go
@@ -104,7 +104,8 @@ def test_a_file_goes_on(optimizer: Callable[..., Optimizer], tmp_path: Path) -> 
 def test_a_gpus_optimizer_is_on_the_cpu_if_that_is_asked_for(device: str, offload: bool, offloads: bool) -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     blocks = find_blocks(module, None)
-    model = PeerModel(module, blocks, lambda _: Optimizer([], {}), torch.device(device), keep=True, offload=offload)
+    settings = ComputeSettings(torch.device(device), offload=offload)
+    model = PeerModel(module, blocks, lambda _: Optimizer([], {}), settings, keep=True)
     assert model.offloads == offloads
 
 

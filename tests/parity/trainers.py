@@ -33,7 +33,7 @@ from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy.restart import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.held import batches_of
@@ -264,7 +264,11 @@ class ThreadStrategy(SwarmStrategy):
         module = DigitsMLP().double()
         blocks = find_blocks(module, None)
         model = PeerModel(
-            module, blocks, lambda _: make_optimizer(module, module.recipe), torch.device("cpu"), keep=False
+            module,
+            blocks,
+            lambda _: make_optimizer(module, module.recipe),
+            ComputeSettings(torch.device("cpu")),
+            keep=False,
         )
         peer.serve(model)
 

@@ -47,9 +47,10 @@ from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression, RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from tests.held import Held
 
 T = TypeVar("T")
@@ -147,7 +148,7 @@ class Swarm:
             self.module,
             find_blocks(self.module, self._pipeline),
             lambda _: optimizer(self.module),
-            torch.device("cpu"),
+            ComputeSettings(torch.device("cpu")),
             keep=True,
         )
         self.ranges = [range(i, i + 1) for i in range(len(rosters))]
@@ -190,7 +191,7 @@ class Swarm:
         for tensor in [*module.parameters(), *module.buffers()]:
             nn.init.constant_(tensor, float("nan"))
         blocks = find_blocks(module, self._pipeline)
-        model = PeerModel(module, blocks, lambda _: optimizer(module), torch.device("cpu"), keep=False)
+        model = PeerModel(module, blocks, lambda _: optimizer(module), ComputeSettings(torch.device("cpu")), keep=False)
         transport = self.network.transport(name)
         handshake.answer(transport, now=lambda: 1000.0)
         report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)
@@ -203,11 +204,10 @@ class Swarm:
         async def announce(coordinator: PeerId) -> None:
             self.announced.append(coordinator)
 
-        server = Server(
+        context = ServerContext(
             transport,
             tickets,
             InlineExecutor(),
-            model,
             boot_id=boot_id,
             limits=self.limits,
             events=EventLog(),
@@ -215,6 +215,7 @@ class Swarm:
             announce=announce,
             hosts=self._hosts,
         )
+        server = Server(context, model)
         average = transport._call_handlers[AVERAGE]
 
         async def noted(caller: PeerId, body: bytes) -> bytes:
@@ -308,21 +309,21 @@ class Swarm:
         for name, server in self.servers.items():
             stepping = server.stepping
             state[name] = (
-                None if server.admission._run is None else server.admission._run.view(),
+                server.membership.run.view() if server.membership.has_run else None,
                 server.admission.left.is_set(),
                 str(server.admission.ending_error),
                 stepping.version,
-                stepping.sums.attempt,
+                stepping.sums.next.attempt,
                 stepping.rounds._held,
                 {step: one.fenced for step, one in stepping.sums._open.items()},
-                stepping.sums.reselected,
+                stepping.sums.next.reselected,
             )
             state[f"{name}'s joiners"] = (
                 dict(server.donor._met),
-                {peer: (one.stage_index, one.version) for peer, one in server.donor._followers.items()},
-                list(server.donor._kept),
-                {peer: (one.copy is None, one.num_pieces) for peer, one in server.donor._downloads.items()},
-                list(server.donor._copies),
+                {peer: (one.stage_index, one.version) for peer, one in server.donor._state.followers.items()},
+                list(server.donor._state.kept),
+                {peer: (one.copy is None, one.num_pieces) for peer, one in server.donor._state.downloads.items()},
+                list(server.donor._state.copies),
             )
             state[f"{name}'s events"] = server.events.learnt(name)
             state[f"{name}'s snapshots"] = server.snapshots.store.held
@@ -335,7 +336,7 @@ class Swarm:
                     stage.version,
                     stage.fingerprint(),
                     stage.selection,
-                    stage._borrowed and stage._borrowed[0],
+                    stage._state.borrowed and stage._state.borrowed[0],
                     [len(group["params"]) for group in stage.stepper.optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),

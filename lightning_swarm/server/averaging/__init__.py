@@ -1,1 +1,1 @@
-"""Averaging of a stage's gradients among its peers."""
+"""Averages a stage's gradients among its replicas."""

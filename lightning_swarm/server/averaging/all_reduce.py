@@ -1,8 +1,8 @@
 """A butterfly all-reduce over tickets: each peer reduces one part and hands the same bytes to all.
 
-The roster is known, so there is no matchmaking. A round is complete or it raises: there are no partial results.
-Only the sums are read; the mean goes into memory of its own. Parts may travel encoded, once each way: what a peer
-reduced it decodes itself, too, so that all have the same bits.
+The roster is known, so there is no matchmaking. A round is complete or it raises: there are no partial results. The
+sums are only read; the mean goes into memory of its own. Parts may travel encoded, once each way: a peer decodes what
+it reduced itself, too, so that all have the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ to clear first.
 
 
 def squared_norm(vector: Tensor) -> float:
-    """In float64, and the same on machines that have another number of threads."""
+    """The squared norm in float64, the same on machines with other numbers of threads."""
     # A GPU adds up in one order by itself, and a launch for each block would take longer than the sum.
     blocks = vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
     norms = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
@@ -51,18 +51,13 @@ Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Of one averaging round.
+    """Encodes and decodes the parts of one averaging round, on the compute thread."""
 
-    Args:
-        codec: None: they travel as they are.
-        compute: Runs what takes long elsewhere than on the loop. None: nothing does, without a codec.
-    """
-
-    codec: Codec | None
-    compute: Compute | None
+    codec: Codec | None  # None: parts travel as they are
+    compute: Compute | None  # runs long work elsewhere than on the loop; not needed without a codec
 
     async def to_message(self, part: Tensor) -> Message:
-        """What travels of a part."""
+        """Encode a part for its way."""
         if self.codec is None or self.compute is None:
             return to_message(part)
         codec = self.codec
@@ -70,15 +65,10 @@ class GroupParts:
         return message
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
-        """What a part is when it has travelled; the same bits for each who gets the message.
+        """Decode a part that has travelled, to the same bits at each peer that gets the message.
 
-        Args:
-            message: Whoever's.
-            like: Of the part's dtype, on the device where it is wanted.
-            length: Of the part.
-
-        Raises:
-            ProtocolError: It is none of that length and dtype.
+        `like` has the part's dtype and the device where it is wanted. A part of another length or dtype raises a
+        `ProtocolError`.
         """
         tree: Any = from_message(message)[0]
         found = tree.spec if isinstance(tree, Encoded) else spec_of(tree) if isinstance(tree, Tensor) else None
@@ -102,51 +92,34 @@ _SLICE: Final = 1 << 20
 
 
 class AveragingFailed(PeerError):
-    """A part did not come. Nobody may use the round.
-
-    Attributes:
-        missed: Whose, if the peer itself is to blame; None: it has not got all parts itself.
-    """
+    """A part did not come. Nobody may use the round."""
 
     def __init__(self, text: str, missed: PeerId | None) -> None:
         super().__init__(text)
-        self.missed = missed
+        self.missed = missed  # the peer that is to blame; None: that peer has not got all parts itself
 
 
 @dataclass(frozen=True)
 class Group:
-    """Who averages with whom.
+    """The peers that average with each other in one round."""
 
-    Args:
-        roster: The peers of the stage, the same list on each.
-        prefix: Names the round; unique to generation, step, attempt, round and stage.
-        tickets: Carries the parts.
-        timeout: Seconds for each exchange.
-    """
-
-    roster: Sequence[PeerId]
-    prefix: str
-    tickets: TicketStore
-    timeout: float
+    roster: Sequence[PeerId]  # of the stage, the same list on each peer
+    prefix: str  # names the round; unique to generation, step, attempt, round and stage
+    tickets: TicketStore  # carry the parts
+    timeout: float  # seconds for each exchange
 
     def bounds(self, length: int) -> list[slice]:
-        """Of the parts of a vector; each peer reduces one."""
+        """The bounds of a vector's parts; each peer reduces one."""
         bounds = [length * i // len(self.roster) for i in range(len(self.roster) + 1)]
         return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 class GroupMean(NamedTuple):
-    """What a round ends with.
+    """The result of a round."""
 
-    Attributes:
-        mean: ``[n]``, the same bits on every peer.
-        squared_norm: Of the part that this peer reduced.
-        lost: ``[n]``, what a codec lost of the mean, in what this peer sent. None: it was not asked for.
-    """
-
-    mean: Tensor
-    squared_norm: float
-    lost: Tensor | None = None
+    mean: Tensor  # ``[n]``, the same bits on every peer
+    squared_norm: float  # of the part that this peer reduced
+    lost: Tensor | None = None  # ``[n]``, what a codec lost of the mean in what this peer sent; None: not asked for
 
 
 async def average(
@@ -158,21 +131,14 @@ async def average(
     parts: GroupParts = AS_THEY_ARE,
     carried: Tensor | None = None,
 ) -> GroupMean:
-    """Sum `vector` over the roster, in roster order, and divide once.
+    """Sum `vector` over the roster, in roster order, and divide once by `total_weight`, of all peers together.
 
-    Args:
-        vector: ``[n]``, this peer's weighted sum. Must not change until the round's record is applied.
-        total_weight: Of the step, all peers together.
-        group: Whose sums.
-        place: This peer's index in the roster.
-        parts: How they travel.
-        carried: ``[n]``, what an earlier round lost, to be added to this one; then what this one loses is found. None:
-            nothing of that.
-
-    Raises:
-        RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
+    The vector ``[n]`` is this peer's weighted sum, which must not change until the round's record is applied; `place`
+    is its index in the roster. `carried` ``[n]`` is what an earlier round lost: it is added to this one, and what this
+    one loses is found; None: neither. After any other end than a return, an `AveragingFailed` for one, this peer has to
+    `refuse`.
     """
-    roster, prefix, tickets = group.roster, group.prefix, group.tickets
+    roster = group.roster
     bounds = group.bounds(len(vector))
     lost = None if carried is None else torch.zeros_like(vector)
     others = [i for i in range(len(roster)) if i != place]
@@ -180,22 +146,11 @@ async def average(
     async def take(i: int, name: str, part: slice) -> Tensor:
         return await taken(group, i, name, like=vector, length=part.stop - part.start, parts=parts)
 
-    async def send(name: str, part: Tensor, lost: Tensor | None) -> Tensor:
-        """Returns what the others make of it, and notes the difference."""
-        message = await parts.to_message(part)
-        tickets.offer(f"{prefix}/{name}", message)
-        if parts.codec is None:
-            return part
-        received = await parts.from_message(message, like=vector, length=len(part))
-        if lost is not None:
-            torch.sub(part, received, out=lost)
-        return received
-
     for i in others:
         part, left_over = vector[bounds[i]], None
         if carried is not None and lost is not None:
             part, left_over = torch.add(part, carried[bounds[i]], alpha=total_weight), lost[bounds[i]]
-        await send(f"part{i}", part, left_over)
+        await _send(group, f"part{i}", part, parts, left_over)
     if lost is not None:
         lost /= total_weight
     pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
@@ -205,7 +160,7 @@ async def average(
     norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
     if carried is not None:
         reduced += carried[bounds[place]]
-    received = await send(f"reduced{place}", reduced, None if lost is None else lost[bounds[place]])
+    received = await _send(group, f"reduced{place}", reduced, parts, None if lost is None else lost[bounds[place]])
     if received is not reduced:
         reduced.copy_(received)
         norm = squared_norm(reduced)
@@ -215,21 +170,24 @@ async def average(
     return GroupMean(mean, norm, lost)
 
 
+async def _send(group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None) -> Tensor:
+    """Send a part, and note its codec's loss in `lost`; returns the part as the other peers get it."""
+    message = await parts.to_message(part)
+    group.tickets.offer(f"{group.prefix}/{name}", message)
+    if parts.codec is None:
+        return part
+    received = await parts.from_message(message, like=part, length=len(part))
+    if lost is not None:
+        torch.sub(part, received, out=lost)
+    return received
+
+
 async def taken(
     group: Group, place: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
 ) -> Tensor:
-    """What another peer has to give in a round.
+    """Fetch what another peer of the group has to give in a round; `AveragingFailed` if it does not come.
 
-    Args:
-        group: Whose round.
-        place: The peer's index in the roster.
-        name: Of what it gives.
-        like: Of its dtype, on the device where it is wanted.
-        length: Of it.
-        parts: How it travels.
-
-    Raises:
-        RoundFailed: It did not come.
+    `like` has its dtype and the device where it is wanted.
     """
 
     async def read(message: Message) -> Tensor:
@@ -239,22 +197,22 @@ async def taken(
 
 
 async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
-    """The same, read by the caller."""
+    """Fetch it, and let the caller read it."""
     peer = group.roster[place]
     ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
     try:
         return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
     except SwarmError as error:
-        # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
+        # A peer that answers, and has nothing to give, waits for another one itself; and damage is the link's.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
         missed = None if blameless else peer
         raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed) from error
 
 
 def refuse(group: Group, place: int, reason: str) -> None:
-    """Give nothing more in a round, so that nobody waits for it, and takes this peer for one that is gone.
+    """Give nothing more in a round, so that no peer waits for this one, or takes it for gone.
 
-    Arguments are those of `average`. What it has given stays.
+    What it has given stays.
     """
     withhold(group, [f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
 
@@ -267,13 +225,7 @@ def withhold(group: Group, names: Iterable[str], reason: str) -> None:
 
 
 async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE) -> Tensor:
-    """The mean of a round that this peer has no part in, as every member of the roster has it.
-
-    Args:
-        like: ``[n]``, of the dtype and on the device of the members' sums.
-        group: Whose sums.
-        parts: How they travel.
-    """
+    """The mean of a round without this peer, as every member of the roster has it; `like` as their sums ``[n]``."""
 
     async def take(i: int, part: slice) -> Tensor:
         ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}")
@@ -288,7 +240,7 @@ async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE
 
 
 async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -> float:
-    """Add the pieces in their order, and divide once; returns the squared norm of what came of it."""
+    """Add the pieces in their order, and divide once; returns the squared norm of the mean."""
     total_norm = 0.0
     for begin in range(0, len(into), _SLICE):
         reduced = into[begin : begin + _SLICE]
@@ -297,7 +249,7 @@ async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -
             total = torch.add(total, other, out=reduced)
         torch.div(total, total_weight, out=reduced)
         total_norm += squared_norm(reduced)
-        await asyncio.sleep(0)  # others want to be heard meanwhile
+        await asyncio.sleep(0)  # let the loop answer other peers meanwhile
     return total_norm
 
 

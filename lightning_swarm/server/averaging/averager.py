@@ -16,33 +16,22 @@ from lightning_swarm.server.averaging.powersgd import LowRank
 
 
 class AveragingState(NamedTuple):
-    """What a peer takes from one step to the next; all of it counts with the step's record, or not at all.
+    """The state a peer carries from step to step; all of it counts with the step's record, or not at all."""
 
-    Attributes:
-        lost: ``[n]``, what was lost here of the mean, to be added to the next one. None: nothing.
-        basis: ``[right_length]`` of `LowRank`. None: none is known yet, or none is used.
-    """
-
-    lost: Tensor | None = None
-    basis: Tensor | None = None
+    lost: Tensor | None = None  # ``[n]``, what was lost here of the mean, to be added to the next one
+    basis: Tensor | None = None  # ``[right_length]`` of `LowRank`; None: none is known yet, or none is used
 
     def times(self, factor: float) -> AveragingState:
-        """Of gradients so many times as large."""
+        """The state of gradients that are so many times as large."""
         return self if self.lost is None or factor == 1.0 else self._replace(lost=self.lost * factor)
 
 
 class AveragingResult(NamedTuple):
-    """What a round ends with.
+    """The result of a round at one peer."""
 
-    Attributes:
-        mean: ``[n]``, the same bits on every peer.
-        squared_norm: Of this peer's part of it.
-        carried: To the next step.
-    """
-
-    mean: Tensor
-    squared_norm: float
-    carried: AveragingState
+    mean: Tensor  # ``[n]``, the same bits on every peer
+    squared_norm: float  # of this peer's part of it
+    carried: AveragingState  # to the next step
 
 
 class Averager(ABC):
@@ -51,31 +40,18 @@ class Averager(ABC):
     async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
-        """The sum of all peers' vectors, and of what was carried, divided once.
+        """Sum all peers' vectors, and what they carried, and divide once by the total weight.
 
-        Args:
-            vector: ``[n]``, this peer's weighted sum. Must not change until the round's record is applied.
-            total_weight: Of the step, all peers together.
-            group: Whose sums.
-            place: This peer's index in the roster.
-            carried: By this peer, from an earlier step.
-
-        Raises:
-            RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
+        See `all_reduce.average`, also for what must follow when it raises.
         """
         if len(group.roster) > 1:
             return await self._average(vector, total_weight, group, place, carried)
         return await self._alone(vector, total_weight, group, carried)
 
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """The mean of a round that this peer has no part in, as every member of the roster has it.
+        """The mean of a round without this peer, and what the peer carries to its first round.
 
-        Args:
-            like: ``[n]``, of the dtype and on the device of the members' sums.
-            group: Whose sums.
-
-        Returns:
-            The mean, and what such a peer carries to its first round.
+        `like` ``[n]`` has the dtype and the device of the members' sums.
         """
         if len(group.roster) > 1:
             return await self._collect(like, group)
@@ -84,7 +60,7 @@ class Averager(ABC):
     async def _alone(
         self, vector: Tensor, total_weight: float, group: Group, carried: AveragingState
     ) -> AveragingResult:
-        """`average` where nobody else is."""
+        """Average in a group of one."""
         own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
         found = await all_reduce.average(own, total_weight, group, 0)
         return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None))
@@ -93,24 +69,19 @@ class Averager(ABC):
     async def _average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
-        """`average` among several."""
+        """Average in a group of several."""
 
     @abstractmethod
     async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """`collect` from several."""
+        """Collect from a group of several."""
 
 
 @dataclass(frozen=True)
 class Butterfly(Averager):
-    """All numbers travel, as a codec writes them or as they are.
-
-    Args:
-        parts: How they travel.
-        error_feedback: Carry what the codec loses.
-    """
+    """Averages whole vectors, encoded by a codec or as they are."""
 
     parts: GroupParts
-    error_feedback: bool
+    error_feedback: bool  # carry what the codec loses
 
     @override
     async def _average(
@@ -127,22 +98,17 @@ class Butterfly(Averager):
 
 @dataclass(frozen=True)
 class PowerSGD(Averager):
-    """Two rounds of thin matrices: the left ones, then the right ones that belong to the left ones' mean.
+    """Averages thin matrices in two rounds: the left ones, then the right ones for the mean of the left ones.
 
-    What a peer carries is what the product lacks of its own gradients, not of their mean: nothing more has to travel
-    for it, and of a peer that dies no more is lost than it held.
+    A peer carries what the product lacks of its own gradients, not of their mean: nothing more has to travel for that,
+    and of a peer that dies no more is lost than it held.
 
     Source: Vogels, Karimireddy, Jaggi: PowerSGD, arXiv:1905.13727, algorithm 2.
-
-    Args:
-        low_rank: How matrices are cut.
-        error_feedback: Carry what the products lack.
-        compute: Runs what takes long elsewhere than on the loop.
     """
 
     low_rank: LowRank
-    error_feedback: bool
-    compute: Compute
+    error_feedback: bool  # carry what the products lack
+    compute: Compute  # runs long work elsewhere than on the loop
 
     @override
     async def _average(
@@ -189,15 +155,9 @@ class PowerSGD(Averager):
 
 
 def refuse(group: Group, place: int, reason: str) -> None:
-    """Give nothing more in a round, of whatever kind, so that nobody waits for it, and takes this peer for one gone.
-
-    Args:
-        group: Whose round.
-        place: This peer's index in the roster.
-        reason: For whoever asks.
-    """
-    for one in (group, *_both(group)):
-        all_reduce.refuse(one, place, reason)
+    """Give nothing more in a round of whatever kind, so that no peer waits for this one, or takes it for gone."""
+    for exchange in (group, *_both(group)):
+        all_reduce.refuse(exchange, place, reason)
 
 
 def _both(group: Group) -> tuple[Group, Group]:

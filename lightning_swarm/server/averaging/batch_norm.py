@@ -1,4 +1,4 @@
-"""What each member of a stage saw of its microbatches, brought to all of them: small vectors, not averaged."""
+"""Brings what each replica of a stage saw of its microbatches to all of them: small vectors, not averaged."""
 
 from __future__ import annotations
 
@@ -19,28 +19,20 @@ from lightning_swarm.server.averaging.all_reduce import Group, fetched, withhold
 _NAME: Final = "seen"
 
 _PATIENCE: Final = 2.0
-"""Times that of an exchange: others may come to the round a little later."""
+"""Timeout in exchanges: other replicas may come to the round a little later."""
 
 
 def give(own: Mapping[Receipt, Tensor], length: int, group: Group) -> None:
-    """Have what this peer saw of microbatches, a vector ``[length]`` of each, for whoever asks."""
+    """Offer what this peer saw of microbatches, a vector ``[length]`` for each."""
     keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
     values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
     group.tickets.offer(f"{group.prefix}/{_NAME}", to_message((keys, values)))
 
 
 async def collect(own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None) -> dict[Receipt, Tensor]:
-    """What all members saw.
+    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round.
 
-    Args:
-        own: What this peer did.
-        length: Of the vectors.
-        group: Who averages.
-        place: This peer's index in the roster; None: it has no part in the round.
-
-    Raises:
-        RoundFailed: Somebody's did not come.
-        ProtocolError: Two saw the same microbatch.
+    Raises `AveragingFailed` if something does not come, and `ProtocolError` if two saw the same microbatch.
     """
 
     async def read(message: Message) -> dict[Receipt, Tensor]:
@@ -49,7 +41,7 @@ async def collect(own: Mapping[Receipt, Tensor], length: int, group: Group, plac
     patient = replace(group, timeout=_PATIENCE * group.timeout)
     others = [i for i in range(len(group.roster)) if i != place]
     found = [dict(own), *(await gather(fetched(patient, i, _NAME, read) for i in others))]
-    every = {receipt: values for one in found for receipt, values in one.items()}
+    every = {receipt: values for seen in found for receipt, values in seen.items()}
     if len(every) < sum(map(len, found)):
         raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")
     return every

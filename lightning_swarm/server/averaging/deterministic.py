@@ -1,4 +1,4 @@
-"""A butterfly of sums in fixed point: the mean has the same bits whoever added up what, and however many did."""
+"""A butterfly of sums in fixed point: the mean has the same bits whichever peers added what, and however many did."""
 
 from __future__ import annotations
 
@@ -23,39 +23,33 @@ FINE: Final = 2.0**-56
 COARSE: Final = 2.0**-14
 
 LIMIT: Final = 2.0**28
-"""Of what is added, once. It is 2**42 coarse units, and what is left below one of them 2**41 fine ones."""
+"""Bound of one added number: 2**42 coarse units; what is left below one of them is 2**41 fine ones."""
 
 MAX_ADDED: Final = 1 << 20
 
 _FIXED_POINT_SLICE: Final = 1 << 17
-"""Elements that are added at once: what they are made into takes memory several times."""
+"""Elements that are added at once: the intermediate values take several times their memory."""
 
 
 # Whole numbers may be added in any order, floats may not. Each element of a sum has two of 64 bits, one of coarse units
 # and one of fine ones. Together they hold what is below `LIMIT` to half of `FINE`, and `MAX_ADDED` of that without
 # overflowing. A last column counts what was added, and what could not be.
 def nothing(length: int, device: torch.device) -> Tensor:
-    """``[2, length + 1]``, the sum of no vector."""
+    """The sum of no vector, ``[2, length + 1]``."""
     return torch.zeros(2, length + 1, dtype=torch.int64, device=device)
 
 
 def fit(vectors: Sequence[Tensor], weight: float) -> bool:
-    """Whether all elements are numbers, and times `weight` below `LIMIT`."""
+    """Tell whether all elements are numbers, and times `weight` below `LIMIT`."""
     filled = [vector for vector in vectors if vector.numel()]
     if not filled:
         return True
-    highest = torch.stack([one.to(torch.float64) for one in torch._foreach_norm(filled, float("inf"))])
+    highest = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(filled, float("inf"))])
     return bool((highest * weight < LIMIT).all())  # not so of NaN
 
 
 def add(into: Tensor, vector: Tensor, weight: float) -> None:
-    """Add a vector that fits, times `weight`.
-
-    Args:
-        into: ``[2, n]``, columns of a sum.
-        vector: ``[n]``, floats.
-        weight: Of it.
-    """
+    """Add a float vector ``[n]`` that fits, times `weight`, to the columns ``[2, n]`` of a sum."""
     for begin in range(0, len(vector), _FIXED_POINT_SLICE):
         # In units. But for the weight, and the fine ones that are no whole number, nothing of this rounds.
         weighted = vector[begin : begin + _FIXED_POINT_SLICE].to(torch.float64, copy=True).mul_(weight).div_(COARSE)
@@ -67,18 +61,18 @@ def add(into: Tensor, vector: Tensor, weight: float) -> None:
 
 
 def note(total: Tensor, *, fits: bool) -> None:
-    """Count a vector that was added to a sum; or one that was not, because it does not fit."""
+    """Count a vector that was added to a sum, or one that was not because it does not fit."""
     total[0 if fits else 1, -1] += 1
 
 
 def is_whole(counts: Tensor) -> bool:
-    """Whether a sum, of which this is the last column, is what was to be added up."""
+    """Tell whether a sum with this last column holds all that was to be added."""
     added, unfit = map(int, counts.tolist())
     return unfit == 0 and 0 <= added <= MAX_ADDED
 
 
 def quotient(sums: Tensor, divisor: float) -> Tensor:
-    """``[n]`` float64: columns of a sum, divided."""
+    """Divide columns of a sum; ``[n]`` float64."""
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(divisor)
 
 
@@ -88,18 +82,14 @@ _SLICE: Final = 1 << 18
 
 @dataclass(frozen=True)
 class DeterministicAverager(Averager):
-    """All numbers travel as they are: sums as whole numbers, means as floats.
+    """Averages sums as whole numbers, and sends means as floats.
 
-    Its squared norm is that of all parts with the first of a roster, and 0 with all others: norms of parts, added up,
+    The first peer of a roster returns the squared norm of all parts, and the others return 0: norms of parts, added up,
     depend on how many there are.
-
-    Args:
-        like: ``[n]``, of the dtype and on the device of the mean.
-        compute: Runs what takes long elsewhere than on the loop.
     """
 
-    like: Tensor
-    compute: Compute
+    like: Tensor  # ``[n]``, of the dtype and on the device of the mean
+    compute: Compute  # runs long work elsewhere than on the loop
 
     @override
     async def _alone(
@@ -123,8 +113,8 @@ class DeterministicAverager(Averager):
 
         found = await gather(fetched(group, i, f"part{place}", read) for i in others)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
-        total = counts.cpu() + sum(one[2] for one in found)
-        await _reduce(mean[bounds[place]], [own, *(one[:2] for one in found)], total, total_weight)
+        total = counts.cpu() + sum(part_counts for *_, part_counts in found)
+        await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)
         group.tickets.offer(f"{group.prefix}/reduced{place}", to_message(mean[bounds[place]]))
         reduced = await gather(
             taken(group, i, f"reduced{i}", like=mean, length=bounds[i].stop - bounds[i].start) for i in others
@@ -142,7 +132,7 @@ class DeterministicAverager(Averager):
 async def _reduce(
     into: Tensor, pieces: list[Tensor | tuple[Tensor, Tensor]], counts: Tensor, total_weight: float
 ) -> None:
-    """Add the pieces, and divide once; if something is not in them, there is no mean, and none is a number."""
+    """Add the pieces, and divide once; if something is missing in them, there is no mean, and none is a number."""
     if not is_whole(counts):
         into.fill_(float("nan"))
         return
@@ -153,13 +143,13 @@ async def _reduce(
             sums[0] += coarse[begin : begin + _SLICE].to(into.device)
             sums[1] += fine[begin : begin + _SLICE].to(into.device)
         reduced.copy_(quotient(sums, total_weight))
-        await asyncio.sleep(0)  # others want to be heard meanwhile
+        await asyncio.sleep(0)  # let the loop answer other peers meanwhile
 
 
 def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
     tree = from_message(message)[0]
-    parts = [one for one in tree if isinstance(one, Tensor)] if isinstance(tree, tuple) else []
-    found = [(one.dtype, tuple(one.shape)) for one in parts]
+    parts = [part for part in tree if isinstance(part, Tensor)] if isinstance(tree, tuple) else []
+    found = [(part.dtype, tuple(part.shape)) for part in parts]
     if found != [(torch.int64, (length,))] * 2 + [(torch.int64, (2,))]:
         raise ProtocolError(f"a part of a sum must be {length} whole numbers twice, and two that count; got {found}")
     return parts[0], parts[1], parts[2]

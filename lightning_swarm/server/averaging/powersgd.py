@@ -1,4 +1,4 @@
-"""A gradient's matrices as products of two thin ones: what PowerSGD sends, and what comes of it.
+"""A gradient's matrices as products of two thin ones, which PowerSGD sends, and what becomes of them.
 
 The vectors are flat: parameters one after another. A parameter of more than one dimension is a matrix of as many rows
 as its first dimension has, ``[rows, columns]``, written as ``left @ right.T`` with ``left`` ``[rows, rank]``, whose
@@ -18,12 +18,12 @@ import torch
 from torch import Size, Tensor
 
 _ROUNDING: Final = 1e-24
-"""Of a squared norm; float64 rounds to about a millionth of that."""
+"""Part of a squared norm; float64 rounds to about a millionth of it."""
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Where a matrix is: in the gradients, in the left vector, in the right vector."""
+    """The place of a matrix in the gradients, in the left vector, in the right vector."""
 
     place: slice
     rows: int
@@ -36,14 +36,10 @@ class _Matrix:
 
 
 class LowRank:
-    """How the gradients of a stage are cut into thin matrices.
+    """Cuts the gradients of a stage into thin matrices.
 
     Two vectors travel: ``[left_length]``, all that stays whole and then every matrix times its basis; then
     ``[right_length]``, every matrix, transposed, times the orthonormal columns that come of the first one's mean.
-
-    Args:
-        shapes: Of the parameters, in the order of their gradients.
-        rank: Of every product.
     """
 
     def __init__(self, shapes: Sequence[Size], rank: int) -> None:
@@ -60,7 +56,7 @@ class LowRank:
             else:
                 self._whole.append(place)
         self.length = begin
-        self.num_whole = sum(one.stop - one.start for one in self._whole)
+        self.num_whole = sum(place.stop - place.start for place in self._whole)
         self._matrices: list[_Matrix] = []
         self.left_length, self.right_length = self.num_whole, 0
         for place, rows, columns in matrices:
@@ -76,72 +72,68 @@ class LowRank:
         return basis.to(like.device, like.dtype)
 
     def left(self, vector: Tensor, basis: Tensor) -> Tensor:
-        """What travels first of ``[length]``: ``[left_length]``.
+        """The first vector that travels for gradients ``[length]``: ``[left_length]``.
 
-        Args:
-            vector: Gradients.
-            basis: ``[right_length]``; peers need not have the same one, but lose less if they do.
+        Peers need not have the same basis ``[right_length]``, but lose less if they do.
         """
         found = vector.new_empty(self.left_length)
         for place, part in self._parts(found):
             part.copy_(vector[place])
-        for one in self._matrices:
-            torch.mm(one.of(vector), self._thin(basis[one.right]), out=self._thin(found[one.left]))
+        for matrix in self._matrices:
+            torch.mm(matrix.of(vector), self._thin(basis[matrix.right]), out=self._thin(found[matrix.left]))
         return found
 
     def orthonormal(self, left: Tensor) -> Tensor:
-        """The same with orthonormal columns: the same bits of the same bits, on every device."""
+        """Make the columns orthonormal: the same bits from the same bits, on every device."""
         found = left.clone()
-        for one in self._matrices:
-            found[one.left] = orthonormal(self._thin(left[one.left])).reshape(-1)
+        for matrix in self._matrices:
+            found[matrix.left] = orthonormal(self._thin(left[matrix.left])).reshape(-1)
         return found
 
     def right(self, vector: Tensor, left: Tensor) -> Tensor:
-        """What travels then: ``[right_length]``, by the orthonormal `left`."""
+        """The second vector that travels, ``[right_length]``, by the orthonormal `left`."""
         found = vector.new_empty(self.right_length)
-        for one in self._matrices:
-            torch.mm(one.of(vector).T, self._thin(left[one.left]), out=self._thin(found[one.right]))
+        for matrix in self._matrices:
+            torch.mm(matrix.of(vector).T, self._thin(left[matrix.left]), out=self._thin(found[matrix.right]))
         return found
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """What both say of the gradients, ``[length]``: the same bits of the same bits, on every device.
+        """The gradients that both vectors stand for, ``[length]``: the same bits from the same bits, on every device.
 
         Products are added one after another, element by element; a matrix product's order is its device's choice.
         """
         found = left.new_empty(self.length)
         for place, part in self._parts(left):
             found[place] = part
-        for one in self._matrices:
-            matrix, lefts, rights = one.of(found), self._thin(left[one.left]), self._thin(right[one.right])
-            torch.mul(lefts[:, 0, None], rights[None, :, 0], out=matrix)
+        for matrix in self._matrices:
+            target, lefts, rights = matrix.of(found), self._thin(left[matrix.left]), self._thin(right[matrix.right])
+            torch.mul(lefts[:, 0, None], rights[None, :, 0], out=target)
             for k in range(1, self.rank):
-                matrix += lefts[:, k, None] * rights[None, :, k]
+                target += lefts[:, k, None] * rights[None, :, k]
         return found
 
     def left_over(self, vector: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """What the product of `left` and of `vector`'s own `right` lacks of `vector`, ``[length]``."""
+        """The part of `vector` ``[length]`` that the product of `left` and its own `right` lacks."""
         found = vector - self.product(left, right)
         for place in self._whole:
             found[place] = 0.0  # `left` has the mean of all there
         return found
 
     def basis(self, right: Tensor, before: Tensor) -> Tensor:
-        """For the next step, ``[right_length]``: the directions of this one's mean, which change slowly.
+        """A basis for the next step, ``[right_length]``: the directions of this step's mean, which change slowly.
 
-        Args:
-            right: The mean of what travelled.
-            before: This step's basis. Its columns stay where the mean has none: a gradient of zeros has no direction.
+        Columns stay as in the basis before where the mean has none: a gradient of zeros has no direction.
         """
         found = before.clone()
-        for one in self._matrices:
-            rights = self._thin(right[one.right])
+        for matrix in self._matrices:
+            rights = self._thin(right[matrix.right])
             norms = torch.linalg.vector_norm(rights, dim=0)
             usable = (norms > 0.0) & (norms < math.inf)
-            self._thin(found[one.right])[:, usable] = (rights / norms)[:, usable]
+            self._thin(found[matrix.right])[:, usable] = (rights / norms)[:, usable]
         return found
 
     def _parts(self, left: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """What stays whole: where it is in the gradients, and in the vector that travels first."""
+        """The places, in the gradients and in the vector that travels first, of all that stays whole."""
         begin = 0
         for place in self._whole:
             size = place.stop - place.start
@@ -173,7 +165,7 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Of ``[n]``, in an order that no device chooses: one half is added to the other until one is left."""
+    """Sum ``[n]`` in an order that no device chooses: one half is added to the other until one is left."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         rest = values[half:]

@@ -1,4 +1,4 @@
-"""Copies of stages that a server keeps against the death of all that hold one: of its own, and of a neighbour's."""
+"""Copies of stages that a server keeps in case all that hold one die: of its own stages, and of a neighbour's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
-from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.fingerprint import fingerprint
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol import plain_values, serialization
 from lightning_swarm.protocol.messages.batches import TravellingLoop
@@ -35,62 +34,43 @@ from lightning_swarm.protocol.messages.state import (
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import HELD, KEEP, KEEP_LOOP, SNAPSHOT
-from lightning_swarm.server.activation_cache import num_bytes
-from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.executor import FIRST, Executor
+from lightning_swarm.server.compute import num_bytes
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
 
-# The loop's state came from the lead, and only this peer reads it. It is checked when it comes, so that what cannot be
-# read is refused then.
 class KeptLoops:
-    """Those that this peer keeps: no more than there are snapshots.
+    """States of the lead's loop that this peer keeps, one for each snapshot, so that it could lead the run.
 
-    Args:
-        transport: Its network.
-        admission: Its place in the run.
-        stepping: Its stages.
-        ordered: The versions of the snapshots that there are to be.
-        limits: Bounds.
-
-    Attributes:
-        unfit: Why this peer could not lead a run; nothing, if it could.
+    A state comes from the lead, and only this peer reads it. It is checked when it comes, so that one that cannot be
+    read is refused then.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        admission: Admission,
-        stepping: StepHandlers,
-        ordered: Callable[[], set[int]],
-        *,
-        limits: Limits,
+        self, context: ServerContext, membership: RunMembership, stepping: StepHandlers, ordered: Callable[[], set[int]]
     ) -> None:
-        self._admission = admission
+        self._membership = membership
         self._stepping = stepping
-        self._ordered = ordered
+        self._ordered = ordered  # the versions of the snapshots that there are to be
         self._kept: dict[int, Message] = {}
-        self.unfit: Callable[[Manifest], str] = lambda _: ""
-        transport.handle_stream(KEEP_LOOP, self._handle_keep, max_bytes=limits.loop_bytes)
+        self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
+        context.transport.handle_stream(KEEP_LOOP, self._handle_keep, max_bytes=context.limits.loop_bytes)
 
     @property
     def versions(self) -> list[int]:
-        """Of the weights that go with them."""
+        """The versions of the weights that the states go with."""
         return sorted(self._kept)
 
     def get(self, version: int) -> Any:
-        """What the loop was at: a value of `plain_values`'s.
-
-        Raises:
-            KeyError: It is not kept here.
-        """
+        """The loop's state at a version, a value of `plain_values`; a `KeyError` if it is not kept here."""
         return plain_values.unpack(self._kept[version].tensors)
 
     def prune(self) -> None:
-        """Forget those that no snapshot goes with."""
+        """Forget states that no snapshot goes with."""
         ordered = self._ordered()
-        self._kept = {version: one for version, one in self._kept.items() if version in ordered}
+        self._kept = {version: loop for version, loop in self._kept.items() if version in ordered}
 
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         head = decode(message.body, KeptLoop)
@@ -105,7 +85,7 @@ class KeptLoops:
         return Message()
 
     def _check(self, caller: PeerId, head: KeptLoop) -> None:
-        run = self._admission.run
+        run = self._membership.run
         run.check_generation(head.generation)
         if caller != run.manifest.lead:
             raise ProtocolError(f"the lead {run.manifest.lead} says what its loop was at, not {caller}")
@@ -117,7 +97,7 @@ _log = logging.getLogger(__name__)
 
 
 def copied(stage: Stage, generation: int) -> Message:
-    """A copy of all that a stage is, on the CPU. On the compute thread."""
+    """Copy a stage's weights and optimizer state to the CPU. On the compute thread."""
     weights, state = stage.weights(), stage.optimizer_state()
     structure, tensors = serialization.flatten(list(state.values()))
     head = Snapshot(
@@ -131,7 +111,9 @@ def copied(stage: Stage, generation: int) -> Message:
         selection=stage.selection,
     )
     # Copied: it may take long to send, and records go on changing the original.
-    return Message(encode(head), tuple(one.detach().to("cpu", copy=True) for one in [*weights.values(), *tensors]))
+    return Message(
+        encode(head), tuple(tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors])
+    )
 
 
 @dataclass
@@ -155,22 +137,21 @@ class SnapshotStore:
 
     @property
     def held(self) -> list[HeldSnapshot]:
-        """What is there, oldest first."""
+        """The snapshots that are kept, oldest first."""
         return [
-            HeldSnapshot(stage_index=index, version=version, version_hash=one.head.version_hash)
-            for (version, index), one in sorted(self._kept.items())
+            HeldSnapshot(stage_index=index, version=version, version_hash=snapshot.head.version_hash)
+            for (version, index), snapshot in sorted(self._kept.items())
         ]
 
     @property
     def used_bytes(self) -> int:
-        """In memory."""
-        return sum(one.num_bytes for one in self._kept.values())
+        """The bytes of the snapshots in memory."""
+        return sum(snapshot.num_bytes for snapshot in self._kept.values())
 
     async def put(self, head: Snapshot, tensors: Sequence[Tensor], *, wanted: Callable[[], bool]) -> None:
-        """Keep a snapshot, if it is `wanted` still once it is written. The tensors must not change any more.
+        """Keep a snapshot if it is still `wanted` once it is written. Its tensors must not change any more.
 
-        Raises:
-            OSError: There is no room for it on the disk.
+        Raises `OSError` if there is no room for it on the disk.
         """
         size = num_bytes(tensors)
         kept = _StoredSnapshot(head, tensors, num_bytes=size)
@@ -183,11 +164,7 @@ class SnapshotStore:
         self._kept[head.version, head.stage_index] = kept
 
     async def get(self, stage_index: int, version: int) -> tuple[Snapshot, Sequence[Tensor]]:
-        """A snapshot that is there.
-
-        Raises:
-            TicketGone: It is not.
-        """
+        """A snapshot; `TicketGone` if it is not kept."""
         kept = self._kept.get((version, stage_index))
         if kept is None:
             raise TicketGone(f"stage {stage_index} at version {version} is not kept here (any more)")
@@ -198,7 +175,7 @@ class SnapshotStore:
         return kept.head, await asyncio.to_thread(_read, mapped)
 
     def keep_only(self, version: int | None) -> None:
-        """Drop what is of another version."""
+        """Drop the snapshots of all other versions."""
         for key in [key for key in self._kept if key[0] != version]:
             self._drop(*key)
 
@@ -227,7 +204,7 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _PendingSnapshot:
-    """What a record said."""
+    """An order for snapshots, as a record gave it."""
 
     generation: int
     version: int  # of the weights after it
@@ -237,68 +214,59 @@ class _PendingSnapshot:
 
 
 class Snapshots:
-    """Takes snapshots when a record says so, sends them to who shall keep them, and keeps others'.
+    """Takes snapshots when a record orders them, sends them to the peers that shall keep them, and keeps others'."""
 
-    Args:
-        transport: The server's network.
-        executor: Computes.
-        admission: Knows the run.
-        stepping: Its stages.
-        limits: Bounds.
-    """
-
-    def __init__(
-        self, transport: Transport, executor: Executor, admission: Admission, stepping: StepHandlers, *, limits: Limits
-    ) -> None:
+    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+        transport, limits = context.transport, context.limits
         self._transport = transport
-        self._executor = executor
-        self._admission = admission
+        self._compute = context.compute
+        self._membership = membership
         self._stepping = stepping
         self._limits = limits
-        self._order: _PendingSnapshot | None = None  # the last one
+        self._order: _PendingSnapshot | None = None  # the newest one
         self.store = SnapshotStore(limits.snapshot_bytes)
-        self.loops = KeptLoops(transport, admission, stepping, self._versions, limits=limits)
+        self.loops = KeptLoops(context, membership, stepping, self._versions)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
 
-    def go_back(self) -> None:
-        """The run entered its next generation, or is over: what was kept is of no use."""
+    def discard(self) -> None:
+        """Drop all: the run entered its next generation, or is over. A snapshot that is being written is not kept."""
         self._order = None
         self.store.keep_only(None)
         self.loops.prune()
 
     @property
     def ordered(self) -> OrderedSnapshots | None:
-        """The newest order that was seen here, of this run."""
+        """The newest order of this run that was seen here."""
         order = self._order
         return None if order is None else OrderedSnapshots(order.version, order.keep, order.at_s)
 
     def _versions(self) -> set[int]:
         order = self._order
-        return set() if order is None else {one for one in (order.version, order.keep) if one is not None}
+        return set() if order is None else {version for version in (order.version, order.keep) if version is not None}
 
     def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
-        """A record was applied here. The work of taking a snapshot, if it says so."""
-        if record.snapshot is None or not self._admission.is_member:
+        """After a record, return the work of taking a snapshot, if the record orders one."""
+        if record.snapshot is None or not self._membership.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
         order = _PendingSnapshot(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         self.loops.prune()
-        rosters = self._admission.run.rosters  # after the record
-        first = {index for index, roster in enumerate(rosters) if roster[0] == self._admission.me}
+        rosters = self._membership.run.rosters  # after the record
+        first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
         return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
 
     async def _take(self, order: _PendingSnapshot, stages: Sequence[Stage], first: Collection[int]) -> None:
-        """Copy stages as they are now, before the next record, and send those of which this server is the first.
+        """Copy stages as they are now, before the next record, and send those whose first replica is here.
 
-        The run may go back, or on without this server, at any moment: then nobody wants the rest.
+        The run may roll back, or go on without this server, at any moment: then nobody wants the rest.
         """
         taken: dict[int, Message] = {}
         for stage in stages:
-            message, _ = await self._executor.submit(FIRST, partial(copied, stage, order.generation))
+            message = await self._compute(partial(copied, stage, order.generation))
             head = decode(message.body, Snapshot)
             if head.version == order.version and await self._put(head, message.tensors, order):  # else it is further
                 taken[stage.index] = message
@@ -314,7 +282,7 @@ class Snapshots:
             _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
     async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _PendingSnapshot) -> bool:
-        """Whether it is kept: there is room, and no other order has come meanwhile."""
+        """Keep a snapshot; false if there is no room, or if another order has come meanwhile."""
         try:
             await self.store.put(head, tensors, wanted=lambda: self._order is order)
         except OSError as error:
@@ -322,10 +290,10 @@ class Snapshots:
             return False
         return self._order is order
 
-    # ------------------------------------------------------------------ the others' calls
+    # ------------------------------------------------------------------ calls of other peers
 
     async def _handle_held(self, caller: PeerId, body: bytes) -> bytes:
-        run = self._admission.run
+        run = self._membership.run
         if body:
             raise ProtocolError(f"{HELD} takes no arguments, got {len(body)} bytes")
         if caller not in (*run.trainers, *run.servers):
@@ -335,9 +303,9 @@ class Snapshots:
         return encode(HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions or UNSET))
 
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
-        """A copy of another server's stage, as the record of its version told both."""
+        """Keep a copy of another server's stage, as the record of its version ordered."""
         head = decode(message.body, Snapshot)
-        self._admission.run.check_generation(head.generation)
+        self._membership.run.check_generation(head.generation)
         await self._stepping.reached(head.version)
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
@@ -348,7 +316,7 @@ class Snapshots:
         return Message()
 
     def _check_ordered(self, caller: PeerId, head: Snapshot) -> _PendingSnapshot:
-        run = self._admission.run
+        run = self._membership.run
         run.check_generation(head.generation)
         order = self._order
         if (
@@ -366,7 +334,7 @@ class Snapshots:
         return order
 
     async def _handle_snapshot(self, caller: PeerId, message: Message) -> Message:
-        self._admission.run.check_trainer(caller)
+        self._membership.run.check_trainer(caller)
         request = decode(message.body, SnapshotRequest)
         head, tensors = await self.store.get(request.stage_index, request.version)
         return Message(encode(head), tuple(tensors))

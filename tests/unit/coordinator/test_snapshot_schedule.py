@@ -250,8 +250,8 @@ def test_weights_that_come_as_the_run_goes_back_do_not_count(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm = make_swarm("a", "b")
-    admission = swarm.servers[B].admission
-    submit = admission._executor.submit
+    server = swarm.servers[B]
+    submit = server._executor.submit
 
     async def go_back_now(*job: Any) -> Any:
         done = await submit(*job)
@@ -262,12 +262,12 @@ def test_weights_that_come_as_the_run_goes_back_do_not_count(
     async def go() -> None:
         await discovery.restart(swarm.trainer, swarm.steps.run, restarting(swarm), timeout=1.0)
         swarm.steps.go_back(restarting(swarm))
-        monkeypatch.setattr(admission._executor, "submit", go_back_now)
+        monkeypatch.setattr(server._executor, "submit", go_back_now)
         with pytest.raises(ProtocolError, match="run generation is 2, got a call of 1"):
             await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=1.0)
 
     swarm.run(go())
-    assert not admission.loaded
+    assert not server.membership.loaded
 
 
 def test_nothing_is_computed_before_the_weights_come(make_swarm: MakeSwarm) -> None:

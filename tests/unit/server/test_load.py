@@ -8,6 +8,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import StageLoad
 from tests.unit.conftest import MakeSwarm
 
@@ -53,10 +54,12 @@ def test_who_comes_back_was_not_idle_in_between() -> None:
 def test_a_stage_that_enters_a_run_again_was_not_idle_meanwhile(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stage = swarm.servers[PeerId("a")].stepping.stage(0)
-    sums = GradientSums(Member(peer_id=PeerId("a"), boot_id=0))
-    sums.enter_run(RunState(swarm.manifest), {0: stage}, now_s=0.0)
+    membership = RunMembership(Member(peer_id=PeerId("a"), boot_id=0))
+    membership.enter_run(RunState(swarm.manifest))
+    sums = GradientSums(membership)
+    sums.enter_run({0: stage}, now_s=0.0)
     stage.load.count_samples(4, busy_s=8.0, queued=0)
     stage.load.note_step(now_s=10.0)
-    sums.step_out()
-    sums.enter_run(RunState(swarm.manifest), {0: stage}, now_s=1000.0)
+    sums.leave_run()
+    sums.enter_run({0: stage}, now_s=1000.0)
     assert stage.load.busy_share(now_s=1000.0) == pytest.approx(0.8)

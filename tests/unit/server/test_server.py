@@ -317,7 +317,7 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         await here.call(B, FORWARD, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
-        server._give_up(key().name(1, "forward"))
+        server._on_fenced(key().name(1, "forward"))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)
@@ -614,7 +614,7 @@ def test_its_tensors_are_told_at_their_version_only(make_swarm: MakeSwarm) -> No
     async def leave() -> tuple[float, list[torch.Tensor]]:
         asking = asyncio.ensure_future(stepping.tensors_at(2, within_s=100.0))
         await asyncio.sleep(1.0)
-        await stepping.step_out()
+        await swarm.servers[B].step_out()
         found = await asking
         return swarm.loop.time(), found
 

@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 from lightning_swarm.protocol.methods import ADMIT, APPLY, FOLLOW, FREEZE, JOIN, LISTEN, NEXT, PROPOSE, READY
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.state_transfer import donor, snapshots
+from lightning_swarm.server.state_transfer import snapshots, stage_copy
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_snapshot_schedule import go_back
 from tests.unit.coordinator.test_snapshot_schedule import step as restart_step
@@ -140,7 +140,7 @@ def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: 
         if what == "dies":
             swarm.network.kill(J)
         elif what == "begins anew":
-            swarm.servers[A].donor._followers.clear()  # as for who needs more records than are kept
+            swarm.servers[A].donor._state.followers.clear()  # as for who needs more records than are kept
         await asyncio.sleep(60.0)
         record = await swarm.record(0)
         assert [newcomer.member.peer_id for newcomer in record.newcomers] == ([J] if what == "stays" else [])
@@ -163,7 +163,7 @@ def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(mak
     propose = handlers[PROPOSE]
 
     async def late(caller: PeerId, body: bytes) -> bytes:
-        swarm.servers[A].donor._followers.clear()
+        swarm.servers[A].donor._state.followers.clear()
         await asyncio.sleep(20.0)
         answer: bytes = await propose(caller, body)
         return answer
@@ -400,10 +400,10 @@ def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatc
     swarm.run(asyncio.sleep(61.0))
     assert swarm.run(follow(strangers[let_in.index(False)])), "who asks for no piece of it does so, too"
     held = swarm.servers[A].donor
-    assert len(held._downloads) == 1
+    assert len(held._state.downloads) == 1
     swarm.run(asyncio.sleep(61.0))
     swarm.run(swarm.step(rows(0)))
-    assert (held._downloads, held._copies) == ({}, {}), "nothing is held for nobody"
+    assert (held._state.downloads, held._state.copies) == ({}, {}), "nothing is held for nobody"
 
 
 def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm) -> None:
@@ -452,7 +452,7 @@ def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         copies.append(stage)
         return copied(stage, generation)
 
-    monkeypatch.setattr(donor, "copied", counted)
+    monkeypatch.setattr(stage_copy, "copied", counted)
     return lambda: len(copies)
 
 
@@ -483,11 +483,11 @@ def test_records_of_the_old_generation_are_kept_for_nobody(make_swarm: MakeSwarm
     for seed in 5, 6:
         swarm.run(restart_step(swarm, seed))
     records = swarm.servers[A].donor
-    assert records._kept
-    assert records._followers
+    assert records._state.kept
+    assert records._state.followers
     go_back(swarm)
-    assert not records._kept
-    assert not records._followers
+    assert not records._state.kept
+    assert not records._state.followers
 
 
 # ---------------------------------------------------------------------- donors
@@ -510,7 +510,7 @@ def test_the_next_attempt_asks_another_donor(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         await asyncio.sleep(0.5)
         for peer in swarm.rosters[0]:
-            swarm.servers[peer].donor._followers.clear()
+            swarm.servers[peer].donor._state.followers.clear()
         await asyncio.sleep(60.0)
 
     swarm.run(go())

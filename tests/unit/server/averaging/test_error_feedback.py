@@ -115,5 +115,5 @@ def test_it_is_carried_over_a_selection_that_trains_the_same(swarm: Swarm) -> No
 def test_a_run_that_goes_back_carries_nothing_there(swarm: Swarm) -> None:
     swarm.run(step(swarm, 0))
     stage = swarm.servers[A].stepping.stage(0)
-    stage.go_back(0, None)
+    stage.enter_generation(0, None)
     assert stage.carried.lost is None

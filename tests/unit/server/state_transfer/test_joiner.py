@@ -20,9 +20,9 @@ from lightning_swarm.protocol.messages.membership import FollowReply, TensorLayo
 from lightning_swarm.protocol.messages.state import Snapshot
 from lightning_swarm.protocol.methods import FOLLOW, PIECE
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.state_transfer import donor
-from lightning_swarm.server.state_transfer import joiner as joiner_module
-from lightning_swarm.server.state_transfer.donor import IncomingSnapshot, StageCopy, Throttle
+from lightning_swarm.server.state_transfer import donor, download
+from lightning_swarm.server.state_transfer.donor import Throttle
+from lightning_swarm.server.state_transfer.stage_copy import IncomingSnapshot, StageCopy
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import WIDTH, Swarm, rows
 
@@ -151,7 +151,7 @@ def test_a_throttle_serves_who_comes_first_at_its_rate(loop: VirtualLoop) -> Non
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 16) -> None:
-    monkeypatch.setattr(joiner_module, "PIECE_BYTES", num_bytes)
+    monkeypatch.setattr(download, "PIECE_BYTES", num_bytes)
 
 
 def sent_pieces(swarm: Swarm) -> Counter[PeerId]:
@@ -179,7 +179,9 @@ def test_members_send_the_state_together(make_swarm: MakeSwarm, monkeypatch: pyt
     assert set(sent) == {"a", "a2", "a3"}
     assert min(sent.values()) > 0.2 * sum(sent.values())
     swarm.run(asyncio.sleep(3.0))
-    assert all(server.donor._downloads == {} for server in swarm.servers.values()), "they were told that it is through"
+    assert all(server.donor._state.downloads == {} for server in swarm.servers.values()), (
+        "they were told that it is through"
+    )
 
 
 def intercept(server: Server, method: str, change: Callable[[Message], Message]) -> None:
