@@ -72,10 +72,24 @@ _SLOWEST: Final = 1e-9
 """Samples/s; as many seconds are the fastest's."""
 
 _SMOOTHING: Final = 0.3
-_OF_SCATTER: Final = 0.1
-_FIRST_SCATTER: Final = 0.2
-_SIGMAS: Final = 2.0
-"""What is off by more is an error of measuring once in twenty times."""
+"""Weight of the newest report in a mean that follows the reports."""
+
+_SCATTER_SMOOTHING: Final = 0.05
+"""Likewise for the mean that scatter is measured from. It is slow because servers report moving averages: one report is
+close to the next, however far both are from the truth."""
+
+_FIRST_SCATTER: Final = 0.13
+"""Standard deviation of a rate's logarithm that is assumed until reports show another."""
+
+_CORRELATED: Final = 2.0
+"""Reports that are about as good as one independent report, as they are moving averages."""
+
+_SIGMAS: Final = 2.4
+"""An error of more standard deviations than this is as good as excluded."""
+
+_WORK_SCATTER: Final = 0.3
+"""Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are only so
+even. Equal peers of two such stages seem to differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -101,37 +115,39 @@ class ReportedLoad:
 
 
 class RateEstimate:
-    """One peer's, as it says it step after step. What it says scatters most where a stage computes for milliseconds.
-
-    Attributes:
-        stage: Where it is, or was when it said something last; None: it holds several.
-    """
+    """Estimate of one peer's rate from the reports that it makes step after step, and of how far it may be off."""
 
     def __init__(self, samples_per_s: float, stage: int | None) -> None:
-        self.stage = stage
-        self._log = math.log(samples_per_s)
-        self._variance, self._num_heard = (_FIRST_SCATTER / _SIGMAS) ** 2, 1
+        self.stage = stage  # where the peer was when it reported last; None: it holds several
+        self._log = self._slow_log = math.log(samples_per_s)
+        self._num_here = self._num_reports = 1  # reports from this stage, and all
+        self._variance = _FIRST_SCATTER**2
 
-    def hear(self, samples_per_s: float, stage: int | None) -> None:
-        """It has said it again."""
-        said = math.log(samples_per_s)
+    def update(self, samples_per_s: float, stage: int | None) -> None:
+        """Take in the next report."""
+        reported = math.log(samples_per_s)
         if stage != self.stage:  # which may be more work
-            self.stage, self._log = stage, said
+            self.stage, self._log, self._slow_log, self._num_here = stage, reported, reported, 1
             return
-        off = said - self._log
-        self._log += _SMOOTHING * off
-        self._num_heard += 1
-        self._variance += max(_OF_SCATTER, 1.0 / self._num_heard) * (off**2 - self._variance)
+        self._num_here += 1
+        self._num_reports += 1
+        # At first the mean of all: where the newest counts for more, the first one would count for most.
+        self._log += max(_SMOOTHING, 1.0 / self._num_here) * (reported - self._log)
+        off = reported - self._slow_log
+        self._slow_log += max(_SCATTER_SMOOTHING, 1.0 / self._num_here) * off
+        # A mean of few reports that are alike follows them, so that they seem to scatter less than they do.
+        squared = off**2 * (1.0 + _CORRELATED / self._num_here)
+        self._variance += max(_SCATTER_SMOOTHING, 1.0 / self._num_reports) * (squared - self._variance)
 
     @property
     def samples_per_s(self) -> float:
-        """On the average of what it said last; equal peers' are equal."""
+        """Mean of the last reports, rounded so that the rates of equal peers are equal."""
         return float(f"{math.exp(self._log):.3g}")
 
     @property
     def scatter(self) -> float:
-        """The share by which that may be off."""
-        return max(SCATTER, _SIGMAS * math.sqrt(self._variance))
+        """The share by which that rate may be off."""
+        return min(max(SCATTER, _SIGMAS * math.sqrt(self._variance)), 1.0)
 
 
 _FIXED_S: Final = 3.0
@@ -187,6 +203,7 @@ class Balancer:
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
         self._known: dict[PeerId, RateEstimate] = {}  # also of those on their way
         self._log_work = [0.0] * len(state_bytes)
+        self._num_compared: Counter[frozenset[int]] = Counter()  # how often a peer was at both of two stages
         self._on_the_way: dict[PeerId, _MoveInProgress] = {}
         self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
         self._bytes_per_s = MovingAverage(_SMOOTHING)
@@ -218,12 +235,17 @@ class Balancer:
             self._known[peer] = RateEstimate(rate, index)
             return
         before, where = known.samples_per_s, known.stage
-        known.hear(rate, index)
+        known.update(rate, index)
         if index is not None and where is not None and index != where:
+            self._num_compared[frozenset((index, where))] += 1
             off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
             for stage, learnt in ((index, off), (where, -off)):
                 changed = self._log_work[stage] + _LEARNT * learnt
                 self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
+
+    def _work_scatter(self, source: int, target: int) -> float:
+        learnt = self._num_compared[frozenset((source, target))]
+        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** learnt  # two stages take over `_LEARNT` of an error each
 
     def _speed(self, known: RateEstimate) -> float:
         """Samples/s at a stage of work 1."""
@@ -384,7 +406,7 @@ class Balancer:
         by_rates: bool = True,
     ) -> StageRates:
         known = self._known if by_rates else {}
-        stages = StageRates(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None)
+        stages = StageRates(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None, self._work_scatter)
         speeds = {peer: self._speed(rate) for peer, rate in known.items()}
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}

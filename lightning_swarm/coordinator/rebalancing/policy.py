@@ -13,7 +13,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -83,8 +83,14 @@ class StageRates:
         work: Of each stage, relative to each other: what a sample costs there. None: as much everywhere.
     """
 
-    def __init__(self, num_stages: int, work: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        work: Sequence[float] | None = None,
+        work_scatter: Callable[[int, int], float] = lambda source, target: 0.0,
+    ) -> None:
         self.work = work or [1.0] * num_stages
+        self.work_scatter = work_scatter  # share by which the work of one stage, relative to another's, may be off
         self.rates = [0.0] * num_stages
         """In samples/s of each stage."""
         self.squares = [0.0] * num_stages
@@ -307,7 +313,12 @@ class _MovePlan:
                 for taken, taker in self._near(serving, at, target):
                     more = taken - given
                     after = min(rate - more / work[source], low + more / work[target])
-                    error = math.hypot(self._stages.error(taker), self._stages.error(giver))
+                    error = self._stages.error(taker)
+                    if giver is not None:
+                        # Of two that change places, the one that is faster at its own stage may only have less work
+                        # there. A lone mover brings something whatever the work.
+                        scatter = self._stages.work_scatter(source, target)
+                        error = math.hypot(error, self._stages.error(giver), taken * scatter)
                     if error < more < spare and after > best_after:
                         best_after, best = after, [(Move(taker, source, target), taken)]
                         best += [(Move(giver, target, source), given)] if giver is not None else []
