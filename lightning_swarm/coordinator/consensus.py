@@ -44,18 +44,18 @@ class Voter:
         self.void_promises()
 
     def void_promises(self) -> None:
-        """The run of all that was promised is void; the next one's slots are of a later generation."""
+        """Forget all promises: their run is over, and the next run's slots are of a later generation."""
         self._term = NO_TERM
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
         self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead
 
     @property
     def term(self) -> Term:
-        """The highest one that it knows of."""
+        """The highest term that the voter knows of."""
         return self._term
 
     def promise(self, request: Prepare) -> Promise:
-        """Promise to accept nothing of a lower term; or refuse: its number was promised, or the slot was decided."""
+        """Promise to accept nothing of a lower term; refuse if its number was promised or the slot decided."""
         self._check_life(request.boot_id)
         slot = (request.generation, request.step)
         if self._is_decided(slot):
@@ -70,7 +70,7 @@ class Voter:
         return Promise(promised=True, term=self._term, accepted=accepted, fence=self._fence[1])
 
     def consider(self, proposal: Proposal) -> Vote:
-        """Accept the record; or refuse it: the term is too low, or has another record, or the step was decided."""
+        """Accept the record; or refuse it, if its term is too low or has another record, or the step was decided."""
         self._check_life(proposal.boot_id)
         body = encode(proposal.record)
         slot = slot_of(proposal.record)
@@ -84,14 +84,14 @@ class Voter:
         return Vote(accepted=True, term=self._term)
 
     def _refuses(self, term: Term) -> bool:
-        """A lower term, or one of the same number that is not its own: coordinators are told apart by their numbers.
+        """Refuse a lower term, and another one of the same number: coordinators are told apart by their numbers.
 
         Rounds, leases and places begin at multiples of it.
         """
         return term != self._term and term[0] <= self._term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
-        """Whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
+        """Return whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
         return slot < self._fence[0] or any(slot < later for later in self._accepted)
 
     def _check_life(self, boot_id: int) -> None:
@@ -133,7 +133,7 @@ class Ballot:
         self._votes: set[Member] = set()
 
     def prepare(self, voter: Member, *, fence: bool = False) -> Prepare:
-        """What to ask a voter first; with `fence` when `may_begin` is what is wanted."""
+        """Make the first request to a voter; with `fence` to reach `may_begin`."""
         if fence and (not self.prepared or self.chosen is not None):
             raise ProtocolError(f"{self.slot} may be fenced when a majority promised and nothing is to be finished")
         generation, step = self.slot
@@ -151,7 +151,7 @@ class Ballot:
 
     @property
     def prepared(self) -> bool:
-        """Whether a majority promised."""
+        """Return whether a majority promised."""
         return self._is_majority(self._promises)
 
     @property
@@ -164,11 +164,11 @@ class Ballot:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a record of this proposer's own may be worked towards: nothing of lower terms will be finished."""
+        """Return whether this proposer may work towards its own record: nothing of lower terms will be finished."""
         return self._is_majority(self._fenced)
 
     def proposal(self, voter: Member, record: Record) -> Proposal:
-        """What to ask a voter then; one record for all of them.
+        """Make the second request to a voter; one record for all of them.
 
         Raises:
             ProtocolError: It is too early, or another record.
@@ -188,16 +188,16 @@ class Ballot:
 
     @property
     def decided(self) -> bool:
-        """Whether a majority accepted the record."""
+        """Return whether a majority accepted the record."""
         return self._is_majority(self._votes)
 
     @property
     def lost(self) -> bool:
-        """Whether no majority can come under this term any more."""
+        """Return whether no majority can come under this term any more."""
         return self._behind or not self._is_majority(set(self.voters) - self._refused)
 
     def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
-        """The same proposer's part in a later slot. What was promised holds on, if the voters are the same."""
+        """Begin the same proposer's part in a later slot. Promises stay valid if the voters are the same."""
         same = set(voters) == set(self.voters) and self.prepared
         promised, fenced = (self._promises, self._fenced) if same else ((), ())
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
@@ -279,7 +279,7 @@ class Proposer:
 
     @property
     def first_round(self) -> int:
-        """Where rounds of averaging begin in each step: beyond those of all lower terms, and of nobody's else."""
+        """Number of this coordinator's first round in each step: beyond those of all lower terms, and nobody else's."""
         return (self.term[0] - 1) << 20
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.step.books import StepState
 from lightning_swarm.coordinator.takeover import gather_books
@@ -363,16 +364,9 @@ class Leadership:
         )
 
     async def _coordinate(self, run: RunState, proposer: Proposer, books: StepState | None) -> None:
-        coordinator = Coordinator(
-            self._role,
-            run,
-            proposer,
-            limits=self._limits,
-            events=self._events,
-            on_deposed=self._notify,
-            step_aside=self._step_aside,
-            books=books,
-        )
+        books = books or StepState.of(run.manifest)
+        context = CoordinatorContext(self._role, run, proposer, books, limits=self._limits, events=self._events)
+        coordinator = Coordinator(context, on_deposed=self._notify, step_aside=self._step_aside)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()
