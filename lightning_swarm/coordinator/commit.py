@@ -38,7 +38,7 @@ class StepCommit:
         self,
         context: CoordinatorContext,
         servers: ServerCalls,
-        gate: ServerMembership,
+        server_membership: ServerMembership,
         snapshots: SnapshotSchedule,
         moves: PlannedMoves,
         trainers: TrainerHandlers,
@@ -48,14 +48,14 @@ class StepCommit:
         self._context = context
         self._run = context.run
         self._servers = servers
-        self._gate = gate
+        self._server_membership = server_membership
         self._proposer = context.proposer
         self._snapshots = snapshots
         self._moves = moves
-        self._enrolment = trainers.enrolment
+        self._trainer_membership = trainers.enrolment
         self._lead_asks = trainers.lead.asks_for
         self._fence = fence
-        self._vigil = OutageWait(context.events, stage_timeout=context.limits.stage_timeout)
+        self._outage = OutageWait(context.events, stage_timeout=context.limits.stage_timeout)
         self._events = context.events
         self._sums: SumReconciliation | None = None  # of the newest step that closed
         self._someone_gone = False  # in the last step, whose record left the rosters as they were
@@ -85,24 +85,24 @@ class StepCommit:
         record = replaced(self._plain(closing, squared_norm, hyperparameters), position=position)
         newcomers: Sequence[Candidate] = ()
         if not late:
-            newcomers = await self._gate.newcomers(closing)
-            record = await self._changed(record, reselected, newcomers, sums.attendance.gone)
+            newcomers = await self._server_membership.newcomers(closing)
+            record = await self._changed(record, reselected, newcomers, sums.step_servers.gone)
         await self._proposer.decide(record)
         await self._servers.apply(record)
         if late:
-            self._someone_gone = bool(sums.attendance.gone)
-            self._moves.choose_for_later(sums.attendance.gone)
+            self._someone_gone = bool(sums.step_servers.gone)
+            self._moves.choose_for_later(sums.step_servers.gone)
             return record
         self._someone_gone = False
-        self._gate.let_in(newcomers)
-        self._enrolment.let_in(record)
+        self._server_membership.let_in(newcomers)
+        self._trainer_membership.let_in(record)
         self._moves.record_applied(record)
         return record
 
     def wants_changes(self) -> bool:
         """Return whether the next record should change the run's membership, or order a snapshot."""
         is_due = self._snapshots.is_due(self._run.servers)
-        return is_due or self._someone_gone or self._gate.wants_changes() or self._moves.put_off
+        return is_due or self._someone_gone or self._server_membership.wants_changes() or self._moves.put_off
 
     def _plain(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
         """A record that says how to step, and nothing else."""
@@ -131,13 +131,13 @@ class StepCommit:
     ) -> Record:
         """Add to a record what changes of the run's membership."""
         movers, sheds = self._moves.choose(gone)
-        leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
+        leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
         staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(record.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
-        enlisted, retired = self._enrolment.changes()
+        enlisted, retired = self._trainer_membership.changes()
         return replaced(
             record,
             selection=reselected,
@@ -155,9 +155,9 @@ class StepCommit:
             retired=retired,
         )
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin with the next run generation: servers have all the time to answer again."""
-        self._vigil.stage_found(step=self._run.manifest.first_step)
+        self._outage.stage_found(step=self._run.manifest.first_step)
         self._someone_gone = False
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
@@ -168,9 +168,9 @@ class StepCommit:
                 self._servers,
                 step,
                 selection,
-                joining=lambda: not late and self._gate.is_awaited(),
+                joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
-                vigil=self._vigil,
+                outage=self._outage,
             )
         return self._sums
 
@@ -179,12 +179,12 @@ class StepCommit:
     ) -> float | None:
         """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
         begin_s, closing = now_s(), closed.closing
-        hearing = [] if late else self._gate.listen(closing, reselected, closed.version_hashes)
+        hearing = [] if late else self._server_membership.listen(closing, reselected, closed.version_hashes)
         replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in heard.values()):
-            await self._gate.heard(closing, hearing, averaging_s=now_s() - begin_s)
+            await self._server_membership.heard(closing, hearing, averaging_s=now_s() - begin_s)
             # Summed in one order, so that a repeated round gives the same record.
             parts = sorted(
                 (part.stage_index, peer, part.squared_norm) for peer, reply in heard.items() for part in reply.parts
@@ -200,9 +200,9 @@ class StepCommit:
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
-            sums.attendance.note_blameless(reason)
+            sums.step_servers.note_blameless(reason)
         for peer in blamed:
-            sums.attendance.suspect(
+            sums.step_servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
             )
         return None

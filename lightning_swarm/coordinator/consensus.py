@@ -33,11 +33,7 @@ Slot = tuple[int, int]
 
 
 class Voter:
-    """One vote, in one life of its process.
-
-    Args:
-        boot_id: Of that life. What was asked of another one is refused, for what it accepted is forgotten.
-    """
+    """One vote, in one life of its process: calls to another life are refused, for what that accepted is forgotten."""
 
     def __init__(self, boot_id: int) -> None:
         self._boot_id = boot_id
@@ -104,12 +100,8 @@ class Voter:
 class Ballot:
     """One proposer's part in one slot, under one term: promises, then perhaps a fence, then votes on one record.
 
-    Args:
-        term: The proposer's own; no two lives of a peer share one.
-        slot: Which.
-        voters: Those of the record before.
-        promised: Of them, those whose promise for an earlier slot holds for this one.
-        fenced: Likewise.
+    The voters are those of the record before. Promises and fences of an earlier slot may hold for this one. No two
+    lives of a peer share a term.
     """
 
     def __init__(
@@ -140,7 +132,7 @@ class Ballot:
         return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
 
     def hear_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
-        """The answer to `prepare`."""
+        """Take in the answer to `prepare`."""
         self._behind = self._behind or promise.behind
         if not self._counts(voter, promise.promised, promise.term):
             return
@@ -168,11 +160,7 @@ class Ballot:
         return self._is_majority(self._fenced)
 
     def proposal(self, voter: Member, record: Record) -> Proposal:
-        """Make the second request to a voter; one record for all of them.
-
-        Raises:
-            ProtocolError: It is too early, or another record.
-        """
+        """Make the second request to a voter; raise ProtocolError if it is too early, or another record."""
         body = encode(record)
         chosen = self.chosen
         free = self.may_begin if chosen is None else encode(chosen) == body
@@ -182,7 +170,7 @@ class Ballot:
         return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
 
     def hear_vote(self, voter: Member, vote: Vote) -> None:
-        """The answer to `proposal`."""
+        """Take in the answer to `proposal`."""
         if self._counts(voter, vote.accepted, vote.term):
             self._votes.add(voter)
 
@@ -250,13 +238,8 @@ def serve(voter: Voter, transport: Transport, may_propose: Callable[[PeerId], bo
 class Proposer:
     """Has the records of a run decided, one after the other, under one term.
 
-    Args:
-        transport: The coordinator's.
-        run: As its own server knows it: its open step is what is decided, and its voters decide.
-        term: The coordinator's own.
-        timeout: Seconds for a voter to answer.
-        patience_s: Seconds to go on asking while a majority of the voters does not answer.
-        events: Of the coordinator.
+    The run's open step, as the coordinator's own server knows it, is what is decided, and the run's voters decide. A
+    voter has `timeout` seconds to answer; it is asked again for `patience_s` while a majority does not.
     """
 
     def __init__(
@@ -284,18 +267,15 @@ class Proposer:
 
     @property
     def rival_number(self) -> int:
-        """The highest that a voter was heard to have promised to another peer, this one's own included; 0: none."""
+        """Highest number that a voter is known to have promised to another peer; 0: none."""
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
     async def prepare(self) -> Record | None:
         """Get the right to work towards the open step's record. Before any round of averaging; cheap when repeated.
 
-        Returns:
-            What must be decided for this step instead, for another coordinator may have begun to; mostly None.
-
-        Raises:
-            NotCoordinator: Another term has the voters' promise, or the step was decided without this proposer.
-            StepError: No majority of the voters answers.
+        Returns what must be decided for this step instead, as another coordinator may have begun to; mostly None.
+        Raises NotCoordinator if another term has the voters' promise, or the step was decided without this proposer,
+        and StepError if no majority of the voters answers.
         """
         slot = (self._run.manifest.generation, self._run.version)
         if self._ballot is None:
@@ -313,9 +293,8 @@ class Proposer:
     async def decide(self, record: Record) -> None:
         """Have the open step's record accepted by a majority of its voters. After `prepare`.
 
-        Raises:
-            NotCoordinator: Another term has the voters' promise.
-            StepError: No majority of the voters answers; the record is not known to be decided.
+        Raises NotCoordinator if another term has the voters' promise, and StepError if no majority of them answers:
+        then the record is not known to be decided.
         """
         ballot = self._ballot
         if ballot is None or ballot.slot != slot_of(record):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_swarm.coordinator.consensus import Proposer
-from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.step.step_state import StepState
 from lightning_swarm.core.errors import NotCoordinator
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner

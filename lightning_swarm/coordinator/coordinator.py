@@ -13,8 +13,8 @@ from lightning_swarm.coordinator.membership.moves import PlannedMoves, balance_o
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls, dismiss
 from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
-from lightning_swarm.coordinator.step.books import StepOutcome
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.step_state import StepOutcome
 from lightning_swarm.coordinator.takeover import appoint
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
@@ -50,15 +50,15 @@ class Coordinator:
         self.gate.on_restarted_lead = self._note_restarted_lead
         self._servers = ServerCalls(context)
         self._snapshots = SnapshotSchedule(context)
-        self._watch = LeaseExpiry(
+        self._lease_expiry = LeaseExpiry(
             context,
             on_change=self._on_change,
             owes=lambda trainer: self.trainers.places.owes(self.books.open, trainer),
         )
-        self.trainers = TrainerHandlers(context, self._servers, self._watch, on_change=self._on_change)
+        self.trainers = TrainerHandlers(context, self._servers, self._lease_expiry, on_change=self._on_change)
         moves = PlannedMoves(context, self.gate, balance, step_aside=step_aside)
-        self._closer = StepCommit(
-            context, self._servers, self.gate, self._snapshots, moves, self.trainers, fence=self._watch.fence
+        self._step_commit = StepCommit(
+            context, self._servers, self.gate, self._snapshots, moves, self.trainers, fence=self._lease_expiry.fence
         )
 
     def _note_restarted_lead(self) -> None:
@@ -72,7 +72,7 @@ class Coordinator:
         if step.closing:
             self.books.closing_s = now_s()
         for trainer in step.missing():
-            self._watch.watch(trainer)
+            self._lease_expiry.watch(trainer)
         if due is not None:
             self._spawn(self._guarded(self._decide_due(due)))
         self._finish_if_ready(step)
@@ -100,16 +100,16 @@ class Coordinator:
         finally:
             await self.context.tasks.close()
 
-    async def go_back(self) -> None:
+    async def enter_generation(self) -> None:
         """Begin with the next run generation: a step that closes is given up, and its callers are told."""
         await self.context.restart_tasks()
-        self.books.go_back(self._run.manifest)
-        self._servers.go_back()
-        self.gate.go_back()
-        self._snapshots.go_back()
-        self._closer.go_back()
-        self._watch.go_back()
-        await self.trainers.go_back()
+        self.books.enter_generation(self._run.manifest)
+        self._servers.enter_generation()
+        self.gate.enter_generation()
+        self._snapshots.enter_generation()
+        self._step_commit.enter_generation()
+        self._lease_expiry.enter_generation()
+        await self.trainers.enter_generation()
         self._look_after()
 
     async def _end_without_lead(self) -> None:
@@ -179,7 +179,7 @@ class Coordinator:
         books = self.books
         record: Record | None = None
         while record is None and step.ready:
-            record = await self._closer.finish(step, books.selection(self._run), books.reselected)
+            record = await self._step_commit.finish(step, books.selection(self._run), books.reselected)
         if record is None:
             books.finishing = False  # it takes batches again
         else:
@@ -190,7 +190,7 @@ class Coordinator:
     async def _decide_due(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
         await self.trainers.changes.notify()
-        record = await self._closer.finish(step, self._run.selection, None, late=True)
+        record = await self._step_commit.finish(step, self._run.selection, None, late=True)
         assert record is not None, "a step that is late takes no batches in place of those that were struck"
         self.books.outcome, self.books.due = self._outcome(step, record), None
         self._finish_if_ready(self.books.open)
@@ -205,7 +205,7 @@ class Coordinator:
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
         if not manifest.delay_optimizer_step or is_last or self.books.reselected is not None:
             return False
-        return not self._closer.wants_changes()
+        return not self._step_commit.wants_changes()
 
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
         lead = self._run.manifest.lead

@@ -72,7 +72,7 @@ class ChangeNotifier:
         self.failure = error
         await self.notify()
 
-    async def go_back(self) -> None:
+    async def enter_generation(self) -> None:
         """Begin with the next run generation, where nothing went wrong yet."""
         self.failure = None
         await self.notify()
@@ -221,7 +221,7 @@ class LeadLiveness:
         """Return whether a record came that the lead does not know."""
         return step >= self._knows
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin with the next run generation."""
         self._stepped_with, self._permits, self._knows, self.deciding = {}, None, 0, None
 
@@ -256,13 +256,13 @@ class StepEnds:
         places: LeaseTable,
         lead: LeadLiveness,
         changes: ChangeNotifier,
-        watch: LeaseExpiry,
+        lease_expiry: LeaseExpiry,
     ) -> None:
         self._run, self._books = context.run, context.books
         self._places = places
         self._lead = lead
         self._changes = changes
-        self._watch = watch
+        self._lease_expiry = lease_expiry
         self._learnt = partial(context.events.learnt, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # to the lead
 
@@ -299,7 +299,7 @@ class StepEnds:
             if is_lead and not await self._let_record_come():
                 return RecordReply(record=None, closing=True, open=request.step)
             return self._outcome_for(caller, request.version)
-        await self._watch.check_overdue(step)
+        await self._lease_expiry.check_overdue(step)
         if is_lead and takes_batches():
             self._lead.go_on()
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))

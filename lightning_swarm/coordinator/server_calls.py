@@ -77,7 +77,7 @@ class ServerCalls:
         """An address of the coordinator."""
         return (await self._transport.addresses())[0]
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """The run entered its next generation."""
         self._behind.clear()
         self.unsettled.clear()

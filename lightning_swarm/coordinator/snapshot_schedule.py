@@ -69,7 +69,7 @@ class SnapshotSchedule:
         self._last: tuple[int, float] | None = None  # its version, and when it was ordered
         self.hosts: dict[PeerId, str] = {}  # machines of the servers, as far as they were asked
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin with the next run generation: what was kept is of the old one."""
         self._last = None
 

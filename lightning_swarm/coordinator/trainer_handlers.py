@@ -62,13 +62,13 @@ class TrainerHandlers:
         self,
         context: CoordinatorContext,
         servers: ServerCalls,
-        watch: LeaseExpiry,
+        lease_expiry: LeaseExpiry,
         *,
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
     ) -> None:
         self._transport, self._run, self._books = context.transport, context.run, context.books
         self._servers = servers
-        self._watch = watch
+        self._lease_expiry = lease_expiry
         self._first_lease = first_lease(context.proposer.term)
         self._on_change = on_change
         self._events = context.events
@@ -76,9 +76,9 @@ class TrainerHandlers:
         self._settling = asyncio.Lock()
         self.changes = ChangeNotifier(context.limits.call_timeout)
         self.lead = LeadLiveness(context.run, self.changes, timeout=context.limits.lead_timeout)
-        self.places = LeaseTable(context.run, self._first_lease, self._on_grant, watch.gone)
-        self._ends = StepEnds(context, self.places, self.lead, self.changes, watch)
-        self.enrolment = TrainerMembership(context, watch, self.changes, epoch=lambda: self.lead.epoch)
+        self.places = LeaseTable(context.run, self._first_lease, self._on_grant, lease_expiry.gone)
+        self._ends = StepEnds(context, self.places, self.lead, self.changes, lease_expiry)
+        self.enrolment = TrainerMembership(context, lease_expiry, self.changes, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
         """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
@@ -99,11 +99,11 @@ class TrainerHandlers:
         transport.handle_call(QUIT, self._handle_quit)
         self.enrolment.answer()
 
-    async def go_back(self) -> None:
+    async def enter_generation(self) -> None:
         """Begin with the next run generation."""
-        self.places.go_back()
-        self.lead.go_back()
-        await self.changes.go_back()
+        self.places.enter_generation()
+        self.lead.enter_generation()
+        await self.changes.enter_generation()
 
     # ------------------------------------------------------------------ what the open step trains, and who has a place
 
@@ -169,9 +169,7 @@ class TrainerHandlers:
             self.lead.check()
             return encode(GrantReply(wait=WaitForRecord(step=None)))
         if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
-            return encode(
-                GrantReply(wait=WaitForRecord(step=None))
-            )  # who coordinates now has not heard of the order yet
+            return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.places.grant(books.open, caller, request)
@@ -184,12 +182,12 @@ class TrainerHandlers:
     def _look_for_others(self, step: OpenStep) -> None:
         """Ask the trainers that should have brought a batch by now whether they are there, for others wait."""
         for trainer in self.places.owed_by(step):
-            self._watch.watch(trainer)
+            self._lease_expiry.watch(trainer)
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
             self._books.closing_s = now_s()
-        self._watch.watch(trainer)
+        self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
         """Grant a place for the next batch of a trainer that knows which step is open, if that one or the next is.
@@ -262,7 +260,7 @@ class TrainerHandlers:
         for lease in request.report.leases:
             if lease.grant.step == step.step:
                 step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
-                self._watch.watch(caller)
+                self._lease_expiry.watch(caller)
         step.strike_others()
         closed = dict(request.report.closed)
         if step.step in closed and caller == self._run.manifest.lead:
@@ -295,7 +293,7 @@ class TrainerHandlers:
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
             if request.lease is not None and not request.withdrawn:
-                raise LeaseRevoked(f"who coordinates now knows of no batch in step {request.step}")
+                raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
         step, due = self._books.open, self._books.due
         if due is not None and request.step == due.step:  # said again, for no answer came
@@ -337,7 +335,7 @@ class TrainerHandlers:
             return
         first = step.withdraw(request.lease, trainer, dropped=request.dropped)
         if request.begun:
-            self._watch.fence(step, [first])
+            self._lease_expiry.fence(step, [first])
 
     def _close(self, step: OpenStep, total_weight: float | None) -> None:
         if not step.close_asked:
@@ -388,7 +386,7 @@ class TrainerHandlers:
         self._run.check_trainer(caller)
         if self._run.goes_back:
             raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
-        self._watch.gone.discard(caller)
+        self._lease_expiry.gone.discard(caller)
         self.enrolment.hear(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
@@ -400,14 +398,13 @@ class TrainerHandlers:
         if found is not None:
             return found
         if self._is_beyond(step, what):
-            raise LeaseRevoked(f"who coordinates now knows of no batch in step {step}")
+            raise LeaseRevoked(f"the new coordinator knows of no batch in step {step}")
         raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def _is_beyond(self, step: int, what: str) -> bool:
         """Return whether a step is not open here yet, though it was where another peer coordinated.
 
-        Raises:
-            ProtocolError: It was nowhere.
+        Raises ProtocolError if it can have been open nowhere.
         """
         number = self._books.open.step
         if step > number + self._run.manifest.delay_optimizer_step:

@@ -53,7 +53,7 @@ class LeaseExpiry:
         self.gone: set[PeerId] = set()  # trainers that did not answer, and were not heard of since
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin with the next run generation; the tasks of the old one are over."""
         self._watched.clear()
         self.gone.clear()

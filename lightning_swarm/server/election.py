@@ -17,7 +17,7 @@ from typing import Any, Final
 from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.coordinator import Coordinator
-from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.step.step_state import StepState
 from lightning_swarm.coordinator.takeover import gather_books
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -110,7 +110,7 @@ class Leadership:
     async def go_back(self) -> None:
         """The run entered its next generation."""
         if self.coordinator is not None:
-            await self.coordinator.go_back()
+            await self.coordinator.enter_generation()
 
     async def step_out(self) -> None:
         """This server is in the run no more."""

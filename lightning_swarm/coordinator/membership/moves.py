@@ -45,13 +45,13 @@ class PlannedMoves:
     def __init__(
         self,
         context: CoordinatorContext,
-        gate: ServerMembership,
+        server_membership: ServerMembership,
         balance: Balancer,
         *,
         step_aside: Callable[[], None],
     ) -> None:
         self._run = context.run
-        self._gate = gate
+        self._server_membership = server_membership
         self._balance = balance
         self._events = context.events
         self._step_aside = step_aside
@@ -80,7 +80,7 @@ class PlannedMoves:
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
         rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
-        leaving, joining = self._gate.leaving, self._gate.targets
+        leaving, joining = self._server_membership.leaving, self._server_membership.targets
         if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
             return [], sheds  # who moves is decided on what that leaves
         fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
@@ -94,7 +94,7 @@ class PlannedMoves:
             now_s=now_s(),
         )
         if any(move.peer == run.coordinator for move in moves):
-            self._steps_aside = True  # with the others' moves: who coordinates next decides on them as well
+            self._steps_aside = True  # with the others' moves: the next coordinator decides on them as well
             return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
@@ -114,7 +114,7 @@ class PlannedMoves:
     ) -> tuple[list[Departure], list[StageRelease]]:
         """Return what was chosen, unless a peer went meanwhile: then the swarm is not the one it was chosen for."""
         movers, sheds = chosen
-        staying = set(self._run.servers) - {*gone, *self._gate.leaving}
+        staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
         concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
         return (movers, sheds) if concerned <= staying and not gone else ([], [])
 

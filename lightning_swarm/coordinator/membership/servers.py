@@ -159,7 +159,7 @@ class ServerMembership:
         """Tell the peers that did not get in that the run is over, as far as they are reached."""
         await dismiss(self._transport, self._waiting, timeout=self._limits.leave_timeout)
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin with the next run generation: what joiners downloaded is of the old one."""
         self._entering.clear()
         self._leaving.clear()  # they ask again
@@ -327,17 +327,11 @@ class ServerMembership:
     ) -> list[asyncio.Task[None]]:
         """Have candidates that have caught up hold the round's result, too.
 
-        Of one stage not more at once than it has members, or two: they all send their parts to each of them. The others
-        come with the rounds that follow.
+        Of one stage not more at once than it has members, or two: all members send their parts to each joiner. The
+        others come with the rounds that follow.
 
-        Args:
-            closing: The round.
-            selection: What trains in its step, if it is not what trained in the step before.
-            version_hashes: Of each stage before the step. Who has become ready since nobody was asked for a stage's
-                comes with a later round.
-
-        Returns:
-            A task for each.
+        `version_hashes` are those of each stage before the step; None where nobody was asked for it: joiners of that
+        stage that became ready since then come with a later round. Returns a task for each joiner.
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         rosters = self._run.present(closing.absent)

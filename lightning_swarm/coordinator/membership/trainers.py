@@ -37,14 +37,14 @@ class TrainerMembership:
     def __init__(
         self,
         context: CoordinatorContext,
-        watch: LeaseExpiry,
-        held: ChangeNotifier,
+        lease_expiry: LeaseExpiry,
+        changes: ChangeNotifier,
         *,
         epoch: Callable[[], int | None],  # of the lead's loop; None: it is not known yet
     ) -> None:
         self._transport, self._run, self._books = context.transport, context.run, context.books
-        self._watch = watch
-        self._held = held
+        self._lease_expiry = lease_expiry
+        self._changes = changes
         self._epoch = epoch
         self._events = context.events
         self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
@@ -106,7 +106,7 @@ class TrainerMembership:
 
     async def _handle_enlist(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, EnlistRequest)
-        self._held.check()
+        self._changes.check()
         self._check_may_train(caller, request)
         if request.generation is not None:
             self._run.check_generation(request.generation)
@@ -114,10 +114,10 @@ class TrainerMembership:
             self._going.pop(caller, None)
             self.hear(caller)
             if request.generation is None:
-                await self._watch.give_up(self._books.open, caller, _ANEW)
+                await self._lease_expiry.give_up(self._books.open, caller, _ANEW)
         else:
             self._asked_s[caller] = now_s()
-        trains = await self._held.until(lambda: caller in self._run.trainers and self._epoch() is not None)
+        trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
         epoch = self._epoch()
         return encode(
             EnlistReply(view=self._run.view(), epoch=epoch) if trains and epoch is not None else EnlistReply()
@@ -145,6 +145,6 @@ class TrainerMembership:
         check_open(manifest)
         self._run.check_trainer(caller)
         self._going[caller] = request.reason
-        await self._watch.give_up(self._books.open, caller, "it retires")
-        retired = await self._held.until(lambda: caller not in self._run.trainers)
+        await self._lease_expiry.give_up(self._books.open, caller, "it retires")
+        retired = await self._changes.until(lambda: caller not in self._run.trainers)
         return encode(RetireReply(retired=retired))

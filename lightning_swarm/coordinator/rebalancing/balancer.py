@@ -403,7 +403,7 @@ class Balancer:
                 )
         coming = {peer: journey.target for peer, journey in self._moving.items()} | dict(joining)
         for peer, index in coming.items():
-            stages.put(peer, index, speeds.get(peer, usual), arrived=False)
+            stages.expect(peer, index, speeds.get(peer, usual))
         return stages
 
     def _move_s(self, target: int) -> float:

@@ -90,23 +90,29 @@ class StageRates:
         stage: int,
         samples_per_s: float,
         *,
-        arrived: bool = True,
         movable: bool = True,
         left: Collection[int] = (),
         scatter: float = SCATTER,
     ) -> None:
-        """Enter a peer that serves a stage, or is on its way there, in place of what was known of it.
+        """Enter a peer that serves a stage, in place of what was known of it.
 
         A peer does not go back to a stage in `left`, from which it moved since peers came or went last: where one stage
         is more work than another its rate changes with every move, and two peers would change places for ever.
         `scatter` is the share by which its rate may be off; a gain below that would have peers move to and fro. It is a
         smaller share of a large stage's sum, where errors cancel.
         """
+        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, left=left, scatter=scatter))
+
+    def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
+        """Enter a peer that is on its way to a stage, in place of what was known of it."""
+        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, left=(), scatter=SCATTER))
+
+    def _enter(self, peer: PeerId, place: _StagePeer) -> None:
         self.remove(peer)
-        place = self._where[peer] = _StagePeer(stage, samples_per_s, arrived, arrived and movable, left, scatter)
+        self._where[peer] = place
         self._count(place, 1)
         if place.movable:
-            insort(self._movable[stage], (samples_per_s, peer))
+            insort(self._movable[place.stage], (place.samples_per_s, peer))
 
     def remove(self, peer: PeerId) -> None:
         """Remove a peer, if it is there."""

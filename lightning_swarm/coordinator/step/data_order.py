@@ -31,11 +31,7 @@ class DataOrder:
         return self._plans.get(epoch)
 
     def add(self, plan: EpochPlan) -> None:
-        """Learn the order of one more epoch.
-
-        Raises:
-            ProtocolError: It is known by another order, or is too far off.
-        """
+        """Learn the order of one more epoch; raise ProtocolError if it has another one already, or is too far off."""
         known = self._plans.get(plan.epoch)
         if known is not None and (known.digest, known.sizes) != (plan.digest, plan.sizes):
             raise ProtocolError(f"epoch {plan.epoch} has its order already, got another one")
@@ -54,11 +50,7 @@ class DataOrder:
         self._ends = {of: ends for of, ends in self._ends.items() if of >= epoch}
 
     def size(self, number: BatchNumber) -> int:
-        """Samples of a batch.
-
-        Raises:
-            ProtocolError: There is no such batch.
-        """
+        """Number of a batch's samples; raises ProtocolError if there is no such batch."""
         epoch, index = number
         plan = self._plans.get(epoch)
         if plan is None or not self.there(number):
@@ -152,17 +144,11 @@ class StepWindow:
 
 @dataclass
 class WaitingTrainer:
-    """A trainer that was told to wait.
+    """A trainer that was told to wait."""
 
-    Args:
-        batch: That it has in hand, or the end of its epoch.
-        since_s: When it was told so first, in this step.
-        patience_s: How long it leaves others' batches to them.
-    """
-
-    batch: BatchNumber
-    since_s: float
-    patience_s: float
+    batch: BatchNumber  # that it has in hand, or the end of its epoch
+    since_s: float  # when it was told so first, in this step
+    patience_s: float  # how long it leaves others' batches to them
 
 
 def choose_besides(

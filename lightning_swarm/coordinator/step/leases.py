@@ -67,7 +67,7 @@ class LeaseTable:
         self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
         self._warned_large = False
 
-    def go_back(self) -> None:
+    def enter_generation(self) -> None:
         """Begin with the next run generation."""
         self._waiting, self._reserved, self._idle, self._granted_s = {}, {}, {}, {}
 

@@ -84,11 +84,7 @@ class StepServers:
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def lose(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server.
-
-        Raises:
-            SwarmError: It is the coordinator's own.
-        """
+        """Go on without a server; raise the error if it is the coordinator's own."""
         if peer == self._own:
             raise error
         if peer not in self.gone:
@@ -104,8 +100,7 @@ class StepServers:
     def note_blameless(self, reason: str) -> None:
         """Count a round that failed although everybody was there: a message was damaged, perhaps.
 
-        Raises:
-            StepError: That happens too often.
+        Raises StepError if that happens too often.
         """
         self._num_blameless += 1
         if self._num_blameless > _MAX_BLAMELESS:
@@ -214,7 +209,7 @@ class SumReconciliation:
         *,
         joining: Callable[[], bool],  # whether a server may enter with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
-        vigil: OutageWait,
+        outage: OutageWait,
     ) -> None:
         run, events = context.run, context.events
         self._run = run
@@ -223,14 +218,14 @@ class SumReconciliation:
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._joining = joining
         self._fence = fence
-        self._vigil = vigil
+        self._outage = outage
         self._events = events
         self._rounds = itertools.count(
             context.proposer.first_round
         )  # nobody else counts rounds of this step from there
         self._replays = ReplayRounds(run, servers, step, events)
         self._pause_s = _FIRST_PAUSE_S
-        self.attendance = StepServers(run, servers, step.step, events)
+        self.step_servers = StepServers(run, servers, step.step, events)
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
     def are_of(self, step: OpenStep) -> bool:
@@ -249,7 +244,7 @@ class SumReconciliation:
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
-            self._vigil.stage_found(step=self._step.step)
+            self._outage.stage_found(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
@@ -281,7 +276,7 @@ class SumReconciliation:
     async def _frozen(self, round_: int) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
         request = self._request(round_)
-        there = self.attendance
+        there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
         found: Ledgers = [{} for _ in self._run.rosters]
         for index, roster in enumerate(there.rosters):
@@ -296,7 +291,7 @@ class SumReconciliation:
         replies = {}
         for peer, reply in (await self._servers.freeze(requests)).items():
             if isinstance(reply, SwarmError):
-                self.attendance.lose(peer, reply)
+                self.step_servers.lose(peer, reply)
             else:
                 replies[peer] = reply
                 self._events.learn({peer: reply.noted})
@@ -316,7 +311,7 @@ class SumReconciliation:
             batches=to_runs([first for first, _, _ in step.batches]),
             num_samples=step.num_granted,
             total_weight=step.total_weight,
-            absent=sorted(self.attendance.gone),
+            absent=sorted(self.step_servers.gone),
             touched=[touched(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
@@ -370,7 +365,7 @@ class SumReconciliation:
         }
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
-        return await self._replays.fill(plan.holes, self.attendance.gone)
+        return await self._replays.fill(plan.holes, self.step_servers.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
         """Add the batches that share a trainer's sum with lost ones: it begins anew, and none can be sent again."""
@@ -398,7 +393,7 @@ class SumReconciliation:
             # Before a place is free: what is granted must find open sums.
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
-            await self._ask(dict.fromkeys(self.attendance.peers, request))
+            await self._ask(dict.fromkeys(self.step_servers.peers, request))
             self._step.reopen()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))
@@ -414,7 +409,7 @@ class SumReconciliation:
         at_s = now_s()
         address = await self._servers.address()
         for index in empty:
-            errors = {member.peer_id: self.attendance.gone[member.peer_id] for member in self._run.rosters[index]}
+            errors = {member.peer_id: self.step_servers.gone[member.peer_id] for member in self._run.rosters[index]}
             reason = "; ".join(str(error) for error in errors.values())
             # Who says that it is no member has lost what it held: it does not come back as one.
             silent = [
@@ -424,7 +419,7 @@ class SumReconciliation:
             ]
             if not silent:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
-            self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
-            self.attendance.look_again(silent)
+            self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
+            self.step_servers.look_again(silent)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -50,7 +50,7 @@ class StepState:
         """The selection that the open step trains."""
         return self.reselected or run.selection
 
-    def go_back(self, manifest: Manifest) -> None:
+    def enter_generation(self, manifest: Manifest) -> None:
         """Begin with the next run generation."""
         self.close_step(StepOutcome())
         self.due, self.order = None, DataOrder()
