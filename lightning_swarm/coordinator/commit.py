@@ -7,7 +7,7 @@ computed again elsewhere (`step/reconcile.py`), and the round is repeated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace as replaced
@@ -19,7 +19,7 @@ from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
-from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
+from lightning_swarm.coordinator.step.reconcile import ReconciledStep, StepServers, SumReconciliation
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.core.clock import now_s
@@ -179,30 +179,41 @@ class StepCommit:
     ) -> float | None:
         """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
         begin_s, closing = now_s(), closed.closing
-        hearing = [] if late else self._server_membership.listen(closing, reselected, closed.version_hashes)
+        listening = [] if late else self._server_membership.listen(closing, reselected, closed.version_hashes)
         replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
-        heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
-        if not failed and not any(reply.failure for reply in heard.values()):
-            await self._server_membership.heard(closing, hearing, averaging_s=now_s() - begin_s)
+        answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
+        if not failed and not any(reply.failure for reply in answered.values()):
+            await self._server_membership.heard(closing, listening, averaging_s=now_s() - begin_s)
             # Summed in one order, so that a repeated round gives the same record.
             parts = sorted(
-                (part.stage_index, peer, part.squared_norm) for peer, reply in heard.items() for part in reply.parts
+                (part.stage_index, peer, part.squared_norm) for peer, reply in answered.items() for part in reply.parts
             )
             return add_up(squared_norm for _, _, squared_norm in parts)
-        for task in hearing:
+        for task in listening:
             task.cancel()  # they missed nothing
-        reason = "; ".join(filter(None, [*map(str, failed.values()), *(reply.failure for reply in heard.values())]))
+        self._blame(sums.step_servers, closing, failed, answered)
+        return None
+
+    def _blame(
+        self,
+        servers: StepServers,
+        closing: Closing,
+        failed: Mapping[PeerId, SwarmError],
+        answered: Mapping[PeerId, AverageReply],
+    ) -> None:
+        """Suspect the servers due to which a round failed."""
+        failures = [*map(str, failed.values()), *(reply.failure for reply in answered.values())]
+        reason = "; ".join(filter(None, failures))
         self._events.note("round_repeated", step=closing.step, reason=reason)
-        unreached = {peer: reply.unreached for peer, reply in heard.items()}
+        unreached = {peer: reply.unreached for peer, reply in answered.items()}
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Stages that have parameters in common hear of each other, too.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
-            sums.step_servers.note_blameless(reason)
+            servers.note_blameless(reason)
         for peer in blamed:
-            sums.step_servers.suspect(
+            servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
             )
-        return None

@@ -129,7 +129,7 @@ class LeadLiveness:
         self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self._knows = 0  # the version that it does
-        self.epoch: int | None = None  # of its loop, once it was told
+        self.epoch: int | None = None  # of the lead's loop, once it is known
         self.deciding: int | None = None  # the step whose record was let come, and is not there yet
 
     def heard(self) -> None:
@@ -282,7 +282,7 @@ class StepEnds:
 
         def is_over() -> bool:
             if is_lead and books.outcome.step >= request.version:
-                return True  # before it has heard of this record, the next one does not come
+                return True  # the next record does not come before the lead knows this one
             return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
@@ -312,7 +312,7 @@ class StepEnds:
         await self._lead.lead_waits_for(request.step, stepped_with, version=request.version, epoch=request.epoch)
 
     async def _let_record_come(self) -> bool:
-        """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
+        """The lead goes on with this answer: so a record that it was ready for is in it, or the lead asks again."""
         if not self._run.manifest.delay_optimizer_step:
             return True
         if not await self._changes.until(lambda: self._lead.deciding is None):
@@ -321,7 +321,7 @@ class StepEnds:
         return True
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
-        """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
+        """Make the answer to a trainer that knows `version`: short on other peers, for all trainers get one."""
         outcome = self._books.outcome
         open_ = self._open_for(trainer)
         follows = outcome.record is None or version == outcome.step
@@ -340,7 +340,7 @@ class StepEnds:
         )
 
     def _open_for(self, trainer: PeerId) -> int:
-        """The step that grants places. The lead is told of no step while it has not said how to take the one before."""
+        """The step that grants places; to the lead none before it gave the hyperparameters of the one before."""
         books = self._books
         is_lead, due = trainer == self._run.manifest.lead, books.due
         if is_lead and due is not None and not self._lead.has_hyperparameters(due.step):
@@ -358,7 +358,7 @@ class StepEnds:
 
 
 def check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
-    """The hyperparameters that the lead says with a request. Raises if it says none."""
+    """The hyperparameters that the lead sends with a request; raises ProtocolError if it sends none."""
     if not request.hyperparameters:
         raise ProtocolError("the lead says with which hyperparameters to step, got none")
     return request.hyperparameters

@@ -78,7 +78,7 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     def enter_generation(self) -> None:
-        """The run entered its next generation."""
+        """Begin with the next run generation, whose records all servers have."""
         self._behind.clear()
         self.unsettled.clear()
 
@@ -135,7 +135,7 @@ class ServerCalls:
         """
         self._behind.clear()
         self.unsettled.clear()
-        # Also whom it lets go: until they know of it they stay.
+        # Also the servers that it lets go: they stay until they know of it.
         rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
         replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)

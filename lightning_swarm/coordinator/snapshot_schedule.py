@@ -26,8 +26,6 @@ _log = logging.getLogger(__name__)
 
 _GIVEN_UP_AFTER: Final = 2.0  # intervals, for a snapshot that is not through
 
-"""What each server said that it holds."""
-
 
 def choose_keepers(
     rosters: Sequence[Sequence[Member]],

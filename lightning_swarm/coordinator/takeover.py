@@ -1,4 +1,4 @@
-"""What a new coordinator asks: the servers, how far they are and whom they follow; the trainers, for its books."""
+"""What a new coordinator asks: the servers, how far they are and whom they follow; the trainers, what they have."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class TrainerHandlers:
             step = self._books.open
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
-                return None  # that was said long ago, or its end is still to come
+                return None  # an old request, or the end of its step is still to come
             return self.places.ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
@@ -296,12 +296,12 @@ class TrainerHandlers:
                 raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
         step, due = self._books.open, self._books.due
-        if due is not None and request.step == due.step:  # said again, for no answer came
+        if due is not None and request.step == due.step:  # reported again, for no answer came
             self._enter(due, caller, request)
             return BatchDoneReply(closing=True)
         newest = step.step - 1 - self._run.manifest.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
-            if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
+            if request.lease is not None and not request.withdrawn:  # it was away, or the answer was lost
                 self._run.check_counted(request.step, request.first)
             self._events.learn({caller: request.noted})
             return BatchDoneReply(closing=True)

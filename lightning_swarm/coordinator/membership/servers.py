@@ -105,7 +105,7 @@ class _WaitingCaller:
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last one it was asked to hold
     holds: _Round | None = None  # whose mean gradient it has
-    refusal: str | None = None  # told when it asks next
+    refusal: str | None = None  # the answer when it asks next
 
     @property
     def may_enter(self) -> bool:
@@ -270,7 +270,7 @@ class ServerMembership:
         request = decode(body, ReadyRequest)
         version = request.version
         if caller in self._run.servers:
-            return b""  # said before the record that let it in came to it
+            return b""  # sent before the record that let it in came to it
         if request.generation != self._run.manifest.generation:
             raise Busy(_WENT_BACK)
         waiting = self._waiting.get(caller)
@@ -397,7 +397,7 @@ class ServerMembership:
     def _miss(self, waiting: _WaitingCaller, reason: str) -> None:
         peer, at_s = waiting.candidate.member.peer_id, now_s()
         self._misses.add(peer, now_s=at_s)
-        waiting.ready = False  # until it says so again
+        waiting.ready = False  # until it reports so again
         _log.info("%s missed a round: %s", peer, reason)
         if self._misses.wait_s(peer, now_s=at_s) > 0:
             waiting.refusal = f"{peer} missed {self._misses.count(peer)} rounds: {reason}. Join again."
