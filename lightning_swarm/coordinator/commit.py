@@ -1,100 +1,73 @@
 """The end of a step: freeze, average, decide, apply.
 
-Who does not answer is left out of the rest of the step, and of the next roster by its record; what it held is computed
-again elsewhere (`step/reconcile.py`), and the round is repeated.
+A server that does not answer is left out of the rest of the step, and of the next roster by its record; what it held is
+computed again elsewhere (`step/reconcile.py`), and the round is repeated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.moves import PlannedMoves
 from lightning_swarm.coordinator.membership.rosters import choose_voters, next_rosters
 from lightning_swarm.coordinator.membership.servers import ServerMembership
-from lightning_swarm.coordinator.membership.trainers import TrainerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
-from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
+from lightning_swarm.coordinator.step.reconcile import ReconciledStep, StepServers, SumReconciliation
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
+from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
-from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
-from lightning_swarm.protocol.events import EventLog, OutageWait
+from lightning_swarm.protocol.events import OutageWait
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
-from lightning_swarm.protocol.run_state import RunState
 
 
 class StepCommit:
-    """Ends steps, one after the other.
-
-    Args:
-        run: As its own server knows it.
-        servers: All that hold a stage.
-        gate: Who wants to join.
-        proposer: Has the records decided.
-        snapshots: When the servers take some.
-        moves: Who is to serve another stage.
-        enrolment: Who trains from the next record on.
-        lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
-        fence: Has servers give up what is under way of batches that are struck.
-        limits: Bounds.
-        events: Of the coordinator.
-    """
+    """Ends steps, one after the other."""
 
     def __init__(
         self,
-        run: RunState,
+        context: CoordinatorContext,
         servers: ServerCalls,
-        gate: ServerMembership,
-        proposer: Proposer,
+        server_membership: ServerMembership,
         snapshots: SnapshotSchedule,
         moves: PlannedMoves,
-        enrolment: TrainerMembership,
+        trainers: TrainerHandlers,
         *,
-        lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
-        fence: Callable[[OpenStep, Sequence[int]], None],
-        limits: Limits,
-        events: EventLog,
+        fence: Callable[[OpenStep, Sequence[int]], None],  # has servers give up what is under way of struck batches
     ) -> None:
-        self._run = run
+        self._context = context
+        self._run = context.run
         self._servers = servers
-        self._gate = gate
-        self._proposer = proposer
+        self._server_membership = server_membership
+        self._proposer = context.proposer
         self._snapshots = snapshots
         self._moves = moves
-        self._enrolment = enrolment
-        self._lead_asks = lead_asks
+        self._trainer_membership = trainers.enrolment
+        self._lead_asks = trainers.lead.asks_for
         self._fence = fence
-        self._vigil = OutageWait(events, stage_timeout=limits.stage_timeout)
-        self._events = events
+        self._outage = OutageWait(context.events, stage_timeout=context.limits.stage_timeout)
+        self._events = context.events
         self._sums: SumReconciliation | None = None  # of the newest step that closed
         self._someone_gone = False  # in the last step, whose record left the rosters as they were
 
     async def finish(
         self, step: OpenStep, selection: Selection | None, reselected: Selection | None, *, late: bool = False
     ) -> Record | None:
-        """Decide a step's record and have it applied, with the servers that are there.
+        """Decide the record of a step, whose batches are all through, and have the servers that are there apply it.
 
-        Args:
-            step: All of its batches are through.
-            selection: What it trains.
-            reselected: Likewise, if it is not what trained in the step before.
-            late: The step after it takes batches meanwhile. So its record leaves who is in the run as it is.
-
-        Returns:
-            The record. None: batches were struck, and the step takes others.
-
-        Raises:
-            SwarmError: It could not be decided.
+        A `late` step's record changes nobody's membership, for the next step takes batches meanwhile. `reselected` is
+        what the step trains, if that is not what trained in the step before. Returns None where batches were struck,
+        and the step takes others. Raises SwarmError if the record could not be decided.
         """
         begun = await self._proposer.prepare()
         assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
@@ -112,27 +85,27 @@ class StepCommit:
         record = replaced(self._plain(closing, squared_norm, hyperparameters), position=position)
         newcomers: Sequence[Candidate] = ()
         if not late:
-            newcomers = await self._gate.newcomers(closing)
-            record = await self._changed(record, reselected, newcomers, sums.attendance.gone)
+            newcomers = await self._server_membership.newcomers(closing)
+            record = await self._changed(record, reselected, newcomers, sums.step_servers.gone)
         await self._proposer.decide(record)
         await self._servers.apply(record)
         if late:
-            self._someone_gone = bool(sums.attendance.gone)
-            self._moves.choose_for_later(sums.attendance.gone)
+            self._someone_gone = bool(sums.step_servers.gone)
+            self._moves.choose_for_later(sums.step_servers.gone)
             return record
         self._someone_gone = False
-        self._gate.let_in(newcomers)
-        self._enrolment.let_in(record)
+        self._server_membership.let_in(newcomers)
+        self._trainer_membership.let_in(record)
         self._moves.record_applied(record)
         return record
 
     def wants_changes(self) -> bool:
-        """Whether the next record should change who is in the run, or order a snapshot."""
+        """Return whether the next record should change the run's membership, or order a snapshot."""
         is_due = self._snapshots.is_due(self._run.servers)
-        return is_due or self._someone_gone or self._gate.wants_changes() or self._moves.put_off
+        return is_due or self._someone_gone or self._server_membership.wants_changes() or self._moves.put_off
 
     def _plain(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
-        """Says how to step, and nothing else."""
+        """A record that says how to step, and nothing else."""
         return Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
@@ -156,15 +129,15 @@ class StepCommit:
         newcomers: Sequence[Candidate],
         gone: Collection[PeerId],
     ) -> Record:
-        """Says what changes of who is in the run, too."""
+        """Add to a record what changes of the run's membership."""
         movers, sheds = self._moves.choose(gone)
-        leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
+        leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
         staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(record.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
-        enlisted, retired = self._enrolment.changes()
+        enlisted, retired = self._trainer_membership.changes()
         return replaced(
             record,
             selection=reselected,
@@ -182,56 +155,65 @@ class StepCommit:
             retired=retired,
         )
 
-    def go_back(self) -> None:
-        """The run entered its next generation: who is there is asked anew, with all the time that there is."""
-        self._vigil.stage_found(step=self._run.manifest.first_step)
+    def enter_generation(self) -> None:
+        """Begin with the next run generation: servers have all the time to answer again."""
+        self._outage.stage_found(step=self._run.manifest.first_step)
         self._someone_gone = False
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
-        """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
+        """The sums of a step. One that takes batches again closes again: who is gone stays gone, and rounds go on."""
         if self._sums is None or not self._sums.are_of(step):
             self._sums = SumReconciliation(
-                self._run,
+                self._context,
                 self._servers,
                 step,
                 selection,
-                joining=lambda: not late and self._gate.is_awaited(),
-                first_round=self._proposer.first_round,
+                joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
-                vigil=self._vigil,
-                events=self._events,
+                outage=self._outage,
             )
         return self._sums
 
     async def _average(
         self, sums: SumReconciliation, closed: ReconciledStep, reselected: Selection | None, *, late: bool
     ) -> float | None:
-        """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
+        """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
         begin_s, closing = now_s(), closed.closing
-        hearing = [] if late else self._gate.listen(closing, reselected, closed.version_hashes)
+        listening = [] if late else self._server_membership.listen(closing, reselected, closed.version_hashes)
         replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
-        heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
-        if not failed and not any(reply.failure for reply in heard.values()):
-            await self._gate.heard(closing, hearing, averaging_s=now_s() - begin_s)
+        answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
+        if not failed and not any(reply.failure for reply in answered.values()):
+            await self._server_membership.heard(closing, listening, averaging_s=now_s() - begin_s)
             # Summed in one order, so that a repeated round gives the same record.
             parts = sorted(
-                (part.stage_index, peer, part.squared_norm) for peer, reply in heard.items() for part in reply.parts
+                (part.stage_index, peer, part.squared_norm) for peer, reply in answered.items() for part in reply.parts
             )
             return add_up(squared_norm for _, _, squared_norm in parts)
-        for task in hearing:
+        for task in listening:
             task.cancel()  # they missed nothing
-        reason = "; ".join(filter(None, [*map(str, failed.values()), *(reply.failure for reply in heard.values())]))
+        self._blame(sums.step_servers, closing, failed, answered)
+        return None
+
+    def _blame(
+        self,
+        servers: StepServers,
+        closing: Closing,
+        failed: Mapping[PeerId, SwarmError],
+        answered: Mapping[PeerId, AverageReply],
+    ) -> None:
+        """Suspect the servers due to which a round failed."""
+        failures = [*map(str, failed.values()), *(reply.failure for reply in answered.values())]
+        reason = "; ".join(filter(None, failures))
         self._events.note("round_repeated", step=closing.step, reason=reason)
-        unreached = {peer: reply.unreached for peer, reply in heard.items()}
+        unreached = {peer: reply.unreached for peer, reply in answered.items()}
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Stages that have parameters in common hear of each other, too.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
-            sums.attendance.note_blameless(reason)
+            servers.note_blameless(reason)
         for peer in blamed:
-            sums.attendance.suspect(
+            servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
             )
-        return None

@@ -33,29 +33,25 @@ Slot = tuple[int, int]
 
 
 class Voter:
-    """One vote, in one life of its process.
-
-    Args:
-        boot_id: Of that life. What was asked of another one is refused, for what it accepted is forgotten.
-    """
+    """One vote, in one life of its process: calls to another life are refused, for what that accepted is forgotten."""
 
     def __init__(self, boot_id: int) -> None:
         self._boot_id = boot_id
         self.void_promises()
 
     def void_promises(self) -> None:
-        """The run of all that was promised is void; the next one's slots are of a later generation."""
+        """Forget all promises: their run is over, and the next run's slots are of a later generation."""
         self._term = NO_TERM
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
         self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead
 
     @property
     def term(self) -> Term:
-        """The highest one that it knows of."""
+        """The highest term that the voter knows of."""
         return self._term
 
     def promise(self, request: Prepare) -> Promise:
-        """Promise to accept nothing of a lower term; or refuse: its number was promised, or the slot was decided."""
+        """Promise to accept nothing of a lower term; refuse if its number was promised or the slot decided."""
         self._check_life(request.boot_id)
         slot = (request.generation, request.step)
         if self._is_decided(slot):
@@ -70,7 +66,7 @@ class Voter:
         return Promise(promised=True, term=self._term, accepted=accepted, fence=self._fence[1])
 
     def consider(self, proposal: Proposal) -> Vote:
-        """Accept the record; or refuse it: the term is too low, or has another record, or the step was decided."""
+        """Accept the record; or refuse it, if its term is too low or has another record, or the step was decided."""
         self._check_life(proposal.boot_id)
         body = encode(proposal.record)
         slot = slot_of(proposal.record)
@@ -84,14 +80,14 @@ class Voter:
         return Vote(accepted=True, term=self._term)
 
     def _refuses(self, term: Term) -> bool:
-        """A lower term, or one of the same number that is not its own: coordinators are told apart by their numbers.
+        """Refuse a lower term, and another one of the same number: coordinators are told apart by their numbers.
 
         Rounds, leases and places begin at multiples of it.
         """
         return term != self._term and term[0] <= self._term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
-        """Whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
+        """Return whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
         return slot < self._fence[0] or any(slot < later for later in self._accepted)
 
     def _check_life(self, boot_id: int) -> None:
@@ -104,12 +100,8 @@ class Voter:
 class Ballot:
     """One proposer's part in one slot, under one term: promises, then perhaps a fence, then votes on one record.
 
-    Args:
-        term: The proposer's own; no two lives of a peer share one.
-        slot: Which.
-        voters: Those of the record before.
-        promised: Of them, those whose promise for an earlier slot holds for this one.
-        fenced: Likewise.
+    The voters are those of the record before. Promises and fences of an earlier slot may hold for this one. No two
+    lives of a peer share a term.
     """
 
     def __init__(
@@ -133,14 +125,14 @@ class Ballot:
         self._votes: set[Member] = set()
 
     def prepare(self, voter: Member, *, fence: bool = False) -> Prepare:
-        """What to ask a voter first; with `fence` when `may_begin` is what is wanted."""
+        """Make the first request to a voter; with `fence` to reach `may_begin`."""
         if fence and (not self.prepared or self.chosen is not None):
             raise ProtocolError(f"{self.slot} may be fenced when a majority promised and nothing is to be finished")
         generation, step = self.slot
         return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
 
     def hear_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
-        """The answer to `prepare`."""
+        """Take in the answer to `prepare`."""
         self._behind = self._behind or promise.behind
         if not self._counts(voter, promise.promised, promise.term):
             return
@@ -151,7 +143,7 @@ class Ballot:
 
     @property
     def prepared(self) -> bool:
-        """Whether a majority promised."""
+        """Return whether a majority promised."""
         return self._is_majority(self._promises)
 
     @property
@@ -164,15 +156,11 @@ class Ballot:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a record of this proposer's own may be worked towards: nothing of lower terms will be finished."""
+        """Return whether this proposer may work towards its own record: nothing of lower terms will be finished."""
         return self._is_majority(self._fenced)
 
     def proposal(self, voter: Member, record: Record) -> Proposal:
-        """What to ask a voter then; one record for all of them.
-
-        Raises:
-            ProtocolError: It is too early, or another record.
-        """
+        """Make the second request to a voter; raise ProtocolError if it is too early, or another record."""
         body = encode(record)
         chosen = self.chosen
         free = self.may_begin if chosen is None else encode(chosen) == body
@@ -182,22 +170,22 @@ class Ballot:
         return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
 
     def hear_vote(self, voter: Member, vote: Vote) -> None:
-        """The answer to `proposal`."""
+        """Take in the answer to `proposal`."""
         if self._counts(voter, vote.accepted, vote.term):
             self._votes.add(voter)
 
     @property
     def decided(self) -> bool:
-        """Whether a majority accepted the record."""
+        """Return whether a majority accepted the record."""
         return self._is_majority(self._votes)
 
     @property
     def lost(self) -> bool:
-        """Whether no majority can come under this term any more."""
+        """Return whether no majority can come under this term any more."""
         return self._behind or not self._is_majority(set(self.voters) - self._refused)
 
     def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
-        """The same proposer's part in a later slot. What was promised holds on, if the voters are the same."""
+        """Begin the same proposer's part in a later slot. Promises stay valid if the voters are the same."""
         same = set(voters) == set(self.voters) and self.prepared
         promised, fenced = (self._promises, self._fenced) if same else ((), ())
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
@@ -250,13 +238,8 @@ def serve(voter: Voter, transport: Transport, may_propose: Callable[[PeerId], bo
 class Proposer:
     """Has the records of a run decided, one after the other, under one term.
 
-    Args:
-        transport: The coordinator's.
-        run: As its own server knows it: its open step is what is decided, and its voters decide.
-        term: The coordinator's own.
-        timeout: Seconds for a voter to answer.
-        patience_s: Seconds to go on asking while a majority of the voters does not answer.
-        events: Of the coordinator.
+    The run's open step, as the coordinator's own server knows it, is what is decided, and the run's voters decide. A
+    voter has `timeout` seconds to answer; it is asked again for `patience_s` while a majority does not.
     """
 
     def __init__(
@@ -279,23 +262,20 @@ class Proposer:
 
     @property
     def first_round(self) -> int:
-        """Where rounds of averaging begin in each step: beyond those of all lower terms, and of nobody's else."""
+        """Number of this coordinator's first round in each step: beyond those of all lower terms, and nobody else's."""
         return (self.term[0] - 1) << 20
 
     @property
     def rival_number(self) -> int:
-        """The highest that a voter was heard to have promised to another peer, this one's own included; 0: none."""
+        """Highest number that a voter is known to have promised to another peer; 0: none."""
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
     async def prepare(self) -> Record | None:
         """Get the right to work towards the open step's record. Before any round of averaging; cheap when repeated.
 
-        Returns:
-            What must be decided for this step instead, for another coordinator may have begun to; mostly None.
-
-        Raises:
-            NotCoordinator: Another term has the voters' promise, or the step was decided without this proposer.
-            StepError: No majority of the voters answers.
+        Returns what must be decided for this step instead, as another coordinator may have begun to; mostly None.
+        Raises NotCoordinator if another term has the voters' promise, or the step was decided without this proposer,
+        and StepError if no majority of the voters answers.
         """
         slot = (self._run.manifest.generation, self._run.version)
         if self._ballot is None:
@@ -313,9 +293,8 @@ class Proposer:
     async def decide(self, record: Record) -> None:
         """Have the open step's record accepted by a majority of its voters. After `prepare`.
 
-        Raises:
-            NotCoordinator: Another term has the voters' promise.
-            StepError: No majority of the voters answers; the record is not known to be decided.
+        Raises NotCoordinator if another term has the voters' promise, and StepError if no majority of them answers:
+        then the record is not known to be decided.
         """
         ballot = self._ballot
         if ballot is None or ballot.slot != slot_of(record):

@@ -1,117 +1,64 @@
-"""The coordinator: answers trainers by its books, and has the open step closed when all is through."""
+"""The coordinator, which answers trainers and closes the open step when all its batches are through."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 from lightning_swarm.coordinator.commit import StepCommit
-from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.moves import PlannedMoves, balance_of
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls, dismiss
 from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
-from lightning_swarm.coordinator.step.books import StepOutcome, StepState
-from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.step_state import StepOutcome
 from lightning_swarm.coordinator.takeover import appoint
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import NotCoordinator, StageLost, StepError, SwarmError
-from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.network import Transport
-from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """A role of one peer.
+    """A role of one peer, which answers trainers and has the open step closed.
 
-    Args:
-        transport: Its network.
-        run: The run as this peer's server knows it, which applies the records.
-        proposer: Has the records decided.
-        limits: Bounds.
-        events: Of this peer.
-        on_deposed: Called when another peer coordinates.
-        step_aside: Called when another one should, for this one is to move.
-        books: To go on from; None: the run begins.
-
-    Attributes:
-        books: Of the open step.
-        trainers: Answers them.
-        gate: Who wants to join, or to leave.
-        deposed: Another peer coordinates by now; this role is to be retired.
+    `on_deposed` is called when another peer coordinates, `step_aside` when another one should, for this one is to move.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        run: RunState,
-        proposer: Proposer,
-        *,
-        limits: Limits,
-        events: EventLog,
-        on_deposed: Callable[[], None],
-        step_aside: Callable[[], None],
-        books: StepState | None,
+        self, context: CoordinatorContext, *, on_deposed: Callable[[], None], step_aside: Callable[[], None]
     ) -> None:
-        timeout = limits.call_timeout
-        self._limits = limits
-        self._transport = transport
+        run = context.run
+        self.context = context
+        self._limits = context.limits
+        self._transport = context.transport
         self._run = run
-        self._events = events
+        self._events = context.events
+        self._spawn = context.spawn
         self._on_deposed = on_deposed
         self._members = {*run.servers, *run.trainers}  # since the newest record
-        self._tasks = TaskOwner()
-        self.deposed = False
-        self.books = books or StepState.of(run.manifest)
-        self._balance = balance_of(run.manifest, now_s=now_s())
-        self.gate = ServerMembership(transport, run, self._balance, spawn=self._spawn, limits=limits, events=events)
+        self.deposed = False  # another peer coordinates by now; this role is to be retired
+        self.books = context.books
+        balance = balance_of(run.manifest, now_s=now_s())
+        self.gate = ServerMembership(context, balance)
         self.gate.on_restarted_lead = self._note_restarted_lead
-        self._servers = ServerCalls(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
-        self._snapshots = SnapshotSchedule(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
-        self._watch = LeaseExpiry(
-            transport,
-            run,
-            self.books,
-            events=events,
-            spawn=self._spawn,
+        self._servers = ServerCalls(context)
+        self._snapshots = SnapshotSchedule(context)
+        self._lease_expiry = LeaseExpiry(
+            context,
             on_change=self._on_change,
             owes=lambda trainer: self.trainers.places.owes(self.books.open, trainer),
-            limits=limits,
         )
-        self.trainers = TrainerHandlers(
-            transport,
-            run,
-            self.books,
-            self._servers,
-            self._watch,
-            first_lease=first_lease(proposer.term),
-            on_change=self._on_change,
-            events=events,
-            limits=limits,
-        )
-        self._closer = StepCommit(
-            run,
-            self._servers,
-            self.gate,
-            proposer,
-            self._snapshots,
-            PlannedMoves(run, self.gate, self._balance, events, step_aside=step_aside),
-            self.trainers.enrolment,
-            lead_asks=self.trainers.lead.asks_for,
-            fence=self._watch.fence,
-            limits=limits,
-            events=events,
+        self.trainers = TrainerHandlers(context, self._servers, self._lease_expiry, on_change=self._on_change)
+        moves = PlannedMoves(context, self.gate, balance, step_aside=step_aside)
+        self._step_commit = StepCommit(
+            context, self._servers, self.gate, self._snapshots, moves, self.trainers, fence=self._lease_expiry.fence
         )
 
     def _note_restarted_lead(self) -> None:
@@ -119,13 +66,13 @@ class Coordinator:
 
     async def start(self) -> None:
         """Begin to answer."""
-        await self._tasks.start()
+        await self.context.tasks.start()
         self.trainers.answer()
         step, due = self.books.open, self.books.due
         if step.closing:
             self.books.closing_s = now_s()
         for trainer in step.missing():
-            self._watch.watch(trainer)
+            self._lease_expiry.watch(trainer)
         if due is not None:
             self._spawn(self._guarded(self._decide_due(due)))
         self._finish_if_ready(step)
@@ -136,15 +83,14 @@ class Coordinator:
         self._spawn(self.trainers.enrolment.look_after())
 
     async def retire(self) -> None:
-        """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
-        await self.trainers.changes.shut_down(self._not_any_more())
-        await self._tasks.close()
+        """Stop because another peer coordinates; callers are told to ask that one. Raises what a task raised."""
+        await self.trainers.changes.shut_down(self.context.not_any_more())
+        await self.context.tasks.close()
 
     async def close(self, *, over: bool) -> None:
         """Stop. Raises what a task raised.
 
-        Args:
-            over: The lead has ended the run, which may not know how to reach trainers that hold no stage.
+        With `over` the lead has ended the run; trainers that hold no stage are told so here, for it may not reach them.
         """
         only_train = {*self._run.trainers, *self.trainers.enrolment.waiting} - {*self._run.servers}
         only_train -= {self._run.manifest.lead, self._transport.peer_id}
@@ -152,26 +98,24 @@ class Coordinator:
             await self.gate.close()
             await dismiss(self._transport, only_train if over else (), timeout=self._limits.leave_timeout)
         finally:
-            await self._tasks.close()
+            await self.context.tasks.close()
 
-    async def go_back(self) -> None:
-        """The run entered its next generation: a step that closes is given up, and whoever waits for it is told."""
-        tasks, self._tasks = self._tasks, TaskOwner()
-        await self._tasks.start()
-        await tasks.close()
-        self.books.go_back(self._run.manifest)
-        self._servers.go_back()
-        self.gate.go_back()
-        self._snapshots.go_back()
-        self._closer.go_back()
-        self._watch.go_back()
-        await self.trainers.go_back()
+    async def enter_generation(self) -> None:
+        """Begin with the next run generation: a step that closes is given up, and its callers are told."""
+        await self.context.restart_tasks()
+        self.books.enter_generation(self._run.manifest)
+        self._servers.enter_generation()
+        self.gate.enter_generation()
+        self._snapshots.enter_generation()
+        self._step_commit.enter_generation()
+        self._lease_expiry.enter_generation()
+        await self.trainers.enter_generation()
         self._look_after()
 
     async def _end_without_lead(self) -> None:
-        """Have another peer lead, if the lead is gone; else end the run for all.
+        """Have another peer lead if the lead is gone, or else end the run for all.
 
-        Who is not told here is told by the next one to coordinate.
+        Peers that are not told here are told by the next coordinator.
         """
         own = self._transport.peer_id
         if self._run.manifest.lead == own:
@@ -193,19 +137,10 @@ class Coordinator:
         await dismiss(self._transport, others, broken_off=reason, timeout=timeout)
         await dismiss(self._transport, [own], broken_off=reason, timeout=timeout)  # last: with it ends this role
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        if not self._tasks.is_running:  # a call that waited for something while this role ended
-            work.close()
-            raise self._not_any_more()
-        return self._tasks.spawn(work)  # whose owner is another one after the run went back
-
-    def _not_any_more(self) -> NotCoordinator:
-        return NotCoordinator(f"{self._transport.peer_id} does not coordinate any more")
-
     # ------------------------------------------------------------------ the step's end
 
     async def _on_change(self, step: OpenStep) -> None:
-        """A batch is through, or will not come: end the step if that was the last one it waited for."""
+        """End the step if it waited only for a batch that is through now, or will not come."""
         if step is self.books.open:
             self._finish_if_ready(step)
         if not step.closing:
@@ -244,7 +179,7 @@ class Coordinator:
         books = self.books
         record: Record | None = None
         while record is None and step.ready:
-            record = await self._closer.finish(step, books.selection(self._run), books.reselected)
+            record = await self._step_commit.finish(step, books.selection(self._run), books.reselected)
         if record is None:
             books.finishing = False  # it takes batches again
         else:
@@ -255,14 +190,14 @@ class Coordinator:
     async def _decide_due(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
         await self.trainers.changes.notify()
-        record = await self._closer.finish(step, self._run.selection, None, late=True)
+        record = await self._step_commit.finish(step, self._run.selection, None, late=True)
         assert record is not None, "a step that is late takes no batches in place of those that were struck"
         self.books.outcome, self.books.due = self._outcome(step, record), None
         self._finish_if_ready(self.books.open)
         await self.trainers.changes.notify()
 
     def _may_be_late(self, step: OpenStep) -> bool:
-        """Whether the record may come while the next step takes batches.
+        """Return whether the record may come while the next step takes batches.
 
         It changes nothing of who is in the run then: what that step's sums hold is theirs who are.
         """
@@ -270,7 +205,7 @@ class Coordinator:
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
         if not manifest.settings.delay_optimizer_step or is_last or self.books.reselected is not None:
             return False
-        return not self._closer.wants_changes()
+        return not self._step_commit.wants_changes()
 
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
         lead = self._run.manifest.lead

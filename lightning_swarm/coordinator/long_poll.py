@@ -1,4 +1,4 @@
-"""How long who coordinates waits, and for whom: callers are held until something changes; the lead is waited for."""
+"""Long polls of the coordinator: callers are held until something changes, and the lead is waited for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
-from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.step.leases import LeaseTable
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
@@ -25,18 +26,21 @@ MAX_NEWS: Final = 1000
 
 
 class EventDeltas:
-    """By one coordinator. What its lead has is known when that asks from a later version on."""
+    """Event counts that the lead lacks.
+
+    What an answer carried is known to have arrived when the lead asks from a later version.
+    """
 
     def __init__(self) -> None:
-        self._version = -1  # from which the lead asked last
-        self._known: dict[PeerId, EventCounts] = {}  # who was told of last comes last
+        self._version = -1  # that the lead knew when it asked last
+        self._known: dict[PeerId, EventCounts] = {}  # the peer that was sent last comes last
         self._sent: dict[PeerId, EventCounts] = {}  # since; the answer may have been lost
 
     def news(self, noted: Mapping[PeerId, EventCounts], *, version: int) -> dict[PeerId, EventCounts]:
-        """What of `noted` the lead is told now, which asks from `version` on. Counts only grow, so late is no harm."""
+        """Choose the counts to send to the lead, which knows `version`. Counts only grow, so late is no harm."""
         if version != self._version:
-            told_before = {peer: one for peer, one in self._known.items() if peer not in self._sent}
-            self._known = {peer: one for peer, one in (told_before | self._sent).items() if peer in noted}
+            sent_before = {peer: one for peer, one in self._known.items() if peer not in self._sent}
+            self._known = {peer: one for peer, one in (sent_before | self._sent).items() if peer in noted}
             self._version, self._sent = version, {}
         places = {peer: place for place, peer in enumerate(self._known)}
         new = [peer for peer, one in noted.items() if one.counts and self._known.get(peer) != one]
@@ -46,51 +50,42 @@ class EventDeltas:
 
 
 class ChangeNotifier:
-    """What calls are held for.
-
-    Args:
-        timeout: Seconds that a caller waits for its answer.
-
-    Attributes:
-        failure: Why nothing goes on here: whoever asks is told.
-    """
+    """Holds calls until something changes, or nothing goes on here; callers wait for `timeout` seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._hold_s = timeout / 2  # shorter than the caller waits
         self._condition = asyncio.Condition()
-        self.failure: SwarmError | None = None
+        self.failure: SwarmError | None = None  # why nothing goes on here: all callers get it
 
     def check(self) -> None:
-        """Raise what went wrong, if something did."""
+        """Raise the failure, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     async def fail(self, error: SwarmError) -> None:
-        """Nothing goes on here; the first reason stays."""
+        """Give callers an error from now on; the first one stays."""
         self.failure = self.failure or error
         await self.notify()
 
     async def shut_down(self, error: SwarmError) -> None:
-        """Nothing goes on here, whatever the reason was before."""
+        """Give callers an error from now on, in place of any earlier one."""
         self.failure = error
         await self.notify()
 
-    async def go_back(self) -> None:
-        """The run entered its next generation, where nothing went wrong yet."""
+    async def enter_generation(self) -> None:
+        """Begin with the next run generation, where nothing went wrong yet."""
         self.failure = None
         await self.notify()
 
     async def notify(self) -> None:
-        """Something changed."""
+        """Have all held calls look again."""
         async with self._condition:
             self._condition.notify_all()
 
     async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
-        """Wait for as long as a caller may be held; whether it was reached. Raises what the step failed with.
+        """Wait for as long as a caller may be held; return whether it was reached. Raises what the step failed with.
 
-        Args:
-            reached: Looked at when something changes.
-            look_again_s: After so many seconds it is looked at though nothing changed.
+        `reached` is looked at when something changes, and once after `look_again_s` seconds though nothing did.
         """
         try:
             async with asyncio.timeout(self._hold_s):
@@ -120,12 +115,9 @@ async def _nobody() -> str:
 
 
 class LeadLiveness:
-    """Whether the lead is there, and which record its loop asks for.
+    """Watches over the lead: whether it is there, and which record its loop is ready for.
 
-    Args:
-        run: As the coordinator's server knows it.
-        changes: Also told when the lead asks.
-        timeout: Seconds that it may be silent.
+    It may be silent for `timeout` seconds.
     """
 
     def __init__(self, run: RunState, changes: ChangeNotifier, *, timeout: float) -> None:
@@ -137,19 +129,15 @@ class LeadLiveness:
         self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self._knows = 0  # the version that it does
-        self.epoch: int | None = None  # of its loop, once it was told
+        self.epoch: int | None = None  # of the lead's loop, once it is known
         self.deciding: int | None = None  # the step whose record was let come, and is not there yet
 
     def heard(self) -> None:
-        """It is there."""
+        """Enter a sign of life."""
         self._heard_s = now_s()
 
     def check(self) -> None:
-        """Refuse to wait on.
-
-        Raises:
-            StepError: It was silent for too long.
-        """
+        """Raise StepError if the lead was silent for too long."""
         if now_s() >= self._heard_s + self._timeout:
             raise StepError(
                 f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
@@ -164,19 +152,12 @@ class LeadLiveness:
         appoint: Callable[[], Awaitable[str]] = _nobody,
         appoint_after_s: float = math.inf,
     ) -> str:
-        """Wait until nothing was heard of it for its timeout, neither of its loop nor of its process; why to end then.
+        """Wait until neither the lead's loop nor its process was heard of for its timeout; return why to end then.
 
-        One whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was frozen,
-        that time does not count.
-
-        Args:
-            transport: Of who coordinates.
-            silence_s: Seconds between two looks, and for an answer.
-            appoint: Has another peer lead; why none does, in words.
-            appoint_after_s: Seconds of silence before that.
-
-        Returns:
-            Nothing, if another peer leads by now.
+        A lead whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was
+        frozen, that time does not count. After `appoint_after_s` seconds of silence `appoint` has another peer lead, or
+        says in words why none does; returns "" if one leads by now. `silence_s` is the time between two looks, and for
+        an answer.
         """
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
@@ -203,63 +184,57 @@ class LeadLiveness:
         )
 
     def note_restart(self) -> None:
-        """Its process is another one, which knows nothing of the run."""
+        """Enter that the lead was started again, and knows nothing of the run."""
         self._restarted = True
 
     async def lead_waits_for(
         self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
     ) -> None:
-        """Its loop waits for the end of a step.
+        """Enter that the lead's loop waits for the end of a step, and the hyperparameters that it steps with.
 
-        Args:
-            step: Which.
-            stepped_with: Hyperparameters, of this step and perhaps of the one before.
-            version: The newest that it knows.
-            epoch: That it is in.
+        These are of this step, and perhaps of the one before. `version` is the newest that the lead knows, `epoch` the
+        one that its loop is in.
         """
         self.epoch = epoch
         self._stepped_with.update(stepped_with)
         await self.permit(step, version=version)
 
     async def permit(self, step: int, *, version: int) -> None:
-        """Its loop is ready for the record of a step, and of those before."""
+        """Enter that the lead's loop is ready for the record of a step, and of those before."""
         self._permits = step
         self.note_version(version)
         await self._changes.notify()
 
     def go_on(self) -> None:
-        """Its loop waits for no record: it validates, perhaps, until it asks again."""
+        """Enter that the lead's loop waits for no record: it validates, perhaps, until it asks again."""
         self._permits = None
 
-    def said_how(self, step: int) -> bool:
-        """Whether it gave the hyperparameters of a step."""
+    def has_hyperparameters(self, step: int) -> bool:
+        """Return whether the lead gave the hyperparameters of a step."""
         return step in self._stepped_with
 
     def note_version(self, version: int) -> None:
-        """It knows of a version."""
+        """Enter a version that the lead knows."""
         self._knows = max(self._knows, version)
 
     def has_news(self, step: int) -> bool:
-        """Whether a record came that it does not know."""
+        """Return whether a record came that the lead does not know."""
         return step >= self._knows
 
-    def go_back(self) -> None:
-        """The run entered its next generation."""
+    def enter_generation(self) -> None:
+        """Begin with the next run generation."""
         self._stepped_with, self._permits, self._knows, self.deciding = {}, None, 0, None
 
     def decided(self, step: int) -> None:
-        """A record is applied."""
+        """Enter that a step's record is applied."""
         self.deciding = None
         self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > step}
 
     async def asks_for(self, step: OpenStep) -> list[dict[str, Any]]:
-        """Wait until its loop is ready for the record, so that it sees every step and validates frozen weights.
+        """Wait until the lead's loop is ready for the record, so that it sees every step and validates frozen weights.
 
-        Returns:
-            The hyperparameters to step with, for each parameter group.
-
-        Raises:
-            StepError: It was silent for too long.
+        Returns the hyperparameters to step with, for each parameter group. Raises StepError if the lead was silent for
+        too long.
         """
         while not self._is_ready(step.step):
             self.check()
@@ -273,39 +248,26 @@ class LeadLiveness:
 
 
 class StepEnds:
-    """Of the steps of one coordinator.
-
-    Args:
-        run: As its own server knows it.
-        books: Its own.
-        places: In the open step.
-        lead: The trainer that asks for the records.
-        changes: What calls are held for.
-        watch: Of batches that are under way.
-        learnt: What is known of the peers' counts of events.
-    """
+    """Holds trainers until a step's record is decided and applied."""
 
     def __init__(
         self,
-        run: RunState,
-        books: StepState,
+        context: CoordinatorContext,
         places: LeaseTable,
         lead: LeadLiveness,
         changes: ChangeNotifier,
-        watch: LeaseExpiry,
-        learnt: Callable[[], Mapping[PeerId, EventCounts]],
+        lease_expiry: LeaseExpiry,
     ) -> None:
-        self._run = run
-        self._books = books
+        self._run, self._books = context.run, context.books
         self._places = places
         self._lead = lead
         self._changes = changes
-        self._watch = watch
-        self._learnt = learnt
-        self._told = EventDeltas()  # to the lead
+        self._lease_expiry = lease_expiry
+        self._learnt = partial(context.events.learnt, context.transport.peer_id)
+        self._event_deltas = EventDeltas()  # to the lead
 
     async def asked(self, caller: PeerId, request: RecordRequest) -> RecordReply:
-        """A trainer asks for a record. What the lead says with it comes first."""
+        """Answer a trainer that asks for a record; first take in what the lead sends along."""
         if caller == self._run.manifest.lead and request.step >= self._run.version:
             await self._hear_lead(request)
         return await self.until_over(caller, request)
@@ -320,7 +282,7 @@ class StepEnds:
 
         def is_over() -> bool:
             if is_lead and books.outcome.step >= request.version:
-                return True  # before it has heard of this record, the next one does not come
+                return True  # the next record does not come before the lead knows this one
             return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
@@ -337,20 +299,20 @@ class StepEnds:
             if is_lead and not await self._let_record_come():
                 return RecordReply(record=None, closing=True, open=request.step)
             return self._outcome_for(caller, request.version)
-        await self._watch.check_overdue(step)
+        await self._lease_expiry.check_overdue(step)
         if is_lead and takes_batches():
             self._lead.go_on()
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
     async def _hear_lead(self, request: RecordRequest) -> None:
-        """Of a step that is not decided."""
+        """Take in what the lead sends with its request for the record of an undecided step."""
         stepped_with = {request.step: check_stepped_with(request)}
         if request.before:
             stepped_with[request.step - 1] = request.before
         await self._lead.lead_waits_for(request.step, stepped_with, version=request.version, epoch=request.epoch)
 
     async def _let_record_come(self) -> bool:
-        """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
+        """The lead goes on with this answer: so a record that it was ready for is in it, or the lead asks again."""
         if not self._run.manifest.settings.delay_optimizer_step:
             return True
         if not await self._changes.until(lambda: self._lead.deciding is None):
@@ -359,7 +321,7 @@ class StepEnds:
         return True
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
-        """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
+        """Make the answer to a trainer that knows `version`: short on other peers, for all trainers get one."""
         outcome = self._books.outcome
         open_ = self._open_for(trainer)
         follows = outcome.record is None or version == outcome.step
@@ -373,19 +335,20 @@ class StepEnds:
             open=open_,
             seats=seats,
             logs=outcome.logs,
-            noted=self._told.news(self._learnt(), version=version),
+            noted=self._event_deltas.news(self._learnt(), version=version),
             measured=sorted(outcome.metrics),
         )
 
     def _open_for(self, trainer: PeerId) -> int:
-        """The step that grants places. The lead is told of no step while it has not said how to take the one before."""
+        """The step that grants places; to the lead none before it gave the hyperparameters of the one before."""
         books = self._books
-        if trainer == self._run.manifest.lead and books.due is not None and not self._lead.said_how(books.due.step):
-            return books.due.step
+        is_lead, due = trainer == self._run.manifest.lead, books.due
+        if is_lead and due is not None and not self._lead.has_hyperparameters(due.step):
+            return due.step
         return books.open.step
 
     def metrics(self, request: MetricsRequest) -> Message:
-        """For the lead: what a batch of the newest record added to metrics."""
+        """Answer the lead with what a batch of the newest record added to metrics."""
         outcome = self._books.outcome
         if request.step != outcome.step:
             raise ProtocolError(
@@ -395,7 +358,7 @@ class StepEnds:
 
 
 def check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
-    """The hyperparameters that the lead says with a request. Raises if it says none."""
+    """The hyperparameters that the lead sends with a request; raises ProtocolError if it sends none."""
     if not request.hyperparameters:
         raise ProtocolError("the lead says with which hyperparameters to step, got none")
     return request.hyperparameters

@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.core.errors import Damaged, DeadlineExceeded, NotCoordinator, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted, Term
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
     AverageRequest,
@@ -26,7 +27,6 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
-from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +34,7 @@ _log = logging.getLogger(__name__)
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
     """Tell peers that the run is over. One that is gone is no error.
 
-    Args:
-        transport: The lead's, or that of who coordinates.
-        peers: All that are to know.
-        broken_off: Why nobody ended it in order; empty: the lead did.
-        timeout: Seconds for each.
+    `broken_off` says why nobody ended the run in order; empty, the lead did. `timeout` is in seconds, for each peer.
     """
     method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
 
@@ -62,52 +58,34 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 
 class ServerCalls:
-    """All that hold a stage.
+    """The coordinator's calls to all servers that hold a stage."""
 
-    Args:
-        transport: The coordinator's.
-        run: As its own server knows it.
-        term: By which it coordinates.
-        spawn: Runs work in a task that has an owner.
-        timeout: Seconds for one call.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        run: RunState,
-        term: Term,
-        *,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        timeout: float,
-    ) -> None:
-        self._transport = transport
-        self._run = run
-        self._term = term
-        self._spawn = spawn
-        self._timeout = timeout
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._transport, self._run = context.transport, context.run
+        self._term = context.proposer.term
+        self._spawn = context.spawn
+        self._timeout = context.limits.call_timeout
         self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
         self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step trains
 
     @property
     def own(self) -> PeerId:
-        """The coordinator's."""
+        """The coordinator's own id."""
         return self._transport.peer_id
 
     async def address(self) -> str:
-        """Under which the coordinator is reached."""
+        """An address of the coordinator."""
         return (await self._transport.addresses())[0]
 
-    def go_back(self) -> None:
-        """The run entered its next generation."""
+    def enter_generation(self) -> None:
+        """Begin with the next run generation, whose records all servers have."""
         self._behind.clear()
         self.unsettled.clear()
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have them train what the open step shall train. Who is not reached takes no part in the step.
+        """Have the servers train what the open step shall train. One that is not reached takes no part in the step.
 
-        Raises:
-            SwarmError: A server refuses, or nobody of a stage is reached.
+        Raises SwarmError if a server refuses, or none of a stage is reached.
         """
         body = encode(request)
         replies = await self._ask_all(SETTLE, dict.fromkeys(self._run.servers, body), lambda _: None)
@@ -121,7 +99,7 @@ class ServerCalls:
         self.unsettled = failed
 
     async def freeze(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply | SwarmError]:
-        """Have each freeze its sums, and say what they hold; who missed the record before is told of it first."""
+        """Have each server freeze its sums and report what they hold; one that missed a record gets it first."""
 
         async def freeze(peer: PeerId, request: FreezeRequest) -> FreezeReply:
             record = self._behind.get(peer)
@@ -138,7 +116,7 @@ class ServerCalls:
     async def average(
         self, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], *, late: bool
     ) -> dict[PeerId, AverageReply | SwarmError]:
-        """A round. Where all went well, every server of its rosters holds its stages' means then."""
+        """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means."""
         requests = {
             peer: AverageRequest(closing=closing, named=held, late=late) for peer, held in sorted(named.items())
         }
@@ -146,23 +124,18 @@ class ServerCalls:
         return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
 
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
-        """Have a trainer send microbatches again.
-
-        Raises:
-            SwarmError: It did not.
-        """
+        """Have a trainer send microbatches again; raise SwarmError if it did not."""
         timeout = self._timeout * (1 + len(request.work))
         return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
 
     async def apply(self, record: Record) -> None:
-        """Have all who averaged, and who comes with it, apply a decided record. Who cannot be told now is told again.
+        """Have all servers that averaged, and newcomers, apply a decided record; retry with those that do not answer.
 
-        Raises:
-            SwarmError: The coordinator's own server did not.
+        Raises SwarmError if the coordinator's own server did not.
         """
         self._behind.clear()
         self.unsettled.clear()
-        # Also whom it lets go: until they know of it they stay.
+        # Also the servers that it lets go: they stay until they know of it.
         rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
         replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)
@@ -172,7 +145,7 @@ class ServerCalls:
             self._spawn(self._tell_again(peer, record))
 
     async def _tell_again(self, peer: PeerId, record: Record) -> None:
-        """Until it answers, or the step after closes: then it is told before it freezes."""
+        """Retry until the peer answers, or the next step closes: then it is told before it freezes."""
         pause_s = _FIRST_PAUSE_S
         while self._behind.get(peer) is record:
             await asyncio.sleep(pause_s)
@@ -198,8 +171,7 @@ class ServerCalls:
     async def _each(self, works: Mapping[PeerId, Coroutine[Any, Any, _T]]) -> dict[PeerId, _T | SwarmError]:
         """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here.
 
-        Raises:
-            NotCoordinator: One of them follows a higher term.
+        Raises NotCoordinator if one of them follows a higher term.
         """
 
         async def one(peer: PeerId, work: Coroutine[Any, Any, _T]) -> _T | SwarmError:
@@ -229,10 +201,9 @@ class ServerCalls:
         return await self._led(peer, method, body, timeout=timeout)
 
     async def _led(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
-        """Ask again who had not heard that this peer coordinates.
+        """Call again a peer that had not heard that this peer coordinates.
 
-        Raises:
-            NotCoordinator: It has heard of another that does, under a higher term.
+        Raises NotCoordinator if it has heard of a coordinator under a higher term.
         """
         try:
             return await self._transport.call(peer, method, body, timeout=timeout)

@@ -1,4 +1,4 @@
-"""When the servers take snapshots of their stages, and who keeps a stage's besides its own servers.
+"""Decides when the servers take snapshots of their stages, and who keeps a stage's besides its own servers.
 
 A stage whose last server dies takes what that one held along, so a server of another stage keeps a copy, too.
 The functions are pure; `SnapshotSchedule` asks the servers what they hold, when a snapshot is due.
@@ -10,8 +10,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.queries import (
@@ -20,13 +21,10 @@ from lightning_swarm.protocol.queries import (
     newest_through,
     worth_keeping,
 )
-from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
 _GIVEN_UP_AFTER: Final = 2.0  # intervals, for a snapshot that is not through
-
-"""What each server said that it holds."""
 
 
 def choose_keepers(
@@ -36,10 +34,10 @@ def choose_keepers(
     *,
     has_heirs: bool = False,
 ) -> list[PeerId | None]:
-    """For each stage a server that does not hold it itself, on another host where that is known. Pure.
+    """Choose for each stage a server that does not hold it itself, on another host where that is known. Pure.
 
     None where there is no such server: whoever is alive then holds the stage. And for what trainers hold, unless the
-    run has heirs: with the trainers the loop is gone, too, and nobody could go on.
+    run has standby leads: with the trainers the loop is gone, too, and nobody could go on.
     """
     servers = sorted(
         {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
@@ -60,38 +58,27 @@ def choose_keepers(
 
 
 class SnapshotSchedule:
-    """The coordinator's word on when a snapshot is taken.
+    """Decides when the servers take a snapshot."""
 
-    Args:
-        transport: Its network.
-        run: As its server knows it.
-        interval_s: Between two snapshots at least; None: there are none.
-        timeout: Seconds to answer.
-
-    Attributes:
-        hosts: On which machines the servers are, as far as they were asked.
-    """
-
-    def __init__(self, transport: Transport, run: RunState, *, interval_s: float | None, timeout: float) -> None:
-        self._transport = transport
-        self._run = run
-        self._interval_s = interval_s
-        self._timeout = min(timeout, _ASK_TIMEOUT_S)
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._transport, self._run = context.transport, context.run
+        self._interval_s = context.limits.snapshot_interval  # at least, between two snapshots; None: there are none
+        self._timeout = min(context.limits.call_timeout, _ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # its version, and when it was ordered
-        self.hosts: dict[PeerId, str] = {}
+        self.hosts: dict[PeerId, str] = {}  # machines of the servers, as far as they were asked
 
-    def go_back(self) -> None:
-        """The run entered its next generation: what was kept is of the old one."""
+    def enter_generation(self) -> None:
+        """Begin with the next run generation: what was kept is of the old one."""
         self._last = None
 
     def is_due(self, servers: Sequence[PeerId]) -> bool:
-        """Whether one should be taken soon."""
+        """Return whether a snapshot should be taken soon."""
         if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
             return False
         return self._last is None or now_s() >= self._last[1] + self._interval_s
 
     async def order(self, step: int, next_roster: Sequence[Sequence[Member]]) -> SnapshotOrder | None:
-        """What the record of `step` tells the servers; None: they take no snapshot then."""
+        """Make the order for the record of `step`; None: the servers take no snapshot then."""
         at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
         if self._interval_s is None or not self.is_due(servers):

@@ -1,14 +1,14 @@
-"""What a new coordinator asks: the servers, how far they are and whom they follow; the trainers, for its books."""
+"""What a new coordinator asks: the servers, how far they are and whom they follow; the trainers, what they have."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 
-from lightning_swarm.coordinator.step.books import StepOutcome, StepState
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.step_state import StepOutcome, StepState
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
@@ -25,13 +25,10 @@ _log = logging.getLogger(__name__)
 async def gather_books(
     transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float
 ) -> StepState:
-    """Rebuild the books from what the trainers report. What the silent had counts nowhere.
+    """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere.
 
-    Args:
-        transport: The new coordinator's.
-        run: As its server knows it; nothing that was accepted is left to be finished.
-        reselected: What its server trains in the open step, if that is not what trained in the step before.
-        timeout: Seconds for a trainer to answer.
+    In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `reselected`
+    is what that server trains in the open step, if that is not what trained in the step before.
     """
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
 
@@ -54,7 +51,7 @@ async def gather_books(
 async def fetch_metrics(
     transport: Transport, reports: Mapping[PeerId, ReportReply], *, timeout: float
 ) -> dict[tuple[int, int], Message]:
-    """What came with batches, by step and lease."""
+    """Fetch the metrics that came with batches, by step and lease."""
     found: dict[tuple[int, int], Message] = {}
 
     async def fetch(trainer: PeerId, lease: Lease) -> None:
@@ -78,14 +75,9 @@ def rebuild(
     *,
     complete: bool,
 ) -> StepState:
-    """The books that these reports make. Pure.
+    """Make the step state from the trainers' reports. Pure.
 
-    Args:
-        run: Whose version is the open step.
-        reports: By trainer.
-        metrics: What came with batches, by step and lease.
-        complete: All trainers reported. Else places may be in use that nobody here knows of, so new ones begin far
-            beyond them.
+    Unless the reports are `complete`, places may be in use that nobody here knows of; new ones begin far beyond them.
     """
     everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
     lead = reports.get(run.manifest.lead)
@@ -132,7 +124,7 @@ def _outcome(
     leases: Sequence[tuple[PeerId, Lease]],
     metrics: Mapping[tuple[int, int], Message],
 ) -> StepOutcome:
-    """The newest record, and what the other trainers logged of the batches that it counts."""
+    """Make the outcome of the newest record, with what the other trainers logged of the batches that it counts."""
     record = run.newest
     if record is None:
         return StepOutcome()
@@ -146,16 +138,13 @@ def _outcome(
     return StepOutcome(record, logs, {first: one for first, one in found.items() if one is not None})
 
 
-# Succession of the lead. A peer that holds the state of the lead's loop goes back with the run, to the newest snapshot
+# Succession of the lead. A peer that holds the state of the lead's loop rolls the run back, to the newest snapshot
 # of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
 # It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
 def choose_heir(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
-    """Who goes on from where: the newest version that is whole, and of those who have its loop the oldest. Pure.
+    """Choose who leads on from which version: the newest whole one, and the oldest peer that has its loop. Pure.
 
-    Args:
-        held: What those who live hold.
-        seniority: Peers, the oldest first.
-        num_stages: Of the run.
+    `held` is what the live peers hold, `seniority` lists the peers with the oldest first.
     """
     for version in sorted({version for one in held.values() for version in one.loops or ()}, reverse=True):
         if all(holders_of(held, version, index) for index in range(num_stages)):
@@ -164,25 +153,19 @@ def choose_heir(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tup
 
 
 def seniority(run: RunState) -> list[PeerId]:
-    """A run's servers, those first that came first: newcomers are the last of their rosters. Pure."""
+    """List a run's servers, the oldest first: newcomers are the last of their rosters. Pure."""
     longest = max(map(len, run.rosters))
     in_turn = (roster[place] for place in range(longest) for roster in run.rosters if place < len(roster))
     return list(dict.fromkeys(member.peer_id for member in in_turn))
 
 
 def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
-    """Whether these peers are a majority of a run's voters. Pure."""
+    """Return whether these peers are a majority of a run's voters. Pure."""
     return 2 * sum(voter.peer_id in peers for voter in run.voters) > len(run.voters)
 
 
 async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str:
-    """Have a peer take the run over. Returns why none does; nothing, if one was told to.
-
-    Args:
-        transport: Of who coordinates.
-        run: As its server knows it.
-        timeout: Seconds for each call.
-    """
+    """Have a peer take the run over. Returns why none does; "" if one was told to."""
     held = await ask_held(transport, run.servers, timeout=timeout)
     held.pop(run.manifest.lead, None)
     chosen = choose_heir(held, seniority(run), len(run.rosters))

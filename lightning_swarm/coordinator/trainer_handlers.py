@@ -1,26 +1,23 @@
-"""What trainers ask of who coordinates, and how it answers from its books."""
+"""Answers the trainers' calls to the coordinator."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.long_poll import ChangeNotifier, LeadLiveness, StepEnds, check_stepped_with
 from lightning_swarm.coordinator.membership.trainers import TrainerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.books import StepState
-from lightning_swarm.coordinator.step.leases import LeaseTable
+from lightning_swarm.coordinator.step.leases import LeaseTable, first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.takeover import fetch_metrics
 from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
-from lightning_swarm.core.limits import Limits
-from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.batches import (
     BatchArmed,
     BatchBegins,
@@ -56,64 +53,35 @@ from lightning_swarm.protocol.methods import (
     TAKE_METRICS,
     TAKE_PLAN,
 )
-from lightning_swarm.protocol.run_state import RunState
 
 
 class TrainerHandlers:
-    """Answers the calls of the run's trainers.
-
-    Args:
-        transport: The coordinator's.
-        run: As its own server knows it.
-        books: Of the coordinator.
-        servers: All that hold a stage.
-        watch: Of batches that are under way.
-        first_lease: Of those that this coordinator grants.
-        on_change: Called after a batch of a step is through, or was withdrawn.
-        events: Of the coordinator.
-        limits: Bounds.
-
-    Attributes:
-        changes: What calls are held for.
-        lead: The trainer that asks for the records.
-        places: In the open step.
-        enrolment: Who trains from the next record on.
-    """
+    """Answers the calls of the run's trainers."""
 
     def __init__(
         self,
-        transport: Transport,
-        run: RunState,
-        books: StepState,
+        context: CoordinatorContext,
         servers: ServerCalls,
-        watch: LeaseExpiry,
+        lease_expiry: LeaseExpiry,
         *,
-        first_lease: int,
-        on_change: Callable[[OpenStep], Awaitable[None]],
-        events: EventLog,
-        limits: Limits,
+        on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
     ) -> None:
-        self._transport = transport
-        self._run = run
-        self._books = books
+        self._transport, self._run, self._books = context.transport, context.run, context.books
         self._servers = servers
-        self._watch = watch
-        self._first_lease = first_lease
+        self._lease_expiry = lease_expiry
+        self._first_lease = first_lease(context.proposer.term)
         self._on_change = on_change
-        self._events = events
-        self._limits = limits
+        self._events = context.events
+        self._limits = context.limits
         self._settling = asyncio.Lock()
-        self.changes = ChangeNotifier(limits.call_timeout)
-        self.lead = LeadLiveness(run, self.changes, timeout=limits.lead_timeout)
-        self.places = LeaseTable(run, first_lease, self._on_grant, watch.gone)
-        learnt = partial(events.learnt, servers.own)
-        self._ends = StepEnds(run, books, self.places, self.lead, self.changes, watch, learnt)
-        self.enrolment = TrainerMembership(
-            transport, run, books, watch, self.changes, epoch=lambda: self.lead.epoch, events=events, limits=limits
-        )
+        self.changes = ChangeNotifier(context.limits.call_timeout)
+        self.lead = LeadLiveness(context.run, self.changes, timeout=context.limits.lead_timeout)
+        self.places = LeaseTable(context.run, self._first_lease, self._on_grant, lease_expiry.gone)
+        self._ends = StepEnds(context, self.places, self.lead, self.changes, lease_expiry)
+        self.enrolment = TrainerMembership(context, lease_expiry, self.changes, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
-        """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
+        """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.heard()
         transport.handle_call(SELECT, self._handle_select)
@@ -131,11 +99,11 @@ class TrainerHandlers:
         transport.handle_call(QUIT, self._handle_quit)
         self.enrolment.answer()
 
-    async def go_back(self) -> None:
-        """The run entered its next generation."""
-        self.places.go_back()
-        self.lead.go_back()
-        await self.changes.go_back()
+    async def enter_generation(self) -> None:
+        """Begin with the next run generation."""
+        self.places.enter_generation()
+        self.lead.enter_generation()
+        await self.changes.enter_generation()
 
     # ------------------------------------------------------------------ what the open step trains, and who has a place
 
@@ -201,9 +169,7 @@ class TrainerHandlers:
             self.lead.check()
             return encode(GrantReply(wait=WaitForRecord(step=None)))
         if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
-            return encode(
-                GrantReply(wait=WaitForRecord(step=None))
-            )  # who coordinates now has not heard of the order yet
+            return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.places.grant(books.open, caller, request)
@@ -214,17 +180,17 @@ class TrainerHandlers:
         return encode(reply)
 
     def _look_for_others(self, step: OpenStep) -> None:
-        """Somebody waits: whoever should have brought a batch by now is asked whether it is there."""
+        """Ask the trainers that should have brought a batch by now whether they are there, for others wait."""
         for trainer in self.places.owed_by(step):
-            self._watch.watch(trainer)
+            self._lease_expiry.watch(trainer)
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
             self._books.closing_s = now_s()
-        self._watch.watch(trainer)
+        self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
-        """A place for the next batch of a trainer that knows which step is open, if that is the one, or follows it.
+        """Grant a place for the next batch of a trainer that knows which step is open, if that one or the next is.
 
         The lead gets one before it trains, so this lets no record come: it may validate first.
         """
@@ -235,7 +201,7 @@ class TrainerHandlers:
             step = self._books.open
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
-                return None  # that was said long ago, or its end is still to come
+                return None  # an old request, or the end of its step is still to come
             return self.places.ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
@@ -294,7 +260,7 @@ class TrainerHandlers:
         for lease in request.report.leases:
             if lease.grant.step == step.step:
                 step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
-                self._watch.watch(caller)
+                self._lease_expiry.watch(caller)
         step.strike_others()
         closed = dict(request.report.closed)
         if step.step in closed and caller == self._run.manifest.lead:
@@ -327,15 +293,15 @@ class TrainerHandlers:
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
             if request.lease is not None and not request.withdrawn:
-                raise LeaseRevoked(f"who coordinates now knows of no batch in step {request.step}")
+                raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
         step, due = self._books.open, self._books.due
-        if due is not None and request.step == due.step:  # said again, for no answer came
+        if due is not None and request.step == due.step:  # reported again, for no answer came
             self._enter(due, caller, request)
             return BatchDoneReply(closing=True)
         newest = step.step - 1 - self._run.manifest.settings.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
-            if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
+            if request.lease is not None and not request.withdrawn:  # it was away, or the answer was lost
                 self._run.check_counted(request.step, request.first)
             self._events.learn({caller: request.noted})
             return BatchDoneReply(closing=True)
@@ -369,7 +335,7 @@ class TrainerHandlers:
             return
         first = step.withdraw(request.lease, trainer, dropped=request.dropped)
         if request.begun:
-            self._watch.fence(step, [first])
+            self._lease_expiry.fence(step, [first])
 
     def _close(self, step: OpenStep, total_weight: float | None) -> None:
         if not step.close_asked:
@@ -412,34 +378,33 @@ class TrainerHandlers:
         return b""
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
-        """The open step cannot be decided: whoever asks is told, by the first reason."""
+        """Give all callers an error, for the open step cannot be decided; the first reason stays."""
         await self.changes.fail(kind(f"step {self._books.open.step} could not be decided: {reason}"))
 
     def _hear(self, caller: PeerId) -> None:
-        """Whoever may ask is answered with what went wrong, if something did."""
+        """Take in a trainer's call as a sign of life; raise what went wrong, if something did."""
         self._run.check_trainer(caller)
         if self._run.goes_back:
             raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
-        self._watch.gone.discard(caller)
+        self._lease_expiry.gone.discard(caller)
         self.enrolment.hear(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
         self.changes.check()
 
     def _undecided(self, step: int, what: str) -> OpenStep:
-        """A step that a trainer says something of; it must not be decided yet."""
+        """Return a step that a trainer reports on; it must not be decided yet."""
         found = self._books.find(step)
         if found is not None:
             return found
         if self._is_beyond(step, what):
-            raise LeaseRevoked(f"who coordinates now knows of no batch in step {step}")
+            raise LeaseRevoked(f"the new coordinator knows of no batch in step {step}")
         raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def _is_beyond(self, step: int, what: str) -> bool:
-        """Whether a step is not open here yet, though it was where another peer coordinated.
+        """Return whether a step is not open here yet, though it was where another peer coordinated.
 
-        Raises:
-            ProtocolError: It was nowhere.
+        Raises ProtocolError if it can have been open nowhere.
         """
         number = self._books.open.step
         if step > number + self._run.manifest.settings.delay_optimizer_step:

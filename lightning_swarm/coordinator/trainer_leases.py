@@ -1,32 +1,30 @@
-"""What becomes of the batches of a trainer that is gone: completed by the servers, or struck from the step.
+"""Completes or strikes the batches of a trainer that is gone.
 
 Trainers that hold a place in the open step are asked now and then whether they are there. A batch whose backward
-calls were all accepted is *armed*: its servers have all that they need, so it is only waited for. Of any other the
-samples are free for others; the servers add nothing of it any more, and its trainer, if it comes back, runs it again.
+calls were all accepted is *armed*: its servers have all that they need, so it is only waited for. Any other batch is
+struck and its samples are free for others; the servers add nothing of it any more, and its trainer, if it comes back,
+runs it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
 
-from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import PeerError, SwarmError
-from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import first_trained
 from lightning_swarm.protocol.messages.step import FenceRequest, ReceiptsReply, ReceiptsRequest
 from lightning_swarm.protocol.messages.wire import decode, encode, from_bitmap
 from lightning_swarm.protocol.methods import FENCE, RECEIPTS
-from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
@@ -35,55 +33,34 @@ _LONGEST_LOOK_S: Final = 2.0
 
 
 class LeaseExpiry:
-    """Looks after batches that are under way.
-
-    Args:
-        transport: The coordinator's.
-        run: As the coordinator's server knows it.
-        books: Of the coordinator.
-        events: Of the coordinator.
-        spawn: Runs work in a task that has an owner.
-        on_change: Called after a batch of a step was struck, or completed without its trainer.
-        owes: Whether others wait for a batch that a trainer would bring.
-        limits: Bounds.
-
-    Attributes:
-        gone: Trainers that were not found when they were looked for, and not heard of since.
-    """
+    """Looks after batches that are under way, and does without those of trainers that are gone."""
 
     def __init__(
         self,
-        transport: Transport,
-        run: RunState,
-        books: StepState,
+        context: CoordinatorContext,
         *,
-        events: EventLog,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        on_change: Callable[[OpenStep], Awaitable[None]],
-        owes: Callable[[PeerId], bool],
-        limits: Limits,
+        on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch was struck, or completed without its trainer
+        owes: Callable[[PeerId], bool],  # whether others wait for a batch that a trainer would bring
     ) -> None:
-        self._transport = transport
-        self._run = run
-        self._books = books
-        self._events = events
-        self._spawn = spawn
+        self._transport, self._run, self._books = context.transport, context.run, context.books
+        self._events = context.events
+        self._spawn = context.spawn
         self._on_change = on_change
         self._owes = owes
-        self._interval_s = limits.silence_timeout / 5  # for which a trainer that has a place is left alone
-        self._timeout = limits.call_timeout  # for which servers may take to complete a batch
+        self._interval_s = context.limits.silence_timeout / 5  # for which a trainer that has a place is left alone
+        self._timeout = context.limits.call_timeout  # for which servers may take to complete a batch
         self._watched: set[PeerId] = set()
-        self.gone: set[PeerId] = set()
+        self.gone: set[PeerId] = set()  # trainers that did not answer, and were not heard of since
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
 
-    def go_back(self) -> None:
-        """The run entered its next generation, and the tasks of the old one are over."""
+    def enter_generation(self) -> None:
+        """Begin with the next run generation; the tasks of the old one are over."""
         self._watched.clear()
         self.gone.clear()
         self._completing.clear()
 
     def watch(self, trainer: PeerId) -> None:
-        """It has a place in the open step, or should have one."""
+        """Watch over a trainer that has a place in the open step, or should have one."""
         if trainer not in self._watched:
             self._watched.add(trainer)
             self._spawn(self._watch(trainer))
@@ -113,7 +90,7 @@ class LeaseExpiry:
             self._watched.discard(trainer)
 
     async def _is_whole(self) -> bool:
-        """Whether somebody of every stage answers: else batches wait for that, and not for their trainers."""
+        """Return whether a server of every stage answers: else batches wait for that, and not for their trainers."""
         there = await alive_among(self._transport, self._run.servers)
         return all(any(member.peer_id in there for member in roster) for roster in self._run.rosters)
 
@@ -140,13 +117,7 @@ class LeaseExpiry:
         await self.strike(step, [first for first, receipts in under_way.items() if receipts is None], reason)
 
     async def strike(self, step: OpenStep, batches: Collection[int], reason: str) -> None:
-        """Let batches count nowhere.
-
-        Args:
-            step: Theirs.
-            batches: By their places.
-            reason: Why.
-        """
+        """Let a step's batches, by their places, count nowhere."""
         struck = step.strike(batches)
         for first, trainer in struck.items():
             self._events.note("strike", peer=trainer, step=step.step, reason=f"its batch at {first}: {reason}")
@@ -183,7 +154,7 @@ class LeaseExpiry:
     async def _await_receipts(
         self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId
     ) -> str | None:
-        """None: all stages have them, or the trainer came back. Else what is missing."""
+        """Wait until all stages have the receipts, or the trainer came back: None. Else return what is missing."""
         pause_s = _FIRST_LOOK_S
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
@@ -208,7 +179,7 @@ class LeaseExpiry:
     async def _look(
         self, step: OpenStep, receipts: Sequence[Receipt]
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
-        """By stage, which microbatches are in a sum, and of which the backward is under way."""
+        """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
         generation = self._run.manifest.generation
         request = encode(ReceiptsRequest(generation=generation, step=step.step, attempt=0, receipts=list(receipts)))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()

@@ -16,8 +16,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.coordinator import Coordinator
-from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.step.step_state import StepState
 from lightning_swarm.coordinator.takeover import gather_books
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -90,7 +91,7 @@ class Leadership:
     async def enter_generation(self) -> None:
         """Follow this server's run into its next generation."""
         if self.coordinator is not None:
-            await self.coordinator.go_back()
+            await self.coordinator.enter_generation()
 
     async def step_out(self) -> None:
         """This server is in the run no more."""
@@ -334,16 +335,9 @@ class Leadership:
         )
 
     async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState | None) -> None:
-        coordinator = Coordinator(
-            self._role,
-            run,
-            proposer,
-            limits=self._limits,
-            events=self._events,
-            on_deposed=self._notify,
-            step_aside=self._step_aside,
-            books=state,
-        )
+        state = state or StepState.of(run.manifest)
+        context = CoordinatorContext(self._role, run, proposer, state, limits=self._limits, events=self._events)
+        coordinator = Coordinator(context, on_deposed=self._notify, step_aside=self._step_aside)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()

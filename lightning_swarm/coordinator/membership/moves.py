@@ -1,8 +1,8 @@
 """The coordinator's side of rebalancing: who is let go by a record, to join another stage.
 
-A mover leaves as a peer leaves that asked to, and joins as one that was never there: the steps between do without it.
-Who coordinates hands that over first, and is moved by its successor.
-Who holds several stages gives one up by a record that names it there no more, and in the others as before.
+A mover leaves like a peer that asked to, and joins like one that was never there: the steps between do without it.
+A coordinator that is to move hands over its role first, and is moved by its successor.
+A server of several stages gives one up by a record that names it there no more, and in the others as before.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from typing import Final
 
 import torch
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer, ReportedLoad
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Manifest, StageManifest
 from lightning_swarm.protocol.messages.step import Departure, Record
-from lightning_swarm.protocol.run_state import RunState
 
 _STATE_FACTOR: Final = 3
-"""Weights, and two moments of an optimizer that has them."""
+"""Bytes of a stage's state for each byte of weights: the weights, and two moments of an optimizer that has them."""
 
 
 def balance_of(manifest: Manifest, *, now_s: float) -> Balancer:
-    """Of a run's stages, those on trainers left out."""
+    """Make the balancer of a run's stages, without those on trainers."""
     state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
     return Balancer(manifest.settings.rebalancing, manifest.settings.rebalance_interval, state_bytes, now_s=now_s)
 
@@ -38,57 +37,50 @@ def _num_bytes(stage: StageManifest) -> int:
 
 
 class PlannedMoves:
-    """Those that the records of a run order.
+    """Chooses the moves that the records of a run order.
 
-    Args:
-        run: As the coordinator's server knows it.
-        gate: Who joins, and who leaves anyway.
-        balance: Of the run.
-        events: Of the coordinator.
-        step_aside: Has another server coordinate, for this one is of more use at another stage.
+    `step_aside` has another server coordinate, for this one is of more use at another stage.
     """
 
     def __init__(
         self,
-        run: RunState,
-        gate: ServerMembership,
+        context: CoordinatorContext,
+        server_membership: ServerMembership,
         balance: Balancer,
-        events: EventLog,
         *,
         step_aside: Callable[[], None],
     ) -> None:
-        self._run = run
-        self._gate = gate
+        self._run = context.run
+        self._server_membership = server_membership
         self._balance = balance
-        self._events = events
+        self._events = context.events
         self._step_aside = step_aside
         self._steps_aside = False
         self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
         self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
-        """What the servers said as the open step closed."""
+        """Take in what the servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
         self._balance.take_loads(
             {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
         )
 
     def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:
-        """Who is to move with the record of the open step, or who is to give up one of its stages.
+        """Choose who moves with the record of the open step, or who gives up one of its stages.
 
-        Args:
-            gone: Who takes no part in the step any more.
+        Peers in `gone` take no part in the step any more.
         """
         chosen, self._put_off = self._put_off, None
         if chosen is not None:
-            return self._still(chosen, gone)
-        self._steps_aside = False  # what was chosen before may not have been decided: the run went back, say
+            return self._if_unchanged(chosen, gone)
+        self._steps_aside = False  # what was chosen before may not have been decided: the run rolled back, say
         run = self._run
         num_stages = run.num_pipeline_stages
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
         rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
-        leaving, joining = self._gate.leaving, self._gate.targets
+        leaving, joining = self._server_membership.leaving, self._server_membership.targets
         if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
             return [], sheds  # who moves is decided on what that leaves
         fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
@@ -102,32 +94,32 @@ class PlannedMoves:
             now_s=now_s(),
         )
         if any(move.peer == run.coordinator for move in moves):
-            self._steps_aside = True  # with the others' moves: who coordinates next decides on them as well
+            self._steps_aside = True  # with the others' moves: the next coordinator decides on them as well
             return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
     def choose_for_later(self, gone: Collection[PeerId]) -> None:
-        """As `choose`, which then returns this for the next record."""
+        """Choose now; the next `choose` then returns this."""
         movers, sheds = self.choose(gone)
         if movers or sheds or self._steps_aside:
             self._put_off = movers, sheds
 
     @property
     def put_off(self) -> bool:
-        """Whether something was chosen for the next record."""
+        """Return whether something was chosen for the next record."""
         return self._put_off is not None
 
-    def _still(
+    def _if_unchanged(
         self, chosen: tuple[list[Departure], list[StageRelease]], gone: Collection[PeerId]
     ) -> tuple[list[Departure], list[StageRelease]]:
-        """What was chosen, as far as nobody concerned went meanwhile: then it is not what it was chosen for."""
+        """Return what was chosen, unless a peer went meanwhile: then the swarm is not the one it was chosen for."""
         movers, sheds = chosen
-        staying = set(self._run.servers) - {*gone, *self._gate.leaving}
+        staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
         concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
         return (movers, sheds) if concerned <= staying and not gone else ([], [])
 
     def record_applied(self, record: Record) -> None:
-        """It is decided and applied."""
+        """Enter a record that is decided and applied."""
         if self._steps_aside:
             num_stages = self._run.num_pipeline_stages
             self._stays_among = {one.peer_id for roster in self._run.rosters[:num_stages] for one in roster}

@@ -1,4 +1,4 @@
-"""Who holds which stage, who votes and who trains, from one record to the next. Pure."""
+"""Decides who holds which stage, who votes and who trains, from one record to the next. Pure."""
 
 from __future__ import annotations
 
@@ -23,22 +23,14 @@ def next_rosters(
     sheds: Sequence[StageRelease] = (),
     newcomers: Sequence[Candidate] = (),
 ) -> list[list[Member]]:
-    """The rosters of the next step.
+    """Make the rosters of the step after the one that a record decides.
 
-    Who leaves is let go from all of its stages at once, and only if each of them keeps a member that the record
-    before named: a newcomer counts from the next record on, when it has applied one. Who asked first goes first. The
-    same holds of a stage that is given up by who stays in another one.
+    A peer that leaves is let go from all of its stages at once, and only if each of them keeps a member that the record
+    before named: a newcomer counts from the next record on, when it has applied one. The first to ask goes first. The
+    same holds of a stage that is given up by a peer that stays in another one.
 
-    Args:
-        rosters: Of the step that the record decides.
-        gone: Who takes no part in it any more.
-        leaving: Who asked to be let go, the first to ask first.
-        sheds: Who gives up which of its stages.
-        newcomers: Who holds the round's result, and enters.
-
-    Returns:
-        For each stage, its members in their old order, then the newcomers. A stage whose members are all gone has
-        its newcomers only, or nobody: such a record must not be proposed.
+    Each roster has its members in their old order, then the newcomers. A stage whose members are all gone has its
+    newcomers only, or nobody: such a record must not be proposed.
     """
     staying = {member.peer_id for roster in rosters for member in roster} - set(gone)
     for peer in leaving:
@@ -56,7 +48,7 @@ def next_rosters(
 
 
 def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
-    """The stages of which `peer` has the only copy among those who are `staying`."""
+    """The stages of which `peer` has the only copy among the peers that are `staying`."""
     held = [{member.peer_id for member in roster} for roster in rosters]
     return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
 
@@ -64,13 +56,10 @@ def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collect
 def trainer_changes(
     trainers: Sequence[PeerId], *, lead: PeerId, going: Collection[PeerId], coming: Sequence[PeerId]
 ) -> tuple[list[PeerId], list[PeerId]]:
-    """Who trains from the next step on that did not before, and who does no more.
+    """Return the peers that begin to train with the next step, and those that end.
 
-    Args:
-        trainers: Of this one.
-        lead: It stays, whatever becomes of it: only another run has another lead.
-        going: Who asked to be let go, or is gone.
-        coming: Who asked to train, the first to ask first; as many as there is room for.
+    The lead stays, whatever becomes of it: only another run has another lead. Of those that are `coming`, the first to
+    ask first, as many begin as there is room for.
     """
     retired = [one for one in trainers if one in going and one != lead]
     room = MAX_TRAINERS - len(trainers) + len(retired)
@@ -80,12 +69,10 @@ def trainer_changes(
 def choose_voters(
     rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
 ) -> list[Member]:
-    """Who votes on the next record: an odd number, at most `MAX_VOTERS`.
+    """Choose the voters on the next record: an odd number, at most `MAX_VOTERS`.
 
-    Args:
-        rosters: Of the next step, without the stage on trainers.
-        voters: Of this record. Those that stay in a roster go on voting, as far as there is room.
-        hosts: On which machine a peer is, where that is known: votes go to different ones first.
+    Voters of this record that stay in a roster go on voting, as far as there is room; `rosters` are without the stage
+    on trainers. Votes go to different hosts first, where these are known.
     """
     members = list(dict.fromkeys(member for roster in rosters for member in roster))
     number = min(len(members), MAX_VOTERS)

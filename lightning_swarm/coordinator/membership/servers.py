@@ -13,19 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.server_calls import dismiss
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import ended, gather
-from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.membership import (
     DrainReply,
     DrainRequest,
@@ -39,7 +38,7 @@ from lightning_swarm.protocol.messages.run import Member, Selection
 from lightning_swarm.protocol.messages.step import Candidate, Closing
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
-from lightning_swarm.protocol.run_state import RunState, boot_ids
+from lightning_swarm.protocol.run_state import boot_ids
 
 _MAX_MISSES: Final = 3
 _MAX_MISSING: Final = 1024
@@ -56,12 +55,12 @@ class _Backoff:
 
 @dataclass
 class JoinBackoff:
-    """Of each peer, however often it joined anew."""
+    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait."""
 
     _missed: dict[PeerId, _Backoff] = field(default_factory=dict)  # those with the latest miss last
 
     def add(self, peer: PeerId, *, now_s: float) -> None:
-        """One more. After a few it may not join for a while, and with each further one for twice as long."""
+        """Count one more. After a few the peer may not join for a while, with each further one for twice as long."""
         missed = self._missed[peer] = self._missed.pop(peer, _Backoff())
         missed.count += 1
         if len(self._missed) > _MAX_MISSING:
@@ -70,15 +69,15 @@ class JoinBackoff:
             missed.until_s = now_s + _FIRST_EXCLUSION_S * 2 ** min(missed.count - _MAX_MISSES, 20)
 
     def count(self, peer: PeerId) -> int:
-        """How many."""
+        """Number of rounds that a peer missed."""
         return self._missed.get(peer, _Backoff()).count
 
     def wait_s(self, peer: PeerId, *, now_s: float) -> float:
-        """In how many seconds it may join; not positive: it may."""
+        """Seconds until a peer may join; not positive: it may now."""
         return self._missed.get(peer, _Backoff()).until_s - now_s
 
     def clear(self, peer: PeerId) -> None:
-        """It is in."""
+        """Forget what a peer missed: it has joined."""
         self._missed.pop(peer, None)
 
 
@@ -106,42 +105,24 @@ class _WaitingCaller:
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last one it was asked to hold
     holds: _Round | None = None  # whose mean gradient it has
-    refusal: str | None = None  # told when it asks next
+    refusal: str | None = None  # the answer when it asks next
 
     @property
     def may_enter(self) -> bool:
-        """Whether it may be asked to hold a round's result."""
+        """Return whether it may be asked to hold a round's result."""
         return self.ready and self.refusal is None
 
 
 class ServerMembership:
-    """Who wants to join, and who wants to leave.
+    """Decides which servers join with which record, and which leave."""
 
-    Args:
-        transport: The coordinator's.
-        run: Which.
-        balance: Of the run: where newcomers are of most use.
-        spawn: Runs work in a task that has an owner.
-        limits: Bounds.
-        events: Of the coordinator.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        run: RunState,
-        balance: Balancer,
-        *,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        limits: Limits,
-        events: EventLog,
-    ) -> None:
-        self._transport = transport
-        self._run = run
+    def __init__(self, context: CoordinatorContext, balance: Balancer) -> None:
+        transport = context.transport
+        self._transport, self._run = transport, context.run
         self._balance = balance
-        self._spawn = spawn
-        self._events = events
-        self._limits = limits
+        self._spawn = context.spawn
+        self._events = context.events
+        self._limits = context.limits
         self._waiting: dict[PeerId, _WaitingCaller] = {}
         self._misses = JoinBackoff()
         self.on_restarted_lead: Callable[[], None] = lambda: None  # called when the lead joins as another process
@@ -157,29 +138,29 @@ class ServerMembership:
         return list(self._leaving)
 
     def wants_changes(self) -> bool:
-        """Whether somebody wants to leave, or to join and may."""
+        """Return whether somebody wants to leave, or to join and may."""
         return bool(self._leaving) or self.is_awaited()
 
     def is_awaited(self) -> bool:
-        """Whether somebody wants to join, and may."""
+        """Return whether somebody wants to join, and may."""
         return any(one.may_enter for one in self._waiting.values())
 
     @property
     def targets(self) -> dict[PeerId, int]:
-        """Which stages those that want to join are to hold."""
+        """The stage that each peer that wants to join is to hold."""
         return {peer: one.candidate.stage_index for peer, one in self._waiting.items()}
 
     @property
     def waiting(self) -> list[PeerId]:
-        """Who wants to join."""
+        """The peers that want to join."""
         return list(self._waiting)
 
     async def close(self) -> None:
-        """The run is over: tell those who did not get in, as far as they can be told."""
+        """Tell the peers that did not get in that the run is over, as far as they are reached."""
         await dismiss(self._transport, self._waiting, timeout=self._limits.leave_timeout)
 
-    def go_back(self) -> None:
-        """The run entered its next generation: what anyone downloaded is of the old one."""
+    def enter_generation(self) -> None:
+        """Begin with the next run generation: what joiners downloaded is of the old one."""
         self._entering.clear()
         self._leaving.clear()  # they ask again
         for one in self._waiting.values():
@@ -234,7 +215,7 @@ class ServerMembership:
             raise Busy(f"{caller} missed {count} rounds while it was joining; it may join in {wait_s:.0f} s")
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
-        """Which stage a joiner shall hold: the one that it wants, or the one that needs it most."""
+        """Choose the stage that a joiner shall hold: the one that it wants, or the one that needs it most."""
         self._forget_the_silent(caller)
         num_stages = self._run.num_pipeline_stages
         others = [one for peer, one in self._waiting.items() if peer != caller]
@@ -251,9 +232,9 @@ class ServerMembership:
         return wanted
 
     def _forget_the_silent(self, caller: PeerId) -> None:
-        """Give their places to others; where all are taken, sooner those of who never caught up.
+        """Drop joiners that were silent for too long; where all places are taken, sooner those that never caught up.
 
-        A download may take long, but it costs nothing to say that one joins.
+        A download may take long, but it costs nothing to ask to join.
         """
         at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
@@ -263,7 +244,7 @@ class ServerMembership:
                 del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:
-        """Have every server, and everyone who is joining, meet the candidate."""
+        """Have every server, and every joiner, meet the candidate."""
         body = encode(candidate)
         newcomer = candidate.member.peer_id
 
@@ -289,7 +270,7 @@ class ServerMembership:
         request = decode(body, ReadyRequest)
         version = request.version
         if caller in self._run.servers:
-            return b""  # said before the record that let it in came to it
+            return b""  # sent before the record that let it in came to it
         if request.generation != self._run.manifest.generation:
             raise Busy(_WENT_BACK)
         waiting = self._waiting.get(caller)
@@ -346,17 +327,11 @@ class ServerMembership:
     ) -> list[asyncio.Task[None]]:
         """Have candidates that have caught up hold the round's result, too.
 
-        Of one stage not more at once than it has members, or two: they all send their parts to each of them. The others
-        come with the rounds that follow.
+        Of one stage not more at once than it has members, or two: all members send their parts to each joiner. The
+        others come with the rounds that follow.
 
-        Args:
-            closing: The round.
-            selection: What trains in its step, if it is not what trained in the step before.
-            version_hashes: Of each stage before the step. Who has become ready since nobody was asked for a stage's
-                comes with a later round.
-
-        Returns:
-            A task for each.
+        `version_hashes` are those of each stage before the step; None where nobody was asked for it: joiners of that
+        stage that became ready since then come with a later round. Returns a task for each joiner.
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         rosters = self._run.present(closing.absent)
@@ -391,13 +366,7 @@ class ServerMembership:
         _log.warning("A server did not get in: %s", waiting.refusal)
 
     async def heard(self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
-        """Wait a little for the last of those that listen, and do without who takes longer.
-
-        Args:
-            closing: The round.
-            hearing: What `listen` began.
-            averaging_s: What the round took.
-        """
+        """Wait a little for the last joiners that listen to a round, and go on without slower ones."""
         if not hearing:
             return
         _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
@@ -408,9 +377,9 @@ class ServerMembership:
                 self._miss(one, "it did not hold the round's result in time")
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
-        """Who holds the round's result still: they enter with its record, which is decided next.
+        """Return the joiners that still hold the round's result: they enter with its record, which is decided next.
 
-        Until then they may not join anew. Who went, or joined anew before, is left out.
+        Until then they may not join anew. A joiner that went, or joined anew before, is left out.
         """
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
         self._entering = {one.candidate.member.peer_id for one in holding}
@@ -428,13 +397,13 @@ class ServerMembership:
     def _miss(self, waiting: _WaitingCaller, reason: str) -> None:
         peer, at_s = waiting.candidate.member.peer_id, now_s()
         self._misses.add(peer, now_s=at_s)
-        waiting.ready = False  # until it says so again
+        waiting.ready = False  # until it reports so again
         _log.info("%s missed a round: %s", peer, reason)
         if self._misses.wait_s(peer, now_s=at_s) > 0:
             waiting.refusal = f"{peer} missed {self._misses.count(peer)} rounds: {reason}. Join again."
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:
-        """Their record is decided and applied; it may also have let go some of those that leave."""
+        """Enter that the newcomers' record is applied; it may also have let go some of those that leave."""
         self._entering.clear()
         for peer in sorted(self._leaving.keys() - set(self._run.servers)):
             del self._leaving[peer]

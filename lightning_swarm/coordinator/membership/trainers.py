@@ -11,93 +11,74 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.long_poll import ChangeNotifier
 from lightning_swarm.coordinator.membership.rosters import trainer_changes
-from lightning_swarm.coordinator.step.books import StepState
 from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.core.limits import Limits
-from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Quit
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import ENLIST, RETIRE
-from lightning_swarm.protocol.run_state import RunState, check_open
+from lightning_swarm.protocol.run_state import check_open
 
 _SILENT: Final = "it does not answer"
 _ANEW: Final = "it was started again"
 
 
 class TrainerMembership:
-    """Who wants to train, who wants to no more, and who is gone.
-
-    Args:
-        transport: The coordinator's.
-        run: As its own server knows it.
-        books: Of the coordinator.
-        watch: Of batches that are under way.
-        held: What calls are held for.
-        epoch: Of the lead's loop; None: it is not known yet.
-        events: Of the coordinator.
-        limits: Bounds.
-    """
+    """Decides which trainers take part from the next record on."""
 
     def __init__(
         self,
-        transport: Transport,
-        run: RunState,
-        books: StepState,
-        watch: LeaseExpiry,
-        held: ChangeNotifier,
+        context: CoordinatorContext,
+        lease_expiry: LeaseExpiry,
+        changes: ChangeNotifier,
         *,
-        epoch: Callable[[], int | None],
-        events: EventLog,
-        limits: Limits,
+        epoch: Callable[[], int | None],  # of the lead's loop; None: it is not known yet
     ) -> None:
-        self._transport = transport
-        self._run = run
-        self._books = books
-        self._watch = watch
-        self._held = held
+        self._transport, self._run, self._books = context.transport, context.run, context.books
+        self._lease_expiry = lease_expiry
+        self._changes = changes
         self._epoch = epoch
-        self._events = events
-        self._hold_s = limits.call_timeout  # for which who asked is there
-        self._silence_s = limits.silence_timeout
+        self._events = context.events
+        self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
+        self._silence_s = context.limits.silence_timeout
         self._asked_s: dict[PeerId, float] = {}
         self._going: dict[PeerId, str] = {}  # why
         self._heard_s: dict[PeerId, float] = {}
 
     def answer(self) -> None:
-        """From now on."""
+        """Begin to answer trainers."""
         self._transport.handle_call(ENLIST, self._handle_enlist)
         self._transport.handle_call(RETIRE, self._handle_retire)
 
     def hear(self, trainer: PeerId) -> None:
-        """It is there."""
+        """Enter a sign of life of a trainer."""
         self._heard_s[trainer] = now_s()
         if self._going.get(trainer) == _SILENT:
             del self._going[trainer]
 
     @property
     def waiting(self) -> list[PeerId]:
-        """Who wants to train, and does not yet."""
+        """The peers that want to train, and do not yet."""
         since_s = now_s() - self._hold_s
         return [peer for peer, at_s in self._asked_s.items() if at_s >= since_s and peer not in self._run.trainers]
 
     def changes(self) -> tuple[list[PeerId], list[PeerId]]:
-        """Who trains from the next record on that did not before, and who does no more."""
+        """Return the peers that begin to train with the next record, and those that end."""
         run = self._run
         if not run.manifest.open_to_trainers:
             return [], []
         return trainer_changes(run.trainers, lead=run.manifest.lead, going=self._going, coming=self.waiting)
 
     def let_in(self, record: Record) -> None:
-        """A record is decided and applied."""
+        """Enter a record that is decided and applied."""
         for peer in record.enlisted:
             self._asked_s.pop(peer, None)
             self._heard_s[peer] = now_s()
@@ -108,7 +89,7 @@ class TrainerMembership:
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
     async def look_after(self) -> None:
-        """Find out who is gone, batch under way or not. Once it is, the others' data are no longer shared with it."""
+        """Find trainers that are gone, batch under way or not, so that the others' data are not shared with them."""
         own = {self._transport.peer_id, self._run.manifest.lead}
         while self._run.manifest.open_to_trainers:
             await asyncio.sleep(self._silence_s)
@@ -125,7 +106,7 @@ class TrainerMembership:
 
     async def _handle_enlist(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, EnlistRequest)
-        self._held.check()
+        self._changes.check()
         self._check_may_train(caller, request)
         if request.generation is not None:
             self._run.check_generation(request.generation)
@@ -133,10 +114,10 @@ class TrainerMembership:
             self._going.pop(caller, None)
             self.hear(caller)
             if request.generation is None:
-                await self._watch.give_up(self._books.open, caller, _ANEW)
+                await self._lease_expiry.give_up(self._books.open, caller, _ANEW)
         else:
             self._asked_s[caller] = now_s()
-        trains = await self._held.until(lambda: caller in self._run.trainers and self._epoch() is not None)
+        trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
         epoch = self._epoch()
         return encode(
             EnlistReply(view=self._run.view(), epoch=epoch) if trains and epoch is not None else EnlistReply()
@@ -164,6 +145,6 @@ class TrainerMembership:
         check_open(manifest)
         self._run.check_trainer(caller)
         self._going[caller] = request.reason
-        await self._watch.give_up(self._books.open, caller, "it retires")
-        retired = await self._held.until(lambda: caller not in self._run.trainers)
+        await self._lease_expiry.give_up(self._books.open, caller, "it retires")
+        retired = await self._changes.until(lambda: caller not in self._run.trainers)
         return encode(RetireReply(retired=retired))

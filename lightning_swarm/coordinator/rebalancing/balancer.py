@@ -1,11 +1,11 @@
-"""What who coordinates knows of the stages' loads, and when it decides by it. Pure: it is told the time.
+"""The coordinator's estimate of the stages' rates, and when it decides on moves by it. Pure: it is told the time.
 
-What a sample costs at one stage and at another is learnt from peers that were at both: without it, the peers of a stage
-that costs more would be taken for slow ones, and change places with equals time after time.
+What a sample costs at one stage and at another is learnt from peers that were at both. Without that the peers of a
+stage that costs more would be taken for slow ones, and change places with equals time after time.
 
 It decides when a peer has come or gone, and every interval at the latest. While peers are on their way to a stage they
 count there; where one does not arrive, its place is open again after a while. Where computing is not what takes the
-time, who computes faster than whom means nothing: nobody moves, and newcomers go where the fewest are.
+time, rates of computing mean nothing: nobody moves, and newcomers go where the fewest peers are.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import Rebalancing
 
 _FEWEST: Final = 0.01
-"""Changes that are thought of as remembered, however long nothing happens."""
+"""Changes that count as remembered at the least, however long nothing happens."""
 
 
 class ChurnEstimate:
-    """For how long a swarm stays as it is, on the average: what it was like in the last hours counts.
+    """Estimate of how long a swarm stays as it is, from the changes of the last hours.
 
-    Args:
-        now_s: On the caller's clock.
-        first_s: What is thought until more is known.
-        memory_s: After that time what was counts a third.
+    `first_s` is assumed until more is known; after `memory_s` what happened counts a third. Times are on the caller's
+    clock.
     """
 
     def __init__(self, now_s: float, *, first_s: float = 600.0, memory_s: float = 7200.0) -> None:
@@ -52,12 +50,12 @@ class ChurnEstimate:
         self._memory_s = memory_s
 
     def note_change(self, now_s: float) -> None:
-        """Peers came, went or changed their rates; several at a time are one change."""
+        """Enter that peers came or went; several at a time are one change."""
         self._advance(now_s)
         self._num_changes += 1.0
 
     def horizon_s(self, now_s: float) -> float:
-        """Between two changes, on the average."""
+        """Mean time between two changes."""
         self._advance(now_s)
         return self._past_s / max(self._num_changes, _FEWEST)
 
@@ -69,98 +67,108 @@ class ChurnEstimate:
 
 
 _SLOWEST: Final = 1e-9
-"""Samples/s; as many seconds are the fastest's."""
+"""Samples/s of the slowest peer that is believed; its inverse is the fastest's."""
 
 _SMOOTHING: Final = 0.3
-_OF_SCATTER: Final = 0.1
-_FIRST_SCATTER: Final = 0.2
-_SIGMAS: Final = 2.0
-"""What is off by more is an error of measuring once in twenty times."""
+"""Weight of the newest report in a mean that follows the reports."""
+
+_SCATTER_SMOOTHING: Final = 0.05
+"""Likewise for the mean that scatter is measured from. It is slow because servers report moving averages: one report is
+close to the next, however far both are from the truth."""
+
+_FIRST_SCATTER: Final = 0.13
+"""Standard deviation of a rate's logarithm that is assumed until reports show another."""
+
+_CORRELATED: Final = 2.0
+"""Reports that are about as good as one independent report, as they are moving averages."""
+
+_SIGMAS: Final = 2.4
+"""An error of more standard deviations than this is as good as excluded."""
+
+_WORK_SCATTER: Final = 0.3
+"""Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are only so
+even. Equal peers of two such stages seem to differ by as much."""
 
 
 @dataclass(frozen=True)
 class ReportedLoad:
-    """What a server says of one of its stages.
+    """A server's report on one of its stages."""
 
-    Args:
-        samples_per_s: Forward and backward, while it computes; None: not measured yet.
-        queued: Jobs that wait, on the average.
-        busy_share: Of the last steps' time, the part in which it computed; None: not measured yet.
-    """
-
-    samples_per_s: float | None
-    queued: float = 0.0
-    busy_share: float | None = None
+    samples_per_s: float | None  # forward and backward, while it computes; None: not measured yet
+    queued: float = 0.0  # jobs that wait, on the average
+    busy_share: float | None = None  # part of the last steps' time in which it computed; None: not measured yet
 
     @classmethod
     def from_report(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> ReportedLoad:
-        """What a server says, as far as it can be true: nothing that it says may harm who coordinates."""
+        """Take from a report what can be true: nothing that a server says may harm the coordinator."""
         believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
         share = None if busy_share is None else min(busy_share, 1.0)
         return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share)
 
 
 class RateEstimate:
-    """One peer's, as it says it step after step. What it says scatters most where a stage computes for milliseconds.
-
-    Attributes:
-        stage: Where it is, or was when it said something last; None: it holds several.
-    """
+    """Estimate of one peer's rate from the reports that it makes step after step, and of how far it may be off."""
 
     def __init__(self, samples_per_s: float, stage: int | None) -> None:
-        self.stage = stage
-        self._log = math.log(samples_per_s)
-        self._variance, self._num_heard = (_FIRST_SCATTER / _SIGMAS) ** 2, 1
+        self.stage = stage  # where the peer was when it reported last; None: it holds several
+        self._log = self._slow_log = math.log(samples_per_s)
+        self._num_here = self._num_reports = 1  # reports from this stage, and all
+        self._variance = _FIRST_SCATTER**2
 
-    def hear(self, samples_per_s: float, stage: int | None) -> None:
-        """It has said it again."""
-        said = math.log(samples_per_s)
+    def update(self, samples_per_s: float, stage: int | None) -> None:
+        """Take in the next report."""
+        reported = math.log(samples_per_s)
         if stage != self.stage:  # which may be more work
-            self.stage, self._log = stage, said
+            self.stage, self._log, self._slow_log, self._num_here = stage, reported, reported, 1
             return
-        off = said - self._log
-        self._log += _SMOOTHING * off
-        self._num_heard += 1
-        self._variance += max(_OF_SCATTER, 1.0 / self._num_heard) * (off**2 - self._variance)
+        self._num_here += 1
+        self._num_reports += 1
+        # At first the mean of all: where the newest counts for more, the first one would count for most.
+        self._log += max(_SMOOTHING, 1.0 / self._num_here) * (reported - self._log)
+        off = reported - self._slow_log
+        self._slow_log += max(_SCATTER_SMOOTHING, 1.0 / self._num_here) * off
+        # A mean of few reports that are alike follows them, so that they seem to scatter less than they do.
+        squared = off**2 * (1.0 + _CORRELATED / self._num_here)
+        self._variance += max(_SCATTER_SMOOTHING, 1.0 / self._num_reports) * (squared - self._variance)
 
     @property
     def samples_per_s(self) -> float:
-        """On the average of what it said last; equal peers' are equal."""
+        """Mean of the last reports, rounded so that the rates of equal peers are equal."""
         return float(f"{math.exp(self._log):.3g}")
 
     @property
     def scatter(self) -> float:
-        """The share by which that may be off."""
-        return max(SCATTER, _SIGMAS * math.sqrt(self._variance))
+        """The share by which that rate may be off."""
+        return min(max(SCATTER, _SIGMAS * math.sqrt(self._variance)), 1.0)
 
 
 _FIXED_S: Final = 3.0
-"""Of a move, however small the stage and however short the steps: it is let go by one record and enters by another."""
+"""Duration of a move at the least: a mover leaves by one record and enters by another."""
 
 _LEAST_BUSY: Final = 1 / 3
-"""What the busiest stage computes of the time: if less, no move can save as much as that."""
+"""Share of the time that the busiest stage must compute: below it no move can save as much as that."""
 
 _LOST_S: Final = 100.0
-"""A stage that dies with its only server is waited for, and then the run goes back to a snapshot, which takes minutes.
+"""A stage that dies with its only server is waited for, and then the run rolls back to a snapshot, which takes minutes.
 But most of what changes a swarm are newcomers, and servers that leave in order."""
 
 _HANDED_OVER: Final = 1.25
-"""So many times as fast the pipeline is to be by a move of who coordinates: its successor has to learn all anew."""
+"""How many times as fast a move of the coordinator must make the pipeline: its successor has to learn all anew."""
 
 _FIRST_BYTES_PER_S: Final = 12.5e6
-"""Until a download was seen."""
+"""Rate of a download, until one was seen."""
 
 _MOST_WORK: Final = math.log(100.0)
 """How much more a sample may cost at one stage than at the mean of them."""
 
 _LEARNT: Final = 0.25
-"""How much of an error each of two stages takes over from a peer that was at both."""
+"""Share of an error in two stages' work that each of them takes over from a peer that was at both."""
 
 _MOST_DOWNLOADS: Final = 3
-"""To how many that move to its stage one member sends it at a time."""
+"""Movers to a stage for each of its members, at a time: the members send them its state."""
 
 _GIVEN_UP: Final = 10.0
-"""A peer does not arrive any more when it takes so many times as long as expected."""
+"""A mover is given up when it takes so many times as long as expected."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +179,9 @@ class _MoveInProgress:
 
 
 class Balancer:
-    """Of one run.
+    """Decides for one run, by its rule, which peers move.
 
-    Args:
-        rule: By which peers move.
-        interval_s: Between two decisions, at the latest.
-        state_bytes: What a server of each stage downloads when it comes.
-        now_s: On the caller's clock.
+    Times are on the caller's clock; `state_bytes` has what a server of each stage downloads when it comes.
     """
 
     def __init__(self, rule: Rebalancing, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
@@ -187,7 +191,8 @@ class Balancer:
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
         self._known: dict[PeerId, RateEstimate] = {}  # also of those on their way
         self._log_work = [0.0] * len(state_bytes)
-        self._on_the_way: dict[PeerId, _MoveInProgress] = {}
+        self._num_compared: Counter[frozenset[int]] = Counter()  # how often a peer was at both of two stages
+        self._moving: dict[PeerId, _MoveInProgress] = {}
         self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
         self._bytes_per_s = MovingAverage(_SMOOTHING)
         self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
@@ -198,7 +203,8 @@ class Balancer:
         self._decided_s = now_s
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
-        """What all servers said last. Where nobody moves, rates mean nothing: newcomers go where the fewest are."""
+        """Take in what all servers reported last."""
+        # Where nobody moves, rates mean nothing: newcomers go where the fewest are.
         if self._rule == "none":
             return
         self._loads = {peer: dict(stages) for peer, stages in loads.items()}
@@ -206,7 +212,7 @@ class Balancer:
             measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
             if measured and len(measured) == len(stages):
                 self._learn(peer, measured)
-        for peer in self._known.keys() - self._loads.keys() - self._on_the_way.keys():
+        for peer in self._known.keys() - self._loads.keys() - self._moving.keys():
             del self._known[peer]
 
     def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
@@ -218,20 +224,25 @@ class Balancer:
             self._known[peer] = RateEstimate(rate, index)
             return
         before, where = known.samples_per_s, known.stage
-        known.hear(rate, index)
+        known.update(rate, index)
         if index is not None and where is not None and index != where:
+            self._num_compared[frozenset((index, where))] += 1
             off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
             for stage, learnt in ((index, off), (where, -off)):
                 changed = self._log_work[stage] + _LEARNT * learnt
                 self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
 
+    def _work_scatter(self, source: int, target: int) -> float:
+        learnt = self._num_compared[frozenset((source, target))]
+        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** learnt  # two stages take over `_LEARNT` of an error each
+
     def _speed(self, known: RateEstimate) -> float:
-        """Samples/s at a stage of work 1."""
+        """A peer's samples/s at a stage of work 1."""
         return known.samples_per_s * (1.0 if known.stage is None else math.exp(self._log_work[known.stage]))
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
-        """A peer has arrived."""
-        journey = self._on_the_way.pop(peer, None)
+        """Enter that a mover has arrived."""
+        journey = self._moving.pop(peer, None)
         if journey is not None and journey.target == stage and self._state_bytes[stage]:
             took_s = max(now_s - journey.began_s - self._between_s, 1e-3)
             self._bytes_per_s.measure(self._state_bytes[stage] / took_s)
@@ -245,14 +256,9 @@ class Balancer:
         leader: PeerId | None = None,
         now_s: float,
     ) -> list[Move]:
-        """Who is to move now.
+        """Choose who moves now: of the peers that are not `fixed`, given who is `joining` which stage.
 
-        Args:
-            rosters: Of each stage.
-            fixed: Members that can't move: who is leaving, say.
-            joining: Who is on its way into which stage.
-            leader: Who coordinates: it is to move only if that gains much more than moves of the others.
-            now_s: On the caller's clock.
+        The leader, which is the coordinator, moves only if that gains much more than moves of the others.
         """
         if self._rule == "none":
             return []
@@ -261,7 +267,7 @@ class Balancer:
         self._asked_s = now_s
         self._forget_the_lost(joining, now_s)
         there = frozenset(peer for roster in rosters for peer in roster)
-        peers = there | self._on_the_way.keys()
+        peers = there | self._moving.keys()
         if self._peers and peers != self._peers:
             self._pace.note_change(now_s)
             self._left.clear()
@@ -284,13 +290,9 @@ class Balancer:
         joining: Mapping[PeerId, int],
         now_s: float,
     ) -> list[StageRelease]:
-        """Who is to give up one of several stages now. Not of a stage that somebody is being sent.
+        """Choose who gives up one of several stages now; never a stage that a peer is just being sent.
 
-        Args:
-            rosters: Of each stage.
-            leaving: Members that are to be let go.
-            joining: Who is on its way into which stage.
-            now_s: On the caller's clock.
+        `leaving` are members that are to be let go, `joining` maps those on their way to their stages.
         """
         num_held = Counter(peer for roster in rosters for peer in roster)
         if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
@@ -308,12 +310,12 @@ class Balancer:
     def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
         looks = now_s >= self._decided_s + self._interval_s
         if self._rule == "paper":
-            return looks and not self._on_the_way  # it moves one at a time
+            return looks and not self._moving  # it moves one at a time
         changed = self._seen is not None and there != self._seen
         return changed or looks
 
     def _computing_limits(self, rosters: Sequence[Sequence[PeerId]]) -> bool:
-        """Whether the busiest stage computes for so much of the time that a faster one would help."""
+        """Return whether the busiest stage computes for so much of the time that a faster one would help."""
         busy = {
             peer: math.fsum(load.busy_share or 0.0 for load in stages.values())
             for peer, stages in self._loads.items()
@@ -323,7 +325,7 @@ class Balancer:
         return max((math.fsum(of_stage) / len(of_stage) for of_stage in shares if of_stage), default=0.0) >= _LEAST_BUSY
 
     def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
-        """Those whose downloads can go side by side; when they have arrived, it is decided on the others."""
+        """Keep the moves whose downloads can go side by side; the others are decided on when these have arrived."""
         chosen: list[Move] = []
         room = [_MOST_DOWNLOADS * len(roster) for roster in rosters]
         for move in moves:
@@ -334,14 +336,14 @@ class Balancer:
         return chosen
 
     def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
-        """A record let a peer go, which is to join another stage."""
+        """Enter that a record let a peer go, which is to join another stage."""
         self._left.setdefault(peer, set()).add(source)
-        self._on_the_way[peer] = _MoveInProgress(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
+        self._moving[peer] = _MoveInProgress(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
 
     def stage_for(
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
-        """The stage that a newcomer is of most use to: the lowest rate's where computing limits, else the fewest's."""
+        """Choose a newcomer's stage: the slowest one where computing limits, else the one of the fewest peers."""
         self._forget_the_lost(joining, now_s)
         by_rates = self._rule == "paper" or self._computing_limits(rosters)
         stages = self._stages(rosters, (), joining, by_rates=by_rates)
@@ -384,7 +386,7 @@ class Balancer:
         by_rates: bool = True,
     ) -> StageRates:
         known = self._known if by_rates else {}
-        stages = StageRates(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None)
+        stages = StageRates(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None, self._work_scatter)
         speeds = {peer: self._speed(rate) for peer, rate in known.items()}
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
@@ -399,9 +401,9 @@ class Balancer:
                     left=self._left.get(peer, ()),
                     scatter=known[peer].scatter if peer in known else SCATTER,
                 )
-        coming = {peer: journey.target for peer, journey in self._on_the_way.items()} | dict(joining)
+        coming = {peer: journey.target for peer, journey in self._moving.items()} | dict(joining)
         for peer, index in coming.items():
-            stages.put(peer, index, speeds.get(peer, usual), arrived=False)
+            stages.expect(peer, index, speeds.get(peer, usual))
         return stages
 
     def _move_s(self, target: int) -> float:
@@ -409,12 +411,12 @@ class Balancer:
 
     @property
     def _between_s(self) -> float:
-        """From one record to the other, if there were nothing to download: what is ready enters with the next one."""
+        """Seconds of a move without its download: from one record to the next, by which who is ready enters."""
         return max(_FIXED_S, 2.0 * (self._step_s.value or 0.0))
 
     def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
-        """Who has not even asked to join for so long does not come."""
-        late = [peer for peer, journey in self._on_the_way.items() if now_s >= journey.until_s]
+        """Give up the movers that have not even asked to join for too long."""
+        late = [peer for peer, journey in self._moving.items() if now_s >= journey.until_s]
         for peer in late:
             if peer not in joining:
-                del self._on_the_way[peer]
+                del self._moving[peer]

@@ -1,10 +1,10 @@
-"""Which peers move to which stages. Pure.
+"""Decides which peers move to which stages. Pure.
 
-A pipeline is as fast as its slowest stage. So the slowest one gets a peer, the one after whose move the slower of the
-two, giver and taker, is fastest, or gets a faster one for one of its own. That is repeated until nothing is gained, and
-of these moves as many are made as pay: who moves computes nothing while it downloads its new stage. A move that takes
-nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener the stages, the less the next
-loss takes.
+A pipeline is as fast as its slowest stage. So the slowest stage gets a peer: the one after whose move the slower of the
+two stages, giver and taker, is fastest. Or it exchanges one of its own peers for a faster one. That is repeated until
+nothing is gained, and of these moves as many are made as pay: a mover computes nothing while it downloads its stage.
+A move that takes nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener the stages,
+the less the next loss takes.
 """
 
 from __future__ import annotations
@@ -13,34 +13,28 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from lightning_swarm.network import PeerId
 
 _ROUNDING: Final = 1e-9
-"""Share of a rate."""
+"""Share of a rate that floating-point sums may be off by."""
 
 _Source: TypeAlias = tuple[int, float, float]
-"""A stage that may give; how much more than it gets makes both alike; and how much more may go over."""
+"""A stage that may give a peer, how much more than it gets back makes both alike, and how much more it may give."""
 
 SCATTER: Final = 0.06
-"""Share by which a rate may be off of which no more is known."""
+"""Share by which a rate may be off at the least."""
 
 _MOST_BACK: Final = 4
-"""How many of a stage are thought of in exchange for a faster one: evenly from the slowest to the fastest."""
+"""Peers of a stage that are considered for an exchange, evenly from the slowest to the fastest."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A peer is to leave one stage for another.
-
-    Args:
-        peer: Which one.
-        source: Index of the stage that it serves.
-        target: Of the stage that it is to serve.
-    """
+    """One peer is to leave the stage `source` for the stage `target`."""
 
     peer: PeerId
     source: int
@@ -49,16 +43,11 @@ class Move:
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """What a move costs, and for how long its gain lasts.
+    """Costs of a move, and the time for which its gain lasts."""
 
-    Args:
-        move_s: Seconds in which who moves computes nothing, by stage that it moves to.
-        horizon_s: For how long a gain lasts on the average: until the swarm changes, see `Pace`.
-        lost_s: Seconds that it costs when a change takes the only server of a stage, times how often it would.
-    """
-
-    move_s: Sequence[float]
-    horizon_s: float
+    move_s: Sequence[float]  # in which a mover computes nothing, by the stage that it moves to
+    horizon_s: float  # for which a gain lasts on the average: until the swarm changes, see `ChurnEstimate`
+    # Seconds that it costs when a change takes the only server of a stage, times how often it would.
     lost_s: float = 0.0
 
 
@@ -73,26 +62,24 @@ class _StagePeer:
 
 
 class StageRates:
-    """Who serves which stage, and how fast: kept sorted, so that a decision looks at a few peers of each stage.
+    """Peers and rates of each stage, kept sorted, so that a decision looks at a few peers of each stage.
 
     A peer's rate is in samples/s at a stage of work 1. A peer on its way to a stage counts there, but cannot be moved
-    again until it has arrived.
-
-    Args:
-        num_stages: Of the pipeline.
-        work: Of each stage, relative to each other: what a sample costs there. None: as much everywhere.
+    again until it has arrived. The work of a stage is what a sample costs there, relative to the others.
     """
 
-    def __init__(self, num_stages: int, work: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        work: Sequence[float] | None = None,
+        work_scatter: Callable[[int, int], float] = lambda source, target: 0.0,
+    ) -> None:
         self.work = work or [1.0] * num_stages
-        self.rates = [0.0] * num_stages
-        """In samples/s of each stage."""
-        self.squares = [0.0] * num_stages
-        """Of the errors that each of its peers may bring into that."""
-        self.serving_rates = [0.0] * num_stages
-        """As `rates`, of those that have arrived."""
-        self.num_peers = [0] * num_stages
-        """Also those on their way."""
+        self.work_scatter = work_scatter  # share by which the work of one stage, relative to another's, may be off
+        self.rates = [0.0] * num_stages  # in samples/s of each stage
+        self.squares = [0.0] * num_stages  # of the errors that its peers may bring into that
+        self.serving_rates = [0.0] * num_stages  # like `rates`, of the peers that have arrived
+        self.num_peers = [0] * num_stages  # also those on their way
         self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
         self._where: dict[PeerId, _StagePeer] = {}
@@ -103,32 +90,32 @@ class StageRates:
         stage: int,
         samples_per_s: float,
         *,
-        arrived: bool = True,
         movable: bool = True,
         left: Collection[int] = (),
         scatter: float = SCATTER,
     ) -> None:
-        """A peer serves a stage, or is on its way there. Takes the place of what was known of it.
+        """Enter a peer that serves a stage, in place of what was known of it.
 
-        Args:
-            peer: Which one.
-            stage: That one.
-            samples_per_s: What it does there.
-            arrived: It serves by now.
-            movable: It may be moved.
-            left: Stages from which it moved since peers came or went last: it does not go back. Where one stage is more
-                work than another its rate changes with every move, and two would change places for ever.
-            scatter: Share by which its rate may be off: what gains less would have peers move to and fro. It is a
-                smaller share of a large stage's sum, where errors cancel.
+        A peer does not go back to a stage in `left`, from which it moved since peers came or went last: where one stage
+        is more work than another its rate changes with every move, and two peers would change places for ever.
+        `scatter` is the share by which its rate may be off; a gain below that would have peers move to and fro. It is a
+        smaller share of a large stage's sum, where errors cancel.
         """
+        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, left=left, scatter=scatter))
+
+    def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
+        """Enter a peer that is on its way to a stage, in place of what was known of it."""
+        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, left=(), scatter=SCATTER))
+
+    def _enter(self, peer: PeerId, place: _StagePeer) -> None:
         self.remove(peer)
-        place = self._where[peer] = _StagePeer(stage, samples_per_s, arrived, arrived and movable, left, scatter)
+        self._where[peer] = place
         self._count(place, 1)
         if place.movable:
-            insort(self._movable[stage], (samples_per_s, peer))
+            insort(self._movable[place.stage], (place.samples_per_s, peer))
 
     def remove(self, peer: PeerId) -> None:
-        """It is gone. Nothing happens if it was not there."""
+        """Remove a peer, if it is there."""
         place = self._where.pop(peer, None)
         if place is None:
             return
@@ -142,37 +129,37 @@ class StageRates:
             del there[bisect_left(there, (place.samples_per_s, peer))]
 
     def move(self, move: Move) -> None:
-        """A peer serves another stage now."""
+        """Enter a move that was made."""
         before = self._where[move.peer]
         self.put(move.peer, move.target, before.samples_per_s, left=before.left, scatter=before.scatter)
 
     def may_go(self, peer: PeerId, stage: int) -> bool:
-        """It did not come from there."""
+        """Return whether a peer may move to a stage: it did not come from there."""
         return stage not in self._where[peer].left
 
     def stage_of(self, peer: PeerId) -> int | None:
-        """Where a peer is, or is going."""
+        """The stage that a peer serves, or is going to."""
         return self._where[peer].stage if peer in self._where else None
 
     def rate(self, peer: PeerId) -> float:
-        """Of a peer, at a stage of work 1."""
+        """A peer's rate at a stage of work 1."""
         return self._where[peer].samples_per_s
 
     def error(self, peer: PeerId | None) -> float:
-        """By how much that may be off; of nobody by nothing."""
+        """Error that a peer's rate may have; 0 without a peer."""
         return 0.0 if peer is None else self.rate(peer) * self._where[peer].scatter
 
     def stays_ahead(self, move: Move) -> bool:
-        """Whether the stage that gives a peer is ahead of the other still without it: else they but change places."""
+        """Return whether the giver stays ahead of the other stage: else the two would only change places."""
         brings = self._where[move.peer].samples_per_s / self.work[move.source]
         return self.rates[move.source] - brings > self.rates[move.target]
 
     def serving(self, stage: int) -> Sequence[tuple[float, PeerId]]:
-        """Rate and identity of those that have arrived and can move, the slowest first."""
+        """Rates and ids of the peers of a stage that have arrived and can move, the slowest first."""
         return self._movable[stage]
 
     def num_serving(self, stage: int) -> int:
-        """How many have arrived."""
+        """Number of a stage's peers that have arrived."""
         return self._num_serving[stage]
 
     def _count(self, place: _StagePeer, sign: int) -> None:
@@ -186,12 +173,12 @@ class StageRates:
 
 
 def stage_for(stages: StageRates) -> int:
-    """The stage that a newcomer is of most use to."""
+    """Choose the stage that a newcomer is of most use to."""
     return min(range(len(stages.rates)), key=stages.rates.__getitem__)
 
 
 def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
-    """The moves that pay, or none. No stage is left without a peer that serves it."""
+    """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
     draft = _MovePlan(stages, costs)
     best: list[Move] = []
     best_rate = draft.mean_rate()
@@ -205,7 +192,7 @@ def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
 
 
 def mean_rate(stages: StageRates, costs: MoveCosts, moves: Sequence[Move]) -> float:
-    """Of the pipeline with these moves, as long as the swarm stays as it is."""
+    """Rate of the pipeline with these moves, averaged over the time for which the swarm stays as it is."""
     draft = _MovePlan(stages, costs)
     for move in moves:
         draft.make(move, stages.rate(move.peer))
@@ -213,7 +200,7 @@ def mean_rate(stages: StageRates, costs: MoveCosts, moves: Sequence[Move]) -> fl
 
 
 class _MovePlan:
-    """Moves, and where they leave the stages."""
+    """A draft of moves, and the rates of the stages after them."""
 
     def __init__(self, stages: StageRates, costs: MoveCosts) -> None:
         self.moves: dict[PeerId, Move] = {}
@@ -235,7 +222,7 @@ class _MovePlan:
         self._num_peers[move.target] += 1
 
     def mean_rate(self) -> float:
-        """Of the pipeline, as long as the swarm stays as it is, which may be over at any moment."""
+        """Mean rate of the pipeline until the swarm changes, which may be at any moment."""
         move_s, mean, lasts = self._costs.move_s, 0.0, 1.0
         for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
             still_lasts = math.exp(-until_s / self._costs.horizon_s)
@@ -248,25 +235,25 @@ class _MovePlan:
         return mean + lasts * min(self._rates) * (1.0 - self._risk(self._num_peers))  # all have arrived
 
     def _risk(self, num_peers: Sequence[int]) -> float:
-        """The share of the time that it costs to have stages of one server: each change may take that one."""
+        """Share of the time that stages of a single server cost: each change may take that server."""
         if not self._costs.lost_s:
             return 0.0
         lone = sum(number == 1 for number in num_peers)
         return min(lone * self._costs.lost_s / (sum(self._num_peers) * self._costs.horizon_s), 1.0) if lone else 0.0
 
     def find(self) -> list[tuple[Move, float]]:
-        """What helps the slowest stage most, with the rates of those who move: one, else two that change places."""
+        """Find the move that helps the slowest stage most, else an exchange; with the rates of the movers."""
         target = min(range(len(self._rates)), key=self._rates.__getitem__)
         sources = self._richer(target)
         found = self._exchange(target, sources, [(0.0, None)])
         if found or self._left[target] < 2:
             return found
         there = self._stages.serving(target)
-        some = there[:: math.ceil(len(there) / _MOST_BACK) or 1]
-        return self._exchange(target, sources, [one for one in some if one[1] not in self.moves])
+        candidates = there[:: math.ceil(len(there) / _MOST_BACK) or 1]
+        return self._exchange(target, sources, [one for one in candidates if one[1] not in self.moves])
 
     def _richer(self, target: int) -> list[_Source]:
-        """The stages that may give a peer to another one, the richest first."""
+        """List the stages that may give a peer to another one, the richest first."""
         low, work, squares = self._rates[target], self._stages.work, self._stages.squares
         least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave less than nothing
         sources = []
@@ -307,14 +294,19 @@ class _MovePlan:
                 for taken, taker in self._near(serving, at, target):
                     more = taken - given
                     after = min(rate - more / work[source], low + more / work[target])
-                    error = math.hypot(self._stages.error(taker), self._stages.error(giver))
+                    error = self._stages.error(taker)
+                    if giver is not None:
+                        # Of two that change places, the one that is faster at its own stage may only have less work
+                        # there. A lone mover brings something whatever the work.
+                        scatter = self._stages.work_scatter(source, target)
+                        error = math.hypot(error, self._stages.error(giver), taken * scatter)
                     if error < more < spare and after > best_after:
                         best_after, best = after, [(Move(taker, source, target), taken)]
                         best += [(Move(giver, target, source), given)] if giver is not None else []
         return best
 
     def _near(self, serving: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
-        """Those who are next to a place, below and above, that do not move already and may go to the target."""
+        """The peers next below and next above a place that do not move already and may go to the target."""
         for places in (range(at - 1, -1, -1), range(at, len(serving))):
             for place in places:
                 peer = serving[place][1]
@@ -324,13 +316,10 @@ class _MovePlan:
 
 
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
-    """The paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest one.
+    """Plan by the paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest.
 
-    It says nothing of when to stop: see `StageRates.stays_ahead`.
-
-    Args:
-        queued: Samples that wait, by stage.
-        queues: Likewise by peer that serves it.
+    It does not say when to stop: see `StageRates.stays_ahead`. `queued` has the samples that wait at each stage,
+    `queues` those at each of its peers.
 
     Source: SWARM, arXiv:2301.11913, appendix D.
     """
@@ -345,11 +334,11 @@ def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, floa
 
 
 _MANY: Final = 20
-"""Peers a stage, from which on the fastest-first rule alone is within a thousandth."""
+"""Peers a stage from which the fastest-first rule alone is within a thousandth."""
 
 
 def best_rate(rates: Iterable[float], num_stages: int) -> float:
-    """The slowest stage's rate under an assignment of peers that is as good as can be found quickly.
+    """Rate of the slowest stage under an assignment of peers that is as good as can be found quickly.
 
     The fastest peer goes first, each to the slowest stage; where they are few, they then move as long as `plan` gains
     by it. Exact for equal peers; else at least three quarters of the optimum, with six peers a stage nearly all.
@@ -380,12 +369,7 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
 # other stages it computes. So a peer with several stages holds up the newcomers of each, until it leaves them one.
 @dataclass(frozen=True)
 class StageRelease:
-    """A peer is to give up a stage, and to stay in its others.
-
-    Args:
-        peer: Which one.
-        stage: Index of that stage.
-    """
+    """One peer is to give up a stage, and to stay in its others."""
 
     peer: PeerId
     stage: int
@@ -398,30 +382,25 @@ def plan_shedding(
     leaving: Collection[PeerId] = (),
     lone_costs: float = 0.0,
 ) -> list[StageRelease]:
-    """What is given up: where of those who share the stage the busiest has clearly less to do afterwards.
+    """Plan which peers give up a stage: where the busiest of those that share the stage has clearly less to do then.
 
-    Args:
-        rates: Of each stage, how many samples/s its peers would compute there if they computed nothing else.
-        kept: Stages that nobody is to give up now.
-        leaving: On whom no stage can rely.
-        lone_costs: Share of the run that is lost, on the average, where a stage is left to one server: it may die.
-
-    Returns:
-        Of each stage at most one copy less; each has still a peer that stays.
+    At most one peer gives up each stage, and a stage keeps a peer that is not `leaving`. Nobody gives up a stage in
+    `kept`. `rates` has, for each stage, how many samples/s its peers would compute there if they computed nothing else;
+    `lone_costs` is the share of the run that is lost, on the average, where a stage is left to one server.
     """
     held = [dict(stage) for stage in rates]
     found: list[StageRelease] = []
     while choices := _choices(held, {*kept, *(one.stage for one in found)}, leaving, lone_costs):
-        _, shed = min(choices, key=lambda choice: choice[0])
-        found.append(shed)
-        del held[shed.stage][shed.peer]
+        _, release = min(choices, key=lambda choice: choice[0])
+        found.append(release)
+        del held[release.stage][release.peer]
     return found
 
 
 def _choices(
     held: Sequence[Mapping[PeerId, float]], kept: Collection[int], leaving: Collection[PeerId], lone_costs: float
 ) -> list[tuple[float, StageRelease]]:
-    """What could be given up with a gain, and what is left then of the busiest one's work."""
+    """The stages that could be given up with a gain, and the share of the busiest peer's work that is left then."""
     choices = []
     several = {peer for peer, number in Counter(peer for stage in held for peer in stage).items() if number > 1}
     for index, stage in enumerate(held):
@@ -441,5 +420,5 @@ def _choices(
 
 
 def _seconds(peer: PeerId, held: Sequence[Mapping[PeerId, float]]) -> float:
-    """What a peer computes for each sample of the run."""
+    """Seconds that a peer computes for each sample of the run."""
     return math.fsum(1.0 / math.fsum(stage.values()) for stage in held if peer in stage)

@@ -31,11 +31,7 @@ class DataOrder:
         return self._plans.get(epoch)
 
     def add(self, plan: EpochPlan) -> None:
-        """Know one more epoch.
-
-        Raises:
-            ProtocolError: It is known by another order, or is too far off.
-        """
+        """Learn the order of one more epoch; raise ProtocolError if it has another one already, or is too far off."""
         known = self._plans.get(plan.epoch)
         if known is not None and (known.digest, known.sizes) != (plan.digest, plan.sizes):
             raise ProtocolError(f"epoch {plan.epoch} has its order already, got another one")
@@ -49,16 +45,12 @@ class DataOrder:
         self._ends[plan.epoch] = list(accumulate(count for _, count in plan.sizes))
 
     def forget_before(self, epoch: int) -> None:
-        """No step is in these epochs any more."""
+        """Forget epochs that no step is in any more."""
         self._plans = {of: plan for of, plan in self._plans.items() if of >= epoch}
         self._ends = {of: ends for of, ends in self._ends.items() if of >= epoch}
 
     def size(self, number: BatchNumber) -> int:
-        """Samples of a batch.
-
-        Raises:
-            ProtocolError: There is no such batch.
-        """
+        """Number of a batch's samples; raises ProtocolError if there is no such batch."""
         epoch, index = number
         plan = self._plans.get(epoch)
         if plan is None or not self.there(number):
@@ -66,35 +58,31 @@ class DataOrder:
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
     def settled(self, number: BatchNumber) -> BatchNumber:
-        """The same place; the end of an epoch is the beginning of the next one, if that is known."""
+        """Turn the end of an epoch into the beginning of the next one, if that is known; leave other places."""
         epoch, index = number
         while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
             epoch, index = epoch + 1, 0
         return epoch, index
 
     def there(self, number: BatchNumber) -> bool:
-        """Whether a batch is known."""
+        """Return whether a batch is known."""
         return number[0] in self._plans and not self._is_beyond(number)
 
     def ends_at(self, number: BatchNumber) -> bool:
-        """Whether no batch follows that place, ever."""
+        """Return whether no batch follows that place, ever."""
         return self._is_beyond(number) and self._plans[number[0]].last
 
     def _is_beyond(self, number: BatchNumber) -> bool:
-        """Whether an epoch that is known has ended there."""
+        """Return whether an epoch that is known has ended there."""
         ends = self._ends.get(number[0])
         return ends is not None and number[1] >= (ends[-1] if ends else 0)
 
 
 @dataclass
 class StepWindow:
-    """The batches of one step.
+    """The batches of one step: from `begin` on, until they have `target_batch_size` samples.
 
-    Args:
-        order: All batches.
-        begin: The first of the step.
-        target_batch_size: Samples that it takes at least.
-        dropped: Its batches that count nowhere, by the word of their own `training_step`. Others take their place.
+    Batches in `dropped` count nowhere, by the word of their own `training_step`. Others take their place.
     """
 
     order: DataOrder
@@ -122,63 +110,54 @@ class StepWindow:
 
     @property
     def end(self) -> BatchNumber:
-        """Where the next step begins, if this one is whole."""
+        """The first batch of the next step, if this one is whole."""
         self._extend()
         return self._next
 
     @property
     def whole(self) -> bool:
-        """Whether it takes no more batches than those that are known."""
+        """Return whether it takes no more batches than those that are known."""
         self._extend()
         reached = self._num_samples - self._num_dropped >= self.target_batch_size
         return reached or self.order.ends_at(self._next)
 
     @property
     def numbers(self) -> Sequence[BatchNumber]:
-        """Of its batches that shall count, as far as they are known, in order."""
+        """Numbers of its batches that shall count, as far as they are known, in order."""
         self._extend()
         return [number for number in self._places if number not in self.dropped]
 
     def place(self, number: BatchNumber) -> int:
-        """Of a batch's first sample in the step."""
+        """Place of a batch's first sample in the step."""
         self._extend()
         return self._places[number]
 
     def is_before(self, number: BatchNumber) -> bool:
-        """Whether a batch belongs to a step before this one, or was dropped."""
+        """Return whether a batch belongs to a step before this one, or was dropped."""
         return number < self.begin or number in self.dropped
 
     def is_passed(self, number: BatchNumber, through: Collection[BatchNumber]) -> bool:
-        """Whether all batches before `number`, the end of an epoch, are through."""
+        """Return whether all batches before `number`, the end of an epoch, are through."""
         self._extend()
         return self._next >= self.order.settled(number) and all(one in through or one >= number for one in self.numbers)
 
 
 @dataclass
 class WaitingTrainer:
-    """A trainer that was told to wait.
+    """A trainer that was told to wait."""
 
-    Args:
-        batch: That it has in hand, or the end of its epoch.
-        since_s: When it was told so first, in this step.
-        patience_s: How long it leaves others' batches to them.
-    """
-
-    batch: BatchNumber
-    since_s: float
-    patience_s: float
+    batch: BatchNumber  # that it has in hand, or the end of its epoch
+    since_s: float  # when it was told so first, in this step
+    patience_s: float  # how long it leaves others' batches to them
 
 
 def choose_besides(
     waiting: WaitingTrainer, free: Sequence[BatchNumber], unattended: Collection[BatchNumber], *, now_s: float
 ) -> BatchNumber | None:
-    """What a trainer that waits brings besides: the first batch that nobody will come to, or not soon.
+    """Choose what a waiting trainer brings besides: the first batch that nobody will come to, or not soon.
 
-    Args:
-        waiting: Who.
-        free: The step's batches that nobody has, in order.
-        unattended: Of these, those in the lanes of trainers that are gone, or are further on.
-        now_s: The time.
+    `free` are the step's batches that nobody has, in order; `unattended` those of them that are in the lanes of
+    trainers that are gone, or are further on.
     """
     patient = now_s < waiting.since_s + waiting.patience_s
     return next((one for one in free if one < waiting.batch and (one in unattended or not patient)), None)

@@ -31,7 +31,7 @@ from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 
 
 def first_lease(term: Term) -> int:
-    """Where a coordinator's leases begin: none of another one's is taken for one of them."""
+    """First lease of a coordinator: none of another coordinator's is taken for one of its own."""
     return ((term[0] - 1) << 32) + 1
 
 
@@ -39,17 +39,14 @@ _log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 0.5
 _FIRST_PATIENCE_S: Final = 5.0
-"""Of a trainer of which no batch was seen yet: compilers and caches are cold."""
+"""Patience with a trainer of which no batch was seen yet: compilers and caches are cold."""
 
 
 class LeaseTable:
-    """Grants them.
+    """Grants places in the open step, and remembers who waits for one.
 
-    Args:
-        run: As the coordinator's server knows it.
-        first_lease: Of those that this coordinator grants.
-        on_grant: Called with a step and the trainer that has a place in it from now on.
-        gone: Trainers that do not answer.
+    `on_grant` is called with a step and the trainer that has a place in it from now on; `gone` are trainers that do not
+    answer.
     """
 
     def __init__(
@@ -70,15 +67,14 @@ class LeaseTable:
         self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
         self._warned_large = False
 
-    def go_back(self) -> None:
-        """The run entered its next generation."""
+    def enter_generation(self) -> None:
+        """Begin with the next run generation."""
         self._waiting, self._reserved, self._idle, self._granted_s = {}, {}, {}, {}
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
-        """A trainer asks for a place in the open step.
+        """Grant a trainer a place in the open step, or say what to wait for.
 
-        Raises:
-            ProtocolError: No step has a place for this batch.
+        Raises ProtocolError if no step has a place for this batch.
         """
         if self._is_beyond(step):
             return GrantReply(over=True)
@@ -103,7 +99,7 @@ class LeaseTable:
         return GrantReply(grant=grant)
 
     def ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
-        """A place for a batch that its trainer has not begun, if there is one now.
+        """Grant a place for a batch that its trainer has not begun, if there is one now.
 
         It may be asked for a second time when the batch has long been given up: nobody would ever take that place.
         """
@@ -138,23 +134,23 @@ class LeaseTable:
     # ------------------------------------------------------------------ where batches have numbers
 
     def batch_ended(self, trainer: PeerId) -> None:
-        """It is through, or withdrawn: so long it takes this trainer."""
+        """Enter that a trainer's batch is through, or withdrawn, and how long that took."""
         if trainer in self._granted_s:
             self._took_s[trainer] = now_s() - self._granted_s.pop(trainer)
 
     def is_idle(self, trainer: PeerId) -> bool:
-        """Whether it was told to wait with a batch of another step."""
+        """Return whether it was told to wait with a batch of another step."""
         return trainer in self._idle
 
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Whether who was told to wait would hear something else by now."""
+        """Return whether who was told to wait would hear something else by now."""
         waiting = self._idle.get(trainer)
         if waiting is None or step.window is None:
             return False
         return self._passed(step, waiting.batch) or self._besides(step, waiting) is not None
 
     def patience_s(self, trainer: PeerId) -> float | None:
-        """How long it still leaves others' batches to them."""
+        """Seconds for which a trainer still leaves others' batches to them."""
         waiting = self._idle.get(trainer)
         return None if waiting is None else max(0.0, waiting.since_s + waiting.patience_s - now_s())
 
@@ -163,7 +159,7 @@ class LeaseTable:
         return {self._owner(step, number) for number in step.free}
 
     def owes(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Whether others wait for a batch that it would bring."""
+        """Return whether others wait for a batch that it would bring."""
         return any(peer != trainer for peer in self._idle) and trainer in self.owed_by(step)
 
     def _ask_for(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
@@ -190,7 +186,7 @@ class LeaseTable:
         return GrantReply(grant=self._as_grant(step, lease))
 
     def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
-        """Whether nothing is to be done for a batch; or for any of an epoch, if that is its end."""
+        """Return whether nothing is to be done for a batch; or for any of an epoch, if that is its end."""
         window = step.window
         assert window is not None
         plan = window.order.plan(batch[0])
@@ -204,7 +200,7 @@ class LeaseTable:
         return window.is_before(batch) or (batch in window.numbers and batch not in step.free)
 
     def _besides(self, step: OpenStep, waiting: WaitingTrainer) -> BatchNumber | None:
-        """What a trainer that waits brings."""
+        """The batch that a waiting trainer brings, if any."""
         free = step.free
         unattended = {number for number in free if self._is_unattended(step, number)}
         return choose_besides(waiting, free, unattended, now_s=now_s())
@@ -215,7 +211,7 @@ class LeaseTable:
         return owner in self._gone or (idle is not None and number < idle.batch)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
-        """In whose lane a batch is, as far as that is known here."""
+        """The trainer in whose lane a batch is, as far as that is known here."""
         assert step.window is not None
         plan = step.window.order.plan(number[0])
         return owner_of(0 if plan is None else plan.begin, number[1], self._lanes)

@@ -1,4 +1,4 @@
-"""The books of the open step: who was granted what, what is through, and whether the step can close. Pure.
+"""The state of the open step: who was granted what, what is through, and whether the step can close. Pure.
 
 Two ways of counting (`target_batch_size`): a number of samples, where samples weigh equally; or Lightning's own
 arithmetic, where the lead says when its accumulation window ends and batches weigh equally.
@@ -37,17 +37,11 @@ class _LeasedBatch:
 
 @dataclass
 class OpenStep:
-    """Grants and completions of one step.
-
-    Args:
-        step: Its number.
-        target_batch_size: Samples that close the step; None: the lead closes it.
-        window: The batches that it takes; None: those that come first.
-    """
+    """Grants and completions of one step."""
 
     step: int
-    target_batch_size: int | None
-    window: StepWindow | None = None
+    target_batch_size: int | None  # samples that close the step; None: the lead closes it
+    window: StepWindow | None = None  # the batches that it takes; None: those that come first
     _batches: dict[int, _LeasedBatch] = field(default_factory=dict)
     _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
     _first_lease: int = 0
@@ -64,20 +58,12 @@ class OpenStep:
     _dropped: set[BatchNumber] = field(default_factory=set)
 
     def check_numbered(self) -> None:
-        """Refuse an order of batches where they come as they like.
-
-        Raises:
-            ProtocolError: Says which step it is.
-        """
+        """Raise ProtocolError if batches come as they like, so that nobody may give them an order."""
         if self.target_batch_size is None or any(one.batch is None for one in self._batches.values()):
             raise ProtocolError(f"step {self.step} takes batches as they come, got their order")
 
     def plan(self, order: DataOrder, begin: BatchNumber) -> None:
-        """Take certain batches, from `begin` on.
-
-        Raises:
-            ProtocolError: It takes those that come.
-        """
+        """Take certain batches, from `begin` on; raise ProtocolError if the step takes those that come."""
         self.check_numbered()
         assert self.target_batch_size is not None
         self.window = StepWindow(order, begin, self.target_batch_size, self._dropped)
@@ -89,12 +75,12 @@ class OpenStep:
 
     @property
     def begun(self) -> bool:
-        """Whether anything is granted, or the step is closing."""
+        """Return whether anything is granted, or the step is closing."""
         return bool(self._batches) or self.closing
 
     @property
     def closing(self) -> bool:
-        """Whether nothing more is granted."""
+        """Return whether nothing more is granted."""
         return self._is_full() or self.close_asked or self.sealed
 
     def _is_full(self, without: Collection[int] = ()) -> bool:
@@ -105,19 +91,19 @@ class OpenStep:
 
     @property
     def free(self) -> list[BatchNumber]:
-        """Of the step's batches, those that nobody has, in order."""
+        """The step's batches that nobody has, in order."""
         had = {one.batch for one in self._batches.values()}
         return [] if self.window is None else [number for number in self.window.numbers if number not in had]
 
     @property
     def batches_through(self) -> set[BatchNumber]:
-        """Of the step's batches, those that are."""
+        """The step's batches that are through."""
         through = [one.batch for one in self._batches.values() if one.completed is not None]
         return {number for number in through if number is not None}
 
     @property
     def ready(self) -> bool:
-        """Whether all that was granted is through, and nothing more will be granted."""
+        """Return whether all that was granted is through, and nothing more will be granted."""
         return self.closing and all(batch.completed is not None for batch in self._batches.values())
 
     def grant(
@@ -143,7 +129,7 @@ class OpenStep:
     def hand_out(
         self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float = 1.0, number: int = 0
     ) -> tuple[int, float]:
-        """Likewise, for a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
+        """Grant a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
         assert self.window is not None
         size, first = self.window.order.size(batch), self.window.place(batch)
         if batch in self._tried or self._next_first > 0:
@@ -163,7 +149,7 @@ class OpenStep:
         return None
 
     def gave_up(self, trainer: PeerId, number: int) -> bool:
-        """Whether a trainer's batch had a place that it has no more."""
+        """Return whether a trainer's batch had a place that it has no more."""
         return (trainer, number) in self._given_up
 
     def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
@@ -210,11 +196,11 @@ class OpenStep:
     def complete(
         self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[LoggedValue] = ()
     ) -> None:
-        """The batch is through: its trainer saw a receipt of each of its microbatches from every stage.
+        """Enter that a batch is through: its trainer saw a receipt of each of its microbatches from every stage.
 
-        Said twice, or after servers completed it without its trainer, it changes nothing.
+        Reported twice, or after servers completed it without its trainer, it changes nothing.
         """
-        if self._told_before(lease, trainer, completed):
+        if self._is_repeated(lease, trainer, completed):
             return
         batch = self._leased(lease, trainer)
         self._check_reports(lease, batch, completed, logs)
@@ -244,15 +230,12 @@ class OpenStep:
         batch.metrics = metrics
 
     def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
-        """The batch will not come. Returns its place; what was added of it anywhere is named by nobody.
+        """Enter that a batch will not come, by its trainer's word; if it is `dropped`, nobody shall bring it again.
 
-        Args:
-            lease: Its own.
-            trainer: Who says so.
-            dropped: Nobody shall bring it again.
+        Returns its place; what was added of it anywhere is named by nobody.
         """
         if (lease, trainer) in self._withdrawn:
-            return self._withdrawn[lease, trainer]  # told twice
+            return self._withdrawn[lease, trainer]  # reported twice
         batch = self._leased(lease, trainer)
         first = batch.first
         if dropped and batch.batch is not None:
@@ -262,11 +245,11 @@ class OpenStep:
         return first
 
     def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
-        """Servers have all that they need: if the trainer goes, the batch counts when they have these receipts.
+        """Enter that servers have all that they need: if the trainer goes, the batch counts once they have receipts.
 
-        Said again when they have, for no answer came, it changes nothing.
+        Reported again when they have them, for no answer came, it changes nothing.
         """
-        if self._told_before(lease, trainer, receipts):
+        if self._is_repeated(lease, trainer, receipts):
             return
         batch = self._leased(lease, trainer)
         self._check_reports(lease, batch, receipts, logs)
@@ -287,10 +270,9 @@ class OpenStep:
         return False
 
     def strike(self, firsts: Collection[int]) -> dict[int, PeerId]:
-        """Batches (by the positions of their first samples) count nowhere, and their samples may be granted to others.
+        """Let batches, by their places, count nowhere; their samples may be granted to others.
 
-        Returns:
-            The trainers of those that were there.
+        Returns the trainers of those that were there.
         """
         struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
         self._struck |= struck.keys()
@@ -299,7 +281,7 @@ class OpenStep:
         return {batch.first: batch.trainer for batch in struck.values()}
 
     def strike_others(self) -> None:
-        """Batches of the step after this one are here because one was dropped. If nobody says so any more, they go.
+        """Strike batches of the next step, which were taken because one was dropped, if nobody reports that any more.
 
         They are in the window of the next step, and would count twice.
         """
@@ -308,7 +290,7 @@ class OpenStep:
             self.strike([one.first for one in self._batches.values() if one.batch not in own])
 
     def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
-        """Whether the step would still grant nothing if these were struck.
+        """Return whether the step would still grant nothing if these were struck.
 
         Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
         """
@@ -326,7 +308,7 @@ class OpenStep:
             batch.completed = batch.completed if batch.completed is not None else batch.armed
 
     def trainer_of(self, first: int) -> PeerId:
-        """Whose batch it is that begins at this position."""
+        """The trainer whose batch begins at this place."""
         return next(batch.trainer for batch in self._batches.values() if batch.first == first)
 
     def ask_to_close(self, window: float | None) -> None:
@@ -346,7 +328,7 @@ class OpenStep:
 
     @property
     def total_weight(self) -> float:
-        """What the sum is divided by."""
+        """The weight that the sum is divided by."""
         if self._window is not None:
             return self._window
         return sum(batch.weight for batch in self._batches.values()) or 1.0
@@ -356,16 +338,16 @@ class OpenStep:
         return sorted({batch.trainer for batch in self._batches.values() if batch.completed is None})
 
     def logs_for(self, lead: PeerId) -> list[LoggedValue]:
-        """What the other trainers logged of their batches."""
+        """Values that the trainers other than the lead logged of their batches."""
         return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
 
     def metrics_for(self, lead: PeerId) -> dict[int, Message]:
-        """What came with the batches of the other trainers, by their first positions."""
+        """Metrics that came with the batches of trainers other than the lead, by the batches' places."""
         batches = self._batches.values()
         return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
 
-    def _told_before(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> bool:
-        """Whether the same was said before: the answer may have been lost."""
+    def _is_repeated(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> bool:
+        """Return whether a report is a repetition: the answer to the first may have been lost."""
         batch = self._batches.get(lease)
         if batch is None or batch.trainer != trainer or batch.completed is None:
             return False
@@ -381,11 +363,7 @@ class OpenStep:
 
 
 def add_up(squared_norms: Iterable[float]) -> float:
-    """The squared norm over all parts; not finite if any part is not.
-
-    Raises:
-        ProtocolError: A part is negative.
-    """
+    """Add up the squared norms of all parts; not finite if any part is not. Raises ProtocolError if one is negative."""
     parts = list(squared_norms)
     if any(part < 0.0 for part in parts):
         raise ProtocolError(f"squared norms are not negative, got {min(parts)}")
@@ -396,7 +374,7 @@ def add_up(squared_norms: Iterable[float]) -> float:
 
 
 def clip_factor(squared_norm: float, max_norm: float | None) -> float:
-    """What the mean gradient is multiplied with, from its norm over all stages."""
+    """The factor that clips the mean gradient, from its norm over all stages."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (math.sqrt(squared_norm) + CLIP_EPSILON))

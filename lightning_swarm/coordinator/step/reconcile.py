@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
@@ -56,16 +57,9 @@ _MAX_BLAMELESS: Final = 3
 
 
 class StepServers:
-    """In one step.
+    """The servers that take part in one step, and those that do no more.
 
-    Args:
-        run: As the coordinator's server knows it.
-        servers: All that hold a stage. Who does not know what the step trains takes no part in it.
-        step: Its number.
-        events: Of the coordinator.
-
-    Attributes:
-        gone: Who takes no part in the step any more, and why.
+    A server that does not know what the step trains takes no part in it.
     """
 
     def __init__(self, run: RunState, servers: ServerCalls, step: int, events: EventLog) -> None:
@@ -75,26 +69,22 @@ class StepServers:
         self._events = events
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
-        self.gone: dict[PeerId, SwarmError] = {}
+        self.gone: dict[PeerId, SwarmError] = {}  # those that take no part any more, and why
         for peer, error in servers.unsettled.items():
             self.lose(peer, error)
 
     @property
     def rosters(self) -> list[list[Member]]:
-        """Of each stage, who is there."""
+        """The members of each stage that are there."""
         return self._run.present(self.gone)
 
     @property
     def peers(self) -> list[PeerId]:
-        """All who are there."""
+        """All servers that are there."""
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def lose(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server.
-
-        Raises:
-            SwarmError: It is the coordinator's own.
-        """
+        """Go on without a server; raise the error if it is the coordinator's own."""
         if peer == self._own:
             raise error
         if peer not in self.gone:
@@ -108,23 +98,22 @@ class StepServers:
             self.lose(peer, error)
 
     def note_blameless(self, reason: str) -> None:
-        """A round failed, and everybody was there: a message was damaged, perhaps.
+        """Count a round that failed although everybody was there: a message was damaged, perhaps.
 
-        Raises:
-            StepError: That happens too often.
+        Raises StepError if that happens too often.
         """
         self._num_blameless += 1
         if self._num_blameless > _MAX_BLAMELESS:
             raise StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
 
     def look_again(self, peers: Iterable[PeerId]) -> None:
-        """They may have come back."""
+        """Count servers as there again: they may have come back."""
         for peer in peers:
             self.gone.pop(peer, None)
 
 
 _MAX_REPLAYS: Final = 16
-"""Of one microbatch in one step. More is no fault of peers."""
+"""Replays of one microbatch in one step. More is no fault of peers."""
 
 _MAX_FAILURES: Final = 3
 _MAX_WORK: Final = 64
@@ -132,40 +121,25 @@ _PAUSE_S: Final = 0.5
 
 
 class ReplayRounds:
-    """Of one step.
-
-    Args:
-        run: As the coordinator's server knows it.
-        servers: All that hold a stage; through them trainers are asked, too.
-        step: Which.
-        events: Of the coordinator.
-    """
+    """Has the trainers of one step send microbatches again."""
 
     def __init__(self, run: RunState, servers: ServerCalls, step: OpenStep, events: EventLog) -> None:
         self._run = run
-        self._servers = servers
+        self._servers = servers  # through which trainers are asked, too
         self._step = step
         self._events = events
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # of trainers
-        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers
+        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
 
     def unreached(self, trainer: PeerId) -> Collection[PeerId]:
         """The servers that a trainer did not reach."""
         return self._unreached[trainer]
 
     async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
-        """Have microbatches computed again.
+        """Have each microbatch in `holes` computed again and added, by stage, by the peer named there.
 
-        Args:
-            holes: For each one, by stage, who shall add it.
-            gone: Whom the others have to do without.
-
-        Returns:
-            The batches that cannot be.
-
-        Raises:
-            StepError: One was computed too often, and is missing still.
+        Returns the batches that cannot be. Raises StepError if one was computed too often, and is missing still.
         """
         by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
         for receipt, holders in sorted(holes.items()):
@@ -215,77 +189,54 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 @dataclass(frozen=True)
 class ReconciledStep:
-    """The sums are what the step counts.
-
-    Args:
-        closing: What that is.
-        named: What each server holds of it, for each of its stages.
-        version_hashes: For each stage, of the weights that its replicas agree on. None: it has one, and nobody joined.
-    """
+    """What a step counts, once the sums are exactly that."""
 
     closing: Closing
-    named: Mapping[PeerId, list[NamedReceipts]]
+    named: Mapping[PeerId, list[NamedReceipts]]  # what each server holds of it, for each of its stages
+    # For each stage, of the weights that its replicas agree on. None: it has one replica, and nobody joined.
     version_hashes: Sequence[int | None]
 
 
 class SumReconciliation:
-    """Of one step, whose batches are through.
-
-    Args:
-        run: As the coordinator's server knows it.
-        servers: All that hold a stage.
-        step: Which.
-        selection: What it trains.
-        joining: Whether somebody may enter with the step's record.
-        first_round: From here on nobody else counts rounds of this step.
-        fence: Has servers give up what is under way of batches that are struck.
-        vigil: Of the coordinator.
-        events: Of the coordinator.
-
-    Attributes:
-        attendance: Who takes part in the step.
-        loads: Of those that are there, once it has closed: by peer and stage.
-    """
+    """Brings the sums of one step, whose batches are through, to what the step counts."""
 
     def __init__(
         self,
-        run: RunState,
+        context: CoordinatorContext,
         servers: ServerCalls,
         step: OpenStep,
         selection: Selection | None,
         *,
-        joining: Callable[[], bool],
-        first_round: int,
+        joining: Callable[[], bool],  # whether a server may enter with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
-        vigil: OutageWait,
-        events: EventLog,
+        outage: OutageWait,
     ) -> None:
+        run, events = context.run, context.events
         self._run = run
         self._servers = servers
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._joining = joining
         self._fence = fence
-        self._vigil = vigil
+        self._outage = outage
         self._events = events
-        self._rounds = itertools.count(first_round)
+        self._rounds = itertools.count(
+            context.proposer.first_round
+        )  # nobody else counts rounds of this step from there
         self._replays = ReplayRounds(run, servers, step, events)
         self._pause_s = _FIRST_PAUSE_S
-        self.attendance = StepServers(run, servers, step.step, events)
-        self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}
+        self.step_servers = StepServers(run, servers, step.step, events)
+        self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
     def are_of(self, step: OpenStep) -> bool:
-        """Whether these are the sums of this step, and not of one of an earlier generation, say."""
+        """Return whether these are the sums of this step, and not of one of an earlier generation, say."""
         return self._step is step
 
     async def close(self) -> ReconciledStep | None:
         """Freeze the sums, have done what is missing, and freeze them again.
 
-        Returns:
-            None: batches were struck, and the step takes others.
-
-        Raises:
-            StepError: A stage has nobody left, or its replicas are not alike.
+        Returns None where batches were struck, and the step takes others. Raises StepError if a stage has nobody left,
+        or its replicas are not alike.
         """
         while True:
             round_ = next(self._rounds)
@@ -293,7 +244,7 @@ class SumReconciliation:
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
-            self._vigil.stage_found(step=self._step.step)
+            self._outage.stage_found(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
@@ -323,9 +274,9 @@ class SumReconciliation:
         )
 
     async def _frozen(self, round_: int) -> Ledgers:
-        """What the sums hold, to which nothing is added any more. Who does not say is gone."""
+        """Freeze the sums and return what they hold. A server that does not answer is gone."""
         request = self._request(round_)
-        there = self.attendance
+        there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
         found: Ledgers = [{} for _ in self._run.rosters]
         for index, roster in enumerate(there.rosters):
@@ -340,7 +291,7 @@ class SumReconciliation:
         replies = {}
         for peer, reply in (await self._servers.freeze(requests)).items():
             if isinstance(reply, SwarmError):
-                self.attendance.lose(peer, reply)
+                self.step_servers.lose(peer, reply)
             else:
                 replies[peer] = reply
                 self._events.learn({peer: reply.noted})
@@ -360,7 +311,7 @@ class SumReconciliation:
             batches=to_runs([first for first, _, _ in step.batches]),
             num_samples=step.num_granted,
             total_weight=step.total_weight,
-            absent=sorted(self.attendance.gone),
+            absent=sorted(self.step_servers.gone),
             touched=[touched(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
@@ -380,10 +331,9 @@ class SumReconciliation:
         )
 
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
-        """What trainers hold of a batch may go with its trainer, or with a sum that begins anew. Else it is a bug.
+        """Raise StepError if a trainer is there and did not add its batch, which is a bug.
 
-        Raises:
-            StepError: The trainer is there, and did not add it.
+        What trainers hold of a batch may only go with its trainer, or with a sum that begins anew.
         """
         trainer = self._step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
@@ -415,10 +365,10 @@ class SumReconciliation:
         }
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
-        return await self._replays.fill(plan.holes, self.attendance.gone)
+        return await self._replays.fill(plan.holes, self.step_servers.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
-        """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
+        """Add the batches that share a trainer's sum with lost ones: it begins anew, and none can be sent again."""
         held = [ledger.batches & self._places for _, _, ledger in self._on_trainers(ledgers)]
         return lost.union(*(batches for batches in held if batches & lost))
 
@@ -430,11 +380,11 @@ class SumReconciliation:
 
     @property
     def _places(self) -> set[int]:
-        """Of the batches that the step counts."""
+        """Places of the batches that the step counts."""
         return {first for first, _, _ in self._step.batches}
 
     async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
-        """Batches count nowhere; whether the step takes others."""
+        """Let batches count nowhere; return whether the step takes others."""
         for first in sorted(firsts):
             reason = f"the batch at {first} cannot be computed again"
             self._events.note("strike", peer=self._step.trainer_of(first), step=self._step.step, reason=reason)
@@ -443,7 +393,7 @@ class SumReconciliation:
             # Before a place is free: what is granted must find open sums.
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
-            await self._ask(dict.fromkeys(self.attendance.peers, request))
+            await self._ask(dict.fromkeys(self.step_servers.peers, request))
             self._step.reopen()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))
@@ -452,15 +402,14 @@ class SumReconciliation:
     # ------------------------------------------------------------------ a stage with nobody
 
     async def _pause(self, empty: Sequence[int]) -> None:
-        """Wait a little for somebody of each stage to come back.
+        """Wait a little for a server of each empty stage to come back.
 
-        Raises:
-            StageLost: Nobody can, or nobody did for too long.
+        Raises StageLost if none can, or none did for too long.
         """
         at_s = now_s()
         address = await self._servers.address()
         for index in empty:
-            errors = {member.peer_id: self.attendance.gone[member.peer_id] for member in self._run.rosters[index]}
+            errors = {member.peer_id: self.step_servers.gone[member.peer_id] for member in self._run.rosters[index]}
             reason = "; ".join(str(error) for error in errors.values())
             # Who says that it is no member has lost what it held: it does not come back as one.
             silent = [
@@ -470,7 +419,7 @@ class SumReconciliation:
             ]
             if not silent:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
-            self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
-            self.attendance.look_again(silent)
+            self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
+            self.step_servers.look_again(silent)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

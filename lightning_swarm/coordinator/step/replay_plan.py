@@ -1,6 +1,6 @@
-"""What a closing that met a fault does next: who gives up a sum, what is computed again and by whom, who is to blame.
+"""Decides what a closing that met a fault does next: which sums begin anew, what is computed again, who is to blame.
 
-Pure: what servers said goes in, a decision comes out.
+Pure: what servers reported goes in, a decision comes out.
 """
 
 from __future__ import annotations
@@ -22,32 +22,25 @@ from lightning_swarm.protocol.messages.wire import union
 
 @dataclass(frozen=True)
 class ServerLedger:
-    """Of one stage on one server.
-
-    Args:
-        said: By it.
-        held: Which microbatches that names.
-    """
+    """A server's ledger of one stage, as it reported it."""
 
     said: StageLedger
-    held: set[Receipt]
+    held: set[Receipt]  # the microbatches that the report names
 
     @property
     def batches(self) -> set[int]:
-        """The places of the batches of which the sum holds something."""
+        """Places of the batches of which the sum holds something."""
         return {first for first, _, _ in self.held}
 
 
 Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
-"""For each stage, those of its roster that are there, in its order."""
+"""For each stage, the ledgers of those of its roster that are there, in the roster's order."""
 
 
 def read(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
-    """What a member of a stage says of it.
+    """Read a member's ledger of its stage.
 
-    Raises:
-        StepError: Its sums are gone, or it is silent about this one.
-        ProtocolError: It says too much.
+    Raises StepError if its sums are gone or it reports none of this stage, ProtocolError if it reports too much.
     """
     if reply.boot_id != member.boot_id:
         raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
@@ -58,10 +51,9 @@ def read(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
 
 
 def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: int) -> int | None:
-    """Of the weights that a stage's replicas agree on. None: there is one, and nobody to compare them with.
+    """Hash of the weights that a stage's replicas agree on. None: there is one replica, and nobody to compare it with.
 
-    Raises:
-        StepError: They do not, or not all say theirs.
+    Raises StepError if they do not agree, or not all give their hash.
     """
     hashes = {ledger.said.version_hash for ledger in ledgers}
     if None in hashes and len(ledgers) > 1:
@@ -74,11 +66,7 @@ def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: i
 
 
 def check_tied(ledgers: Ledgers, *, step: int) -> None:
-    """What several stages hold must be the same in all of them.
-
-    Raises:
-        StepError: It is not.
-    """
+    """Raise StepError if stages hold different weights of what they share."""
     hashes: dict[str, set[int]] = {}
     for stage in ledgers:
         for ledger in stage.values():
@@ -93,7 +81,7 @@ def check_tied(ledgers: Ledgers, *, step: int) -> None:
 
 
 def named(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
-    """What each server holds, for each of its stages."""
+    """Name what each server holds, for each of its stages."""
     found: dict[PeerId, list[NamedReceipts]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
@@ -102,7 +90,7 @@ def named(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
 
 
 def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
-    """How busy each server was, by stage."""
+    """Collect how busy each server was, by stage."""
     found: dict[PeerId, dict[int, ReportedLoad]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
@@ -114,10 +102,9 @@ def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
 
 
 def touched(ledgers: Collection[ServerLedger]) -> bytes:
-    """A bitmap over a stage's parameters: which got a gradient.
+    """Join the replicas' bitmaps over a stage's parameters: which got a gradient.
 
-    Raises:
-        StepError: Its replicas do not have the same parameters.
+    Raises StepError if the replicas do not have the same parameters.
     """
     bitmaps = [ledger.said.touched for ledger in ledgers]
     if len(set(map(len, bitmaps))) != 1:
@@ -127,23 +114,16 @@ def touched(ledgers: Collection[ServerLedger]) -> bytes:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What is to be done until each receipt is in one sum of each stage that trains.
+    """What is to be done until each receipt is in one sum of each stage that trains."""
 
-    Args:
-        named: For each stage and each of its servers, the receipts that count in it and are this server's to hold.
-        discards: For each stage, the servers whose sum holds others, too: they begin it anew.
-        holes: For each receipt that some stage lacks, by stage, who shall add it.
-        lost: Batches (the positions of their first samples) that lack what nobody can compute again.
-    """
-
-    named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]
-    discards: Sequence[Sequence[PeerId]]
-    holes: Mapping[Receipt, Mapping[int, PeerId]]
-    lost: Collection[int]
+    named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]  # by stage and server, the receipts that this one shall hold
+    discards: Sequence[Sequence[PeerId]]  # by stage, the servers whose sum holds others, too: they begin it anew
+    holes: Mapping[Receipt, Mapping[int, PeerId]]  # for each receipt that some stage lacks, by stage, who shall add it
+    lost: Collection[int]  # places of batches that lack what nobody can compute again
 
     @property
     def done(self) -> bool:
-        """Whether the sums are what the step counts."""
+        """Return whether the sums are what the step counts."""
         return not (self.holes or self.lost or any(self.discards))
 
 
@@ -157,8 +137,8 @@ def plan_replays(
 ) -> ReplayPlan:
     """Name one holder for each receipt and stage, so that little is computed again.
 
-    A sum is one number for all that is in it: who holds a receipt that is not its own begins anew. Of those that
-    hold the same receipt, whoever holds the least does.
+    A sum is one number for all that is in it: a server that holds a receipt that is not its own begins anew. Of those
+    that hold the same receipt, the one that holds the least begins anew.
 
     Args:
         expected: For each stage, the receipts that count in it, in order.
@@ -189,7 +169,7 @@ def plan_replays(
 def _fill(
     held: Mapping[PeerId, set[Receipt]], missing: Sequence[Receipt], barred: Mapping[int, Collection[PeerId]]
 ) -> dict[Receipt, PeerId]:
-    """Have what is missing held by whoever holds the least of those that its trainer reaches; returns who."""
+    """Give each missing receipt to the server that holds the least of those that its trainer reaches."""
     holders = {}
     for receipt in missing:
         able = [peer for peer in held if peer not in barred.get(receipt[0], ())]
@@ -200,7 +180,7 @@ def _fill(
 
 
 def _dirty(stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt]) -> list[PeerId]:
-    """Whose sum cannot be used."""
+    """The servers whose sum cannot be used."""
     dirty = {peer for peer, held in stage.items() if not held <= counted}
     # Those that hold the most choose first; the sort keeps the roster's order.
     taken: set[Receipt] = set()
@@ -219,7 +199,7 @@ def choose_blamed(
     *,
     spared: PeerId,
 ) -> list[PeerId]:
-    """Without whom to repeat a round of averaging.
+    """Choose without whom to repeat a round of averaging.
 
     Args:
         rosters: Of the round, for each stage.

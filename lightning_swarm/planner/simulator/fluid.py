@@ -185,7 +185,8 @@ class _Swarm:
         stage = self._stages.stage_of(peer)
         self._alive[peer] = change.samples_per_s
         if stage is not None:
-            self._stages.put(peer, stage, change.samples_per_s, arrived=peer not in self._arrivals)
+            put = self._stages.expect if peer in self._arrivals else self._stages.put
+            put(peer, stage, change.samples_per_s)
         elif change.at_s == self._begin_s:  # dealt out, from the last stage on: no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
@@ -197,7 +198,7 @@ class _Swarm:
         return stage_for(self._stages)
 
     def _send(self, peer: PeerId, stage: int, arrives_s: float) -> None:
-        self._stages.put(peer, stage, self._alive[peer], arrived=False)
+        self._stages.expect(peer, stage, self._alive[peer])
         self._arrivals[peer] = arrives_s
 
     def _decide(self, now_s: float, *, seen: bool, looks: bool) -> list[Move]:

@@ -123,7 +123,7 @@ def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm
     swarm = make_swarm("a", "b")
     role = swarm.servers[A].admission.coordinator
     assert role is not None
-    wait = partial(role._closer._vigil.keep, 1, {B: SwarmError("it is gone")}, step=0, address="here")
+    wait = partial(role._step_commit._outage.keep, 1, {B: SwarmError("it is gone")}, step=0, address="here")
     wait(now_s=0.0)
     go_back(swarm)
     wait(now_s=1e9)

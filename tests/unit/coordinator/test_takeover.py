@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from lightning_swarm.client.step_client import StepClient
-from lightning_swarm.coordinator import coordinator as coordinator_module
 from lightning_swarm.coordinator import trainer_handlers
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.role import Role
@@ -495,17 +493,18 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
     refused: list[str] = []
     refusal = Role._refusal
 
-    class Slow(TaskOwner):
-        async def start(self) -> None:
-            await asyncio.sleep(1.0)
-            await super().start()
+    start = Coordinator.start
+
+    async def slow(coordinator: Coordinator) -> None:
+        await asyncio.sleep(1.0)
+        await start(coordinator)
 
     def noted(role: Role, method: str) -> NotCoordinator:
         refused.append(method)
         return refusal(role, method)
 
     trial.train(1)
-    monkeypatch.setattr(coordinator_module, "TaskOwner", Slow)
+    monkeypatch.setattr(Coordinator, "start", slow)
     monkeypatch.setattr(Role, "_refusal", noted)
 
     async def go() -> None:

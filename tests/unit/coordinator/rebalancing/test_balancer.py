@@ -156,6 +156,85 @@ def test_rates_that_scatter_widely_move_nobody() -> None:
     assert [(move.source, move.target) for move in moves] == [(2, 0)]
 
 
+def recorded(rng: random.Random, *, num_steps: int, scatter: float, correlated: bool) -> list[float]:
+    """What one peer reports of itself in so many steps, relative to the truth."""
+    if not correlated:
+        return [1.0 + rng.uniform(-scatter, scatter) for _ in range(num_steps)]
+    reports = [1.0 + rng.uniform(-scatter, scatter)]
+    while len(reports) < num_steps:  # a server reports a moving average, so that one report is close to the next
+        reports.append(reports[-1] + 0.25 * (1.0 + rng.uniform(-2.0, 2.0) * scatter - reports[-1]))
+    return reports
+
+
+def moves_in(
+    stages: Sequence[str],
+    rates: Mapping[str, float],
+    seed: int,
+    *,
+    correlated: bool,
+    scatter: float = 0.3,
+    work: Sequence[float] = (1.0, 1.0, 1.0),
+    joins: str = "",
+) -> list[list[Move]]:
+    """All decisions in 60 steps of 2 s: every 10 s, and when the peer that `joins` comes in the eleventh step."""
+    rng = random.Random(seed)
+    series = {name: recorded(rng, num_steps=60, scatter=scatter, correlated=correlated) for name in sorted(rates)}
+    balance = Balancer("gain", 10.0, [MB] * len(stages), now_s=0.0)
+    held = rosters(*stages)
+    found = []
+    for step in range(60):
+        at_s = 2.0 * (step + 1)
+        there = [[peer for peer in stage if peer != joins or step >= 10] for stage in held]
+        balance.take_loads({
+            peer: {index: _load(rates[peer] * series[peer][step] / work[index])}
+            for index, stage in enumerate(there) for peer in stage
+        })  # fmt: skip
+        found.append(decide(balance, at_s, there))
+        for move in found[-1]:
+            held[move.source].remove(move.peer)
+            balance.note_left(move.peer, move.source, move.target, now_s=at_s)
+            held[move.target].append(move.peer)
+            balance.note_entered(move.peer, move.target, now_s=at_s)
+    return found
+
+
+@pytest.mark.parametrize("correlated", [False, True], ids=["each_report_by_itself", "moving_averages"])
+@pytest.mark.parametrize(
+    ("stages", "work"),
+    [
+        (["ab", "cd"], (1.0, 1.0)),
+        (["ab", "cd"], (1.3, 1.0)),  # a sample costs more at one: its peers seem slower
+        (["ab", "cd"], (1.0, 1.3)),
+        (["ab", "cde"], (1.0, 1.0)),
+        (["ab", "cd", "ef"], (1.0, 1.0, 1.0)),
+        (["abcd", "efgh"], (1.0, 1.0)),
+    ],
+)
+def test_equal_peers_never_exchange_their_stages(stages: list[str], work: Sequence[float], correlated: bool) -> None:
+    rates = dict.fromkeys("".join(stages), 10.0)
+    for seed in range(10):
+        assert not any(moves_in(stages, rates, seed, correlated=correlated, work=work))
+        for moves in moves_in(stages, rates, seed, correlated=correlated, work=work, joins="d"):
+            assert len(moves) <= 1, "before the fourth peer joins, a stage of one may get a second"
+
+
+@pytest.mark.parametrize("correlated", [False, True], ids=["each_report_by_itself", "moving_averages"])
+@pytest.mark.parametrize("seed", range(10))
+def test_unequal_peers_move_however_their_reports_scatter(seed: int, correlated: bool) -> None:
+    found = moves_in(["a", "bcd"], {"a": 2.0, "b": 10.0, "c": 10.0, "d": 10.0}, seed, correlated=correlated)
+    first = next(moves for moves in found if moves)
+    assert [(move.source, move.target) for move in first] == [(1, 0)]
+
+
+@pytest.mark.parametrize("correlated", [False, True], ids=["each_report_by_itself", "moving_averages"])
+@pytest.mark.parametrize("seed", range(10))
+def test_unequal_peers_exchange_their_stages_once_where_that_gains(seed: int, correlated: bool) -> None:
+    """A rate of 20 and one of 10, where one move would but turn them round; an exchange makes both 15."""
+    rates = {"a": 10.0, "b": 10.0, "c": 5.0, "d": 5.0}
+    found = moves_in(["ab", "cd"], rates, seed, correlated=correlated, scatter=0.05)
+    assert [sorted(move.target for move in moves) for moves in found if moves] == [[0, 1]]
+
+
 @pytest.mark.parametrize("busy_share", [0.1, None])
 def test_where_computing_is_not_what_takes_the_time_nobody_moves(busy_share: float | None) -> None:
     balance = made()

@@ -211,7 +211,7 @@ def test_stages_of_unequal_work_settle() -> None:
 
 def test_who_is_on_its_way_counts_where_it_goes_and_stays_there() -> None:
     stages = stages_of([1, 1, 1], [1])
-    stages.put(PeerId("new"), 1, 1.0, arrived=False)
+    stages.expect(PeerId("new"), 1, 1.0)
     assert stages.rates == [3.0, 2.0]
     assert made(stages) == []
     stages.remove(PeerId("new"))

@@ -1,4 +1,4 @@
-"""What who coordinates knows of the open step, and of the newest record for its lead."""
+"""The coordinator's state of the open step, and of the newest record for the lead."""
 
 from __future__ import annotations
 
@@ -16,72 +16,50 @@ from lightning_swarm.protocol.run_state import RunState
 
 @dataclass
 class StepOutcome:
-    """The newest record, and what came with it for the lead.
+    """The newest record, and what came with it for the lead."""
 
-    Args:
-        record: The newest one; None: the generation begins.
-        logs: What other trainers logged of the batches that the record counts.
-        metrics: Likewise, what they added to metrics, by the batches' first positions.
-    """
-
-    record: Record | None = None
-    logs: list[LoggedValue] = field(default_factory=list)
-    metrics: dict[int, Message] = field(default_factory=dict)
+    record: Record | None = None  # None: the generation begins
+    logs: list[LoggedValue] = field(default_factory=list)  # by other trainers, of the batches that the record counts
+    metrics: dict[int, Message] = field(default_factory=dict)  # likewise added to metrics, by the batches' places
 
     @property
     def step(self) -> int:
-        """The record's; -1: there is none."""
+        """Step of the record; -1: there is none."""
         return -1 if self.record is None else self.record.step
 
 
 @dataclass
 class StepState:
-    """One coordinator's, as long as it is one.
-
-    Args:
-        open: The step that is open.
-        begun: The lead asked for its first place.
-        reselected: What the step trains, if it is not what trained in the step before.
-        outcome: Of the newest step that is decided.
-        due: Where steps are delayed: the step before the open one, while its record is still to come.
-        finishing: A task of the coordinator decides the open step.
-        closing_s: Since when its batches are waited for.
-        order: Of the batches, where the lead has told it.
-    """
+    """One coordinator's state of the steps that are not decided yet."""
 
     open: OpenStep
-    begun: bool = False
-    reselected: Selection | None = None
-    outcome: StepOutcome = field(default_factory=StepOutcome)
-    due: OpenStep | None = None
-    finishing: bool = False
-    closing_s: float | None = None
-    order: DataOrder = field(default_factory=DataOrder)
+    begun: bool = False  # the lead asked for its first place
+    reselected: Selection | None = None  # what the step trains, if it is not what trained in the step before
+    outcome: StepOutcome = field(default_factory=StepOutcome)  # of the newest step that is decided
+    due: OpenStep | None = None  # where steps are delayed: the one before the open step, while its record is to come
+    finishing: bool = False  # a task of the coordinator decides the open step
+    closing_s: float | None = None  # since when the open step's batches are waited for
+    order: DataOrder = field(default_factory=DataOrder)  # of the batches, where the lead has told it
 
     @classmethod
     def of(cls, manifest: Manifest) -> StepState:
-        """Of a run that begins."""
+        """Make the state of a run that begins."""
         return cls(OpenStep(manifest.first_step, manifest.settings.target_batch_size))
 
     def selection(self, run: RunState) -> Selection | None:
-        """What the open step trains."""
+        """The selection that the open step trains."""
         return self.reselected or run.selection
 
-    def go_back(self, manifest: Manifest) -> None:
-        """The run entered its next generation."""
+    def enter_generation(self, manifest: Manifest) -> None:
+        """Begin with the next run generation."""
         self.close_step(StepOutcome())
         self.due, self.order = None, DataOrder()
         self.open = OpenStep(manifest.first_step, manifest.settings.target_batch_size)
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """Know the order of an epoch. With the first one it is settled which batches the open step takes.
+        """Learn the order of an epoch. The first one settles which batches the open step takes, from `position` on.
 
-        Args:
-            plan: Of the epoch.
-            position: The first batch of the open step, if this is the first plan.
-
-        Raises:
-            ProtocolError: It has another order, or the run goes without.
+        Raises ProtocolError if the epoch has another order, or the run goes without.
         """
         begins = self.open.window is None
         if begins:
@@ -95,7 +73,7 @@ class StepState:
             self.open.plan(self.order, position)
 
     def following(self, step: OpenStep) -> OpenStep:
-        """The step after one that is over, or whose batches are all through."""
+        """Make the step after one that is over, or whose batches are all through."""
         opened = OpenStep(step.step + 1, step.target_batch_size)
         if step.window is not None:
             begin = step.window.end
@@ -104,11 +82,11 @@ class StepState:
         return opened
 
     def find(self, step: int) -> OpenStep | None:
-        """A step that is not decided yet."""
+        """Return a step by its number, if it is not decided yet."""
         return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
 
     def close_step(self, outcome: StepOutcome) -> None:
-        """The open step is over; the next one is still to be opened."""
+        """Enter that the open step is over; the next one is still to be opened."""
         self.outcome = outcome
         self._end_open()
 
