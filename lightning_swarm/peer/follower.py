@@ -219,9 +219,9 @@ class Follower:
             coordinator_client.enter(
                 self._transport,
                 run,
-                timeout=limits.call_timeout,
-                patience_s=limits.stage_timeout,
-                alone_s=limits.lead_timeout,
+                coordinator_client.Patience(
+                    answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
+                ),
             )
         )
         run = admission.trains_in = RunState.seen(view, view.version)

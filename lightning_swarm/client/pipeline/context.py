@@ -117,10 +117,6 @@ class PipelineContext:
             if peer in needed or now_s() >= tried_s + _CONNECT_AGAIN_S
         }
 
-    async def go_back(self) -> None:
-        """What the open step had is gone."""
-        await self.copies.clear()
-
     async def _meet(self, newcomer: Candidate) -> None:
         peer = newcomer.member.peer_id
         self.unreached.pop(peer, None)

@@ -89,8 +89,8 @@ class LocalLayers:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def go_back(self) -> None:
-        """The module's own came with the weights that the run goes back to."""
+    def enter_generation(self) -> None:
+        """Take the module's weights as they are: they came with the snapshot that the run rolled back to."""
         self._version = None
         self.clear()
 

@@ -174,8 +174,8 @@ class Pipeline:
                 outputs, _ = call.forward()
         return serialization.unflatten(call.output_structure, outputs)
 
-    def go_back(self, generation: int, version: int) -> None:
-        """Enter the run's next generation; a batch in hand is given up."""
+    def enter_generation(self, generation: int, version: int) -> None:
+        """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
 
     def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
