@@ -41,7 +41,7 @@ _MAX_REASON: Final = 2000  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a trainer waits for the coordinator, in seconds."""
+    """A trainer's timeouts for the coordinator, in seconds."""
 
     answer_s: float  # for one answer
     successor_s: float  # for any coordinator to answer
@@ -236,6 +236,7 @@ async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None)
         return reply.view, reply.epoch
 
 
+@dataclass(frozen=True)
 class EnlistedCalls:
     """Calls the coordinator as one of the run's trainers.
 
@@ -243,22 +244,21 @@ class EnlistedCalls:
     that it missed, and what became of its batches, like any trainer that was busy elsewhere.
     """
 
-    def __init__(self, calls: CoordinatorCalls, run: RunState, me: PeerId) -> None:
-        self._calls = calls
-        self._run = run
-        self._me = me
+    calls: CoordinatorCalls
+    run: RunState
+    me: PeerId
 
     async def call(self, method: str, body: bytes) -> bytes:
         """Call the coordinator, as in `CoordinatorCalls.call`."""
-        return await self._repeat(partial(self._calls.call, method, body))
+        return await self._repeat(partial(self.calls.call, method, body))
 
     async def stream(self, method: str, message: Message, *, max_bytes: int) -> Message:
         """Send tensors to the coordinator, as in `CoordinatorCalls.stream`."""
-        return await self._repeat(partial(self._calls.stream, method, message, max_bytes=max_bytes))
+        return await self._repeat(partial(self.calls.stream, method, message, max_bytes=max_bytes))
 
     async def enlist(self) -> int:
         """Make sure to train in the run, and return the epoch of the lead's loop, once it is in one."""
-        _, epoch = await enlist(self._calls, self._me, generation=self._run.manifest.generation)
+        _, epoch = await enlist(self.calls, self.me, generation=self.run.manifest.generation)
         return epoch
 
     async def _repeat(self, exchange: Callable[[], Awaitable[_T]]) -> _T:
@@ -266,7 +266,7 @@ class EnlistedCalls:
             try:
                 return await exchange()
             except NotEnlisted:
-                if not self._run.manifest.open_to_trainers:
+                if not self.run.manifest.open_to_trainers:
                     raise
                 await self.enlist()
 

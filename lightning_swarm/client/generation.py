@@ -1,4 +1,4 @@
-"""What a trainer keeps for one generation of the run: built anew at a rollback."""
+"""A trainer's state of one run generation, built anew at a rollback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DecidedRecord:
 
 @dataclass(frozen=True)
 class NextGrant:
-    """What a lone trainer adds to the end of a batch, to save a round trip for each.
+    """Requests that a lone trainer adds to the end of a batch, to save a round trip for each.
 
     With `ends` the batch closes its step, as far as this trainer knows, and the trainer waits for that as in `closed`.
     """

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunNews:
-    """What a trainer learned of the run while its batch waited for a place."""
+    """News of the run that came while a trainer's batch waited for a place."""
 
     version: int  # of the weights in whose step that place is
     heard: Sequence[DecidedRecord] = ()  # the records that came, the oldest first
@@ -125,16 +125,10 @@ class Session:
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
-        """Get a place in the open step for the batch in hand; records may be applied meanwhile.
+        """Get a place in the open step for the batch in hand, and call `before_record` before waiting for a record.
 
-        Args:
-            num_samples: Of the batch.
-            gradient_scale: What its loss will be multiplied by.
-            before_record: Called before each record that it waits for.
-            batch: Where trainers share an epoch: the batch's number, or the end of the epoch.
-
-        Returns:
-            The place, perhaps for another batch that is to be brought first; None if another trainer has this batch.
+        Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. Then the place may be for
+        another batch, which is to be brought first; None means that another trainer has this batch.
 
         Raises:
             RunOver: There will be no place.
@@ -156,9 +150,8 @@ class Session:
         if self.around is not None:
             self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
         self.pipeline.batch = GrantedBatch(grant)
-        if (
-            not self.is_shared and self._steps.open > self._steps.version
-        ):  # a peer with a place may not be a trainer yet
+        # Not `num_trainers`: a peer that has a place may not be a trainer yet.
+        if not self.is_shared and self._steps.open > self._steps.version:
             self.pipeline.batch.begin = partial(self._steps.begin_batch, grant)
         return grant
 
@@ -229,12 +222,8 @@ class Session:
     ) -> bool:
         """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called.
 
-        Args:
-            logs: What its `training_step` logged for all trainers.
-            metrics: What it added to metrics that are logged for all trainers.
-            close: Also ask to close the step.
-            window: As in `close_step`.
-            ahead: What to ask for in the same call; if that is the step's end, `end_step` returns what came of it.
+        `logs` and `metrics` are what the batch logged for all trainers. With `close`, ask to close the step as in
+        `close_step`. If `ahead` asks for the step's end in the same call, `end_step` returns what came of it.
 
         Raises:
             LeaseRevoked: The batch counts nowhere because this trainer fell silent. It stays in hand.
@@ -267,8 +256,7 @@ class Session:
     def end_step(self) -> bool:
         """Wait until the next step is open: with the record of this one or, with delayed steps, of the one before.
 
-        Returns:
-            False if a batch was withdrawn, and the step takes others.
+        False means that a batch was withdrawn, and the step takes others.
         """
         generation = self._steps.generation
         closed, generation.step_ended = generation.step_ended, None

@@ -64,13 +64,8 @@ OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[N
 class StepClient:
     """Talks to the coordinator for one trainer, generation after generation.
 
-    Args:
-        transport: This trainer's network.
-        run: The run as this trainer knows it.
-        patience: How long to wait for the coordinator.
-        on_record: Called for each record that comes.
-        events: This trainer's. The coordinator is sent their counts; the lead gets those of all peers here.
-        first_number: Of this trainer's batches: another one in each life of a trainer that may come back.
+    `events` are this trainer's: the coordinator is sent their counts, and the lead gets those of all peers there.
+    `first_number` is that of its batches, another one in each life of a trainer that may come back.
     """
 
     def __init__(
@@ -191,17 +186,10 @@ class StepClient:
     async def request_grant(
         self, number: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
-        """Ask for a place in the open step.
+        """Get a place in the open step, or the step that has to be over first, or None if this batch needs none.
 
-        Args:
-            number: By `number_batch`.
-            num_samples: Of the batch.
-            gradient_scale: What its loss will be multiplied by.
-            batch: Its number in the data, where trainers share an epoch. Then the place may be for another batch.
-
-        Returns:
-            The place, perhaps one that was reserved; or the step that has to be over first; or None if nothing is to
-            be done for this batch.
+        `number` is by `number_batch`. Where trainers share an epoch, `batch` is the batch's number in the data, and the
+        place may be for another batch.
 
         Raises:
             RunOver: The run's last step is decided.
