@@ -70,7 +70,7 @@ class Relayed(MicrobatchRun):
         if not self.relays:
             return await super().backward(gradients, sent=sent)
         calls, link = self._calls, self.link
-        with link.passing():
+        with link.under_way():
             try:
                 for stage in range(calls.last_stage, -1, -1):
                     await self._send_backward(stage, gradients)

@@ -1,6 +1,6 @@
-"""What a trainer remembers of its batches, so that a new coordinator can rebuild its books. Pure.
+"""A trainer's journal of its batches, from which a new coordinator rebuilds its step state. Pure.
 
-Of the steps that are open and the one before them: until the record of step ``k`` is known, the lead may not have been
+It covers the open steps and the one before them: until the record of step ``k`` is known, the lead may not have been
 given what was logged of step ``k - 1``.
 """
 
@@ -18,7 +18,7 @@ from lightning_swarm.protocol.messages.run import BatchNumber, EpochPlan
 
 @dataclass
 class JournalEntry:
-    """A batch that was granted its place."""
+    """A batch that has its place."""
 
     grant: Grant
     request: GrantRequest
@@ -31,47 +31,45 @@ class JournalEntry:
 
 
 class BatchJournal:
-    """One trainer's, in one generation of the run."""
+    """Keeps one trainer's batches in one generation of the run."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, int], JournalEntry] = {}  # by step and lease
         self._closed: dict[int, float | None] = {}  # the steps that this trainer asked to close, and their windows
-        self._begun = False
+        self._begun = False  # a batch was granted
         self._decided = -1  # the newest step whose record is known
-        self._plans: dict[int, EpochPlan] = {}  # of the lead, by epoch
+        self._plans: dict[int, EpochPlan] = {}  # at the lead, by epoch
         self._position: BatchNumber | None = None  # where the generation began
 
     def granted(self, grant: Grant, request: GrantRequest) -> None:
-        """A batch has its place."""
+        """Note that a batch has its place."""
         self._begun = True
         for entry in self._entries.values():  # a trainer has one batch in hand: what is unfinished was struck
             entry.withdrawn |= entry.completed is None
         self._entries[grant.step, grant.lease] = JournalEntry(grant, request)
 
     def planned(self, plan: EpochPlan, position: BatchNumber, over: BatchNumber | None) -> None:
-        """At the lead: an epoch has its order.
+        """At the lead: note an epoch's plan, and forget those of epochs that are over.
 
-        Args:
-            plan: Of the epoch.
-            position: Where the generation began.
-            over: The first batch that the newest record does not count, if one came.
+        The generation began at `position`; `over` is the first batch that the newest record does not count, if a record
+        came.
         """
         self._position = position
-        begin = over or position
-        self._plans = {epoch: one for epoch, one in self._plans.items() if epoch >= begin[0]} | {plan.epoch: plan}
+        first_epoch, _ = over or position
+        self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= first_epoch} | {plan.epoch: plan}
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:
-        """What the batch added to metrics."""
+        """Note what the batch in hand added to metrics."""
         if (entry := self._entries.get((step, lease))) and entry.completed is None and not entry.withdrawn:
             entry.metrics = metrics
 
     def armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
-        """Servers can complete the batch by themselves."""
+        """Note that servers can complete the batch without this trainer."""
         if entry := self._entries.get((step, lease)):
             entry.armed, entry.logs = list(receipts), logs
 
     def done(self, request: BatchDone) -> None:
-        """The batch is through or withdrawn, or this trainer asks to close the step."""
+        """Note that the batch is through or withdrawn, or that this trainer asks to close the step."""
         if request.lease is not None and request.withdrawn:
             self.withdrawn(request.step, request.lease, dropped=request.dropped)
         elif request.lease is not None and (entry := self._entries.get((request.step, request.lease))):
@@ -80,49 +78,45 @@ class BatchJournal:
             self._closed[request.step] = request.total_weight
 
     def withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
-        """It does not count, and its place stays empty."""
+        """Note that a batch does not count, and that its place stays empty."""
         if entry := self._entries.get((step, lease)):
             entry.withdrawn, entry.logs, entry.metrics = True, (), None
             entry.dropped |= dropped
 
     def reopened(self, step: int) -> None:
-        """A step that this trainer asked to close takes batches again."""
+        """Note that a step which this trainer asked to close takes batches again."""
         self._closed.pop(step, None)
 
     def place(self, step: int, lease: int) -> int:
-        """Where a batch begins; 0: that is not known any more."""
+        """Return the place at which a batch begins, or 0 if that is not known any more."""
         entry = self._entries.get((step, lease))
         return 0 if entry is None else entry.grant.first
 
     def through(self, step: int) -> list[JournalEntry]:
-        """The batches of an open step that are through and count, as far as this trainer knows."""
-        return [entry for (of, _), entry in self._entries.items() if of == step and _is_through(entry)]
+        """Return the batches of an open step that are through and count, as far as this trainer knows."""
+        return [entry for (its_step, _), entry in self._entries.items() if its_step == step and _is_through(entry)]
 
     def through_from(self, step: int) -> list[JournalEntry]:
-        """Likewise, of a step and of those after it."""
-        return [entry for (of, _), entry in self._entries.items() if of >= step and _is_through(entry)]
+        """Return the batches of a step, and of later ones, that are through and count, as far as this trainer knows."""
+        return [entry for (its_step, _), entry in self._entries.items() if its_step >= step and _is_through(entry)]
 
     def decided(self, step: int, counted: Collection[int]) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """The record of a step is known.
-
-        Args:
-            step: It.
-            counted: The places of its batches.
+        """Note that a step's record is known, which counts the batches at the places `counted`.
 
         Returns:
-            The batches that are through and that it does not count; and those of steps before it whose records were
-            passed over, of which nothing is known here.
+            Batches of the step that are through and do not count; and batches of earlier steps whose records this
+            trainer never saw, so that nothing is known of them here.
         """
         found = [entry for entry in self._entries.values() if _is_through(entry) and entry.grant.step > self._decided]
         lost = [entry for entry in found if entry.grant.step == step and entry.grant.first not in counted]
         unknown = [entry for entry in found if entry.grant.step < step]
         self._entries = {key: entry for key, entry in self._entries.items() if key[0] >= step}
-        self._closed = {of: window for of, window in self._closed.items() if of > step}
+        self._closed = {later: window for later, window in self._closed.items() if later > step}
         self._decided = step
         return lost, unknown
 
     def report(self) -> ReportReply:
-        """For a coordinator."""
+        """Return what a new coordinator needs to know of this trainer."""
         leases = [
             Lease(
                 grant=entry.grant,
@@ -145,7 +139,7 @@ class BatchJournal:
         )
 
     def metrics(self, step: int, lease: int) -> Message:
-        """What `measured` was told."""
+        """Return what a batch added to metrics."""
         entry = self._entries.get((step, lease))
         if entry is None or entry.metrics is None:
             raise ProtocolError(f"this trainer keeps no metrics of lease {lease} of step {step}")

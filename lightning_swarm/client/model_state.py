@@ -1,4 +1,4 @@
-"""Whole-model snapshots out of a swarm's parts, and back into them."""
+"""Gathers the whole model's state from a swarm's servers, hands it out to them, and saves it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import PeerError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model import sharded_format
 from lightning_swarm.model.fingerprint import fingerprint
@@ -47,30 +48,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """A model at a version.
-
-    Args:
-        version: Which.
-        weights: Parameters and buffers by their names in the model's state dict, in files.
-        optimizer: Optimizer state by parameter name, likewise.
-    """
+    """A model's state at a version, mapped from files."""
 
     version: int
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, dict[str, Any]]
+    weights: Mapping[str, Tensor]  # parameters and buffers by their names in the model's state dict
+    optimizer: Mapping[str, dict[str, Any]]  # optimizer state by parameter name
 
 
 async def gather_snapshots(
     transport: Transport, run: RunState, versions: Collection[int], *, timeout: float, max_bytes: int
 ) -> ModelState | None:
-    """The newest of `versions` of which every stage is kept by somebody who answers; None: there is none.
+    """Fetch the newest of `versions` of which some peer that answers keeps each stage; None if there is none.
 
     Raises:
-        Unreachable: A stage that was there a moment ago could not be had from anybody.
+        Unreachable: A stage that was there a moment ago could not be fetched from any peer.
     """
     held = {
-        peer: HeldSnapshots(host=one.host, snapshots=[kept for kept in one.snapshots if kept.version in versions])
-        for peer, one in (await ask_held(transport, run.servers, timeout=timeout)).items()
+        peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in versions])
+        for peer, reply in (await ask_held(transport, run.servers, timeout=timeout)).items()
     }
     num_stages = len(run.rosters)
     version = newest_complete(held, num_stages)
@@ -78,7 +73,7 @@ async def gather_snapshots(
         return None
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    generation = run.manifest.generation  # versions of an older one come again
+    generation = run.manifest.generation  # an older one may have had the same version
     for index in range(num_stages):  # one after the other: there may be no room for two
         fetched = await _fetch(transport, held, generation, version, index, timeout=timeout, max_bytes=max_bytes)
         try:
@@ -95,7 +90,7 @@ _Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 
 
 def _on_disk(fetched: _Tensors) -> _Tensors:
-    """The same, mapped from a file that goes with it."""
+    """Return the same tensors, mapped from a file that is deleted with them."""
     with tempfile.TemporaryDirectory(prefix="lightning-swarm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "stage.pt")
         torch.save(fetched, path)
@@ -104,7 +99,7 @@ def _on_disk(fetched: _Tensors) -> _Tensors:
 
 
 def no_room(error: Exception) -> SwarmError:
-    """What to say where a file on the way back cannot be written."""
+    """Make the error for a rollback that cannot write its checkpoint."""
     return SwarmError(
         "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
         f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
@@ -116,7 +111,7 @@ async def _fetch(
 ) -> _Tensors:
     request = SnapshotRequest(stage_index=stage_index, version=version)
     holders = holders_of(held, version, stage_index)
-    # Its own costs nothing.
+    # This peer's own snapshot costs nothing.
     for peer in sorted(holders, key=lambda peer: peer != transport.peer_id):
         try:
             return await _from(transport, peer, generation, request, timeout=timeout, max_bytes=max_bytes)
@@ -150,16 +145,10 @@ async def gather_weights(
     without: Collection[str] = (),
     stages: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Parameters and buffers of all stages at version `step`, by their names in the model's state dict.
+    """Fetch parameters and buffers at version `step`, by their names in the model's state dict.
 
-    Args:
-        transport: Of who asks.
-        run: The run.
-        step: The version.
-        timeout: Seconds for each exchange.
-        max_bytes: Of a stage.
-        without: Names that are left out. A stage whose parameters are all among them is not asked for.
-        stages: Only these; None: all.
+    They are those of the given stages, or of all, but for the names in `without`. A stage whose parameters are all
+    among these is not asked for. The timeout is for each exchange, and `max_bytes` for each stage.
     """
     parameters = [{name for name, _, _ in stage.parameters} for stage in run.manifest.stages]
     asked = range(len(parameters)) if stages is None else stages
@@ -182,7 +171,7 @@ async def gather_optimizer(
     max_bytes: int = MAX_STREAM_BYTES,
     stages: Collection[int] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state at version `step`, by parameter name: of all stages, or of these."""
+    """Fetch optimizer state at version `step`, by parameter name: of the given stages, or of all."""
     asked = range(len(run.rosters)) if stages is None else stages
     requests = [_request(run, index, step, optimizer=True) for index in asked]
     found: dict[str, dict[str, Any]] = {}
@@ -192,7 +181,7 @@ async def gather_optimizer(
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """For each name of a parameter or buffer the first one of the same tensor: tied ones have several."""
+    """Map each name of a parameter or buffer to the first name of the same tensor: tied ones have several."""
     first: dict[int, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
@@ -206,17 +195,10 @@ async def scatter_optimizer(
     timeout: float,
     stages: Collection[int] | None = None,
 ) -> None:
-    """Hand the optimizer's state to the servers of its stages, before their first step.
-
-    Args:
-        transport: The lead's.
-        run: Before the first step of its generation.
-        state: Optimizer state by parameter name; of all these stages.
-        timeout: Seconds.
-        stages: Which; None: all of them.
+    """Hand optimizer state, by parameter name, to the servers of the given stages or of all, before their first step.
 
     Raises:
-        ConfigError: It holds something other than tensors and numbers.
+        ConfigError: The state holds something other than tensors and numbers.
     """
     manifest = run.manifest
 
@@ -240,14 +222,9 @@ async def scatter_optimizer(
 async def lend_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Lend the servers what the lead's module holds, to evaluate with. Their own weights stay as they are.
+    """Lend the servers the weights of the lead's `stages` to evaluate with; their own stay as they are.
 
-    Args:
-        transport: The lead's.
-        run: The run.
-        stages: The lead's own.
-        number: By which calls mean them.
-        timeout: Seconds.
+    Calls that are to use the lent weights carry their number.
     """
     messages = {}
     for stage in stages:
@@ -262,7 +239,7 @@ async def lend_weights(
 
 
 async def take_weights_back(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
-    """Have the servers drop the weights that were lent by `number`."""
+    """Have the servers drop the weights that were lent under a number."""
     served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
     generation = run.manifest.generation
     heads = (LentWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
@@ -292,8 +269,8 @@ def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateR
 async def _states(
     transport: Transport, run: RunState, requests: Sequence[StateRequest], *, timeout: float, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
-    async def one(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
-        # Its own copy costs nothing.
+    async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
+        # This peer's own copy costs nothing.
         members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
         for member in members:
             try:
@@ -307,7 +284,7 @@ async def _states(
                 _log.info("Stage %d is asked for at another of its peers: %s", request.stage_index, error)
         raise AssertionError("a stage has members")
 
-    return await gather(map(one, requests))
+    return await gather(map(fetch, requests))
 
 
 _State = Mapping[str, dict[str, Any]]
@@ -321,19 +298,11 @@ def save(
     part: int,
     also: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint. What was there under its name is replaced when all of it is written.
+    """Write a checkpoint, and replace what was under its name only when all of it is written.
 
-    Args:
-        path: Its name.
-        checkpoint: As Lightning has it, with what the stages do not write themselves, and names in the place of the
-            optimizer's numbers.
-        write_stages: Has them write the rest into the folder that it is called with.
-        part: A number that no stage has.
-        also: Further names of weights that stages write, and the names under which they do.
-
-    Raises:
-        OSError: It cannot be written.
-        SwarmError: A stage cannot be.
+    It is Lightning's, with parameter names in the place of the optimizer's numbers. `write_stages` has the stages write
+    their part of it into a folder; `also` has further names of their weights, each with the name under which they write
+    it. `part` is a number that no stage has, for what they do not write.
     """
     rest = dict(checkpoint)
     own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
@@ -342,14 +311,14 @@ def save(
     with _replacing(path) as folder:
         written = [*write_stages(folder), *sharded_format.write(folder, part, own)]
         torch.save(rest, folder / REST)
-        sharded_format.finish(folder, written, also)  # without which it is no checkpoint
+        sharded_format.finish(folder, written, also)  # without this file it is no checkpoint
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A folder to write to, which gets the name of `path` in the end."""
+    """Yield a folder to write to, which gets the name of `path` in the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Nobody guesses the number, so whoever finds the folder under this name looks at the same file system.
+    # Nobody can guess the number, so a server that finds a folder of this name sees the same file system.
     hidden = path.parent.resolve() / f".{path.name}.{secrets.token_hex(16)}"
     partial, former = (hidden.with_name(f"{hidden.name}.{what}") for what in ("partial", "former"))
     partial.mkdir()
@@ -378,29 +347,18 @@ async def write_stages(
     names: Sequence[Collection[str]],
     as_saved: Callable[[_State], _State] | None,
     *,
-    timeout: float,
-    max_bytes: int,
+    limits: Limits,
 ) -> list[WrittenValue]:
-    """Have each stage written by a server of it that sees the folder. Of others the lead writes it, one at a time.
+    """Have each stage written by one of its servers that sees the folder, or else by the lead, one stage at a time.
 
-    Args:
-        transport: The lead's.
-        run: The run.
-        step: The version that is meant. No record is applied meanwhile.
-        folder: Where.
-        names: What each stage writes, parameters and buffers: all that is saved, and each once.
-        as_saved: Puts optimizer state into the form in which the optimizer saves it. None: it is left out.
-        timeout: Seconds for each exchange.
-        max_bytes: Of a stage.
-
-    Raises:
-        PeerError: Nobody of a stage answers.
-        OSError: The lead itself cannot write.
-        SwarmError: A server cannot.
+    No record is applied meanwhile, so all are at version `step`. `names` are for each stage the parameters and buffers
+    that it writes: all that is saved, and each once. `as_saved` puts optimizer state into the form in which the
+    optimizer saves it; with None it is left out.
     """
-    here = asyncio.Lock()
+    timeout = limits.join_timeout
+    writing_here = asyncio.Lock()
 
-    async def one(index: int) -> list[WrittenValue]:
+    async def write(index: int) -> list[WrittenValue]:
         request = WriteRequest(
             stage_index=index,
             step=step,
@@ -413,25 +371,25 @@ async def write_stages(
         if written is not None:
             sharded_format.check(written, index, names[index])
             return written
-        async with here:
+        async with writing_here:
             _log.info("No server of stage %d sees %s: it is written here.", index, folder)
-            options: dict[str, Any] = {"timeout": timeout, "max_bytes": max_bytes, "stages": [index]}
+            options: dict[str, Any] = {"timeout": timeout, "max_bytes": limits.max_message_bytes, "stages": [index]}
             weights = await gather_weights(transport, run, step, **options)
             content: dict[str, Any] = {sharded_format.WEIGHTS: {name: weights[name] for name in names[index]}}
             if as_saved is not None:
                 state = as_saved(await gather_optimizer(transport, run, step, **options))
                 content[sharded_format.OPTIMIZER] = {
-                    "state": {name: one for name, one in state.items() if name in names[index]}
+                    "state": {name: value for name, value in state.items() if name in names[index]}
                 }
             return await asyncio.to_thread(sharded_format.write, folder, index, content)
 
-    return [written for part in await gather(map(one, range(len(run.rosters)))) for written in part]
+    return [written for part in await gather(map(write, range(len(run.rosters)))) for written in part]
 
 
 async def _by_server(
     transport: Transport, roster: Sequence[Member], request: WriteRequest, *, timeout: float
 ) -> list[WrittenValue] | None:
-    """None: no member that answers sees the folder."""
+    """Have a member write its stage; None if no member that answers sees the folder."""
     for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
         try:
             message = await transport.stream(

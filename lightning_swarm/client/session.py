@@ -1,4 +1,4 @@
-"""A trainer's session in a run: batches in, records out. What the Lightning loop drives."""
+"""A trainer's session in a run, which Lightning's loop drives: batches go in, records come out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lightning_swarm.client.generation import DecidedRecord, Metrics, NextGrant
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
-from lightning_swarm.client.step_client import DecidedRecord, Metrics, NextGrant, StepClient
+from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import PeerError, StepError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.network import PeerId
@@ -33,30 +34,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunNews:
-    """What a trainer heard of the run while its batch waited for a place.
+    """News of the run that came while a trainer's batch waited for a place."""
 
-    Args:
-        version: Of the weights in whose step that is.
-        heard: The records that came, the oldest first.
-        lost: Batches that were through before it, by their leases, and that their steps do not count all the same.
-    """
-
-    version: int
-    heard: Sequence[DecidedRecord] = ()
+    version: int  # of the weights in whose step that place is
+    heard: Sequence[DecidedRecord] = ()  # the records that came, the oldest first
+    # By lease, batches that were through before, and that their steps do not count all the same.
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
 class Session:
-    """One trainer's batches.
-
-    Args:
-        runtime: The way to the swarm's loop.
-        pipeline: Its data plane.
-        steps: Its coordinator.
-        manifest: Of the run.
-        is_lead: Whether the run follows this trainer's loop.
-        around: What it computes itself, if there is anything outside of the pipeline.
-    """
+    """Takes one trainer's batches through the run; the main thread calls it, and the swarm's loop does the work."""
 
     def __init__(
         self,
@@ -70,54 +57,58 @@ class Session:
     ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
-        self.around = around
+        self.around = around  # the layers that this trainer computes itself, if any are outside of the pipeline
         self._steps = steps
         self._stages = manifest.stages
         self.selection = manifest.selection
         self.is_lead = is_lead
-        pipeline.generation, pipeline.version = manifest.generation, steps.version
+        pipeline.enter_generation(manifest.generation, steps.version)
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
     @property
     def version(self) -> int:
-        """Records that were applied so far."""
+        """The version of the newest weights that this trainer knows of: how many records were applied."""
         return self._steps.version
 
     @property
     def num_trainers(self) -> int:
-        """How many train in the run now, as far as this trainer knows; it does before it has a place beside them."""
+        """The number of trainers in the run.
+
+        This trainer learns of another one before it gets a place in a step beside it.
+        """
         return len(self.run.trainers)
 
     @property
     def is_shared(self) -> bool:
-        """Whether others may train in the run, now or later."""
+        """True if the run has, or may get, other trainers."""
         return self.run.is_shared
 
     @property
     def delays(self) -> bool:
-        """Whether a step's record comes while the next one takes batches."""
+        """True if a step's record comes while the next step takes batches."""
         return self.run.manifest.settings.delay_optimizer_step
 
     @property
     def open_step(self) -> int:
-        """The step of the next batch, as far as this trainer knows. Where steps are delayed, records are one behind."""
+        """The step of the next batch, as far as this trainer knows; with delayed steps the records are one behind."""
         return self._steps.open
 
     def go_back(self, request: RestartRequest) -> None:
         """Train on in the run's next generation, from its first step."""
-        self._steps.go_back(request)
-        self.pipeline.go_back(request.generation, request.first_step)
-        self._runtime.run(self.pipeline.link.go_back())
+        self._steps.enter_generation(request)
+        self.pipeline.enter_generation(request.generation, request.first_step)
+        # The open step will not be decided, and decided steps will be open again.
+        self._runtime.run(self.pipeline.link.copies.clear())
         if self.around is not None:
-            self.around.go_back()
+            self.around.enter_generation()
 
     @property
     def newest_record(self) -> Record | None:
-        """The newest one that this trainer waited for."""
+        """The newest record that this trainer waited for."""
         return self._steps.newest
 
     def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
-        """At the lead: what to call for the hyperparameters of the step that it waits for, and for its epoch."""
+        """At the lead: set what tells the hyperparameters of the step that it waits for, and its epoch."""
         self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
 
     def select(self, selection: Selection) -> None:
@@ -134,16 +125,10 @@ class Session:
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
-        """Get a place in the open step for the batch in hand. While it waits for one, records may be applied.
+        """Get a place in the open step for the batch in hand, and call `before_record` before waiting for a record.
 
-        Args:
-            num_samples: Of the batch.
-            gradient_scale: What its loss will be multiplied by.
-            before_record: Called before each record that it waits for.
-            batch: Which one it is, or the end of an epoch, where an epoch's order is shared.
-
-        Returns:
-            The place. It may be for another batch, which is to be brought first. None: this one is in other hands.
+        Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. Then the place may be for
+        another batch, which is to be brought first; None means that another trainer has this batch.
 
         Raises:
             RunOver: There will be no place.
@@ -165,26 +150,27 @@ class Session:
         if self.around is not None:
             self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
         self.pipeline.batch = GrantedBatch(grant)
-        if not self.is_shared and self._steps.open > self._steps.version:  # who has a place need not train yet
+        # Not `num_trainers`: a peer that has a place may not be a trainer yet.
+        if not self.is_shared and self._steps.open > self._steps.version:
             self.pipeline.batch.begin = partial(self._steps.begin_batch, grant)
         return grant
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """At the lead: say in which order an epoch's batches come, and with which one the run begins or goes on."""
+        """At the lead: tell the order of an epoch's batches, and with which one the run begins or goes on."""
         self._runtime.run(self._steps.plan(plan, position))
 
     def take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait for the lead's plan of an epoch. None: all of it is through."""
+        """Wait for the lead's plan of an epoch; None if all of the epoch is through."""
         return self._runtime.run(self._steps.take_plan(epoch))
 
     @property
     def lanes(self) -> Sequence[PeerId]:
-        """Who reads which part of an epoch ahead."""
+        """The trainers, in the order of the parts of an epoch that they read ahead."""
         return lanes_of(self.run.trainers, self.run.manifest.lead)
 
     @property
     def own(self) -> PeerId:
-        """This trainer."""
+        """This trainer's name."""
         return self._steps.own
 
     def lead_epoch(self) -> int:
@@ -192,14 +178,13 @@ class Session:
         return self._runtime.run(self._steps.lead_epoch())
 
     def give_back(self) -> None:
-        """No batch will be there for the place that is kept for the next one."""
+        """Give back the place that is reserved for the next batch: there is none."""
         self._runtime.run(self._steps.give_back())
 
     def begin_backward(self, logs: Sequence[LoggedValue]) -> None:
-        """Nothing but the backward of the batch in hand is to come: with it, servers have all that they need of it.
+        """Prepare for the last backward of the batch in hand: with it, servers have all that they need of the batch.
 
-        Args:
-            logs: As in `finish_batch`.
+        After that the batch counts with `logs`, as in `finish_batch`, even if this trainer dies.
         """
         batch = self.pipeline.batch
         if batch is not None and self.num_trainers > 1 and self.around is None:
@@ -210,20 +195,20 @@ class Session:
             await self._steps.done(batch.grant.lease, receipts, logs=logs)
             batch.completed = list(receipts)
 
-        batch.confirm = confirm  # before it is said, for it may be heard though no answer comes
+        batch.confirm = confirm  # before the call, which may arrive although no answer comes
         try:
             await self._steps.armed(batch.grant.lease, receipts, logs)
         except PeerError as error:
             _log.info("Perhaps nobody knows that the batch in hand can do without this trainer: %s", error)
 
     def withdraw_batch(self) -> None:
-        """The batch will not be trained on: nothing of it counts, and what was added of it is discarded."""
+        """Withdraw the batch in hand: it will not be trained on, and what servers added of it is discarded."""
         batch = self._taken()
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=True))
 
     def revoke_batch(self) -> None:
-        """The batch was struck: nothing of it counts, and it may run again in another place."""
-        if self.pipeline.batch is not None:  # else it was through, and who coordinates knows
+        """Give up the batch in hand, which was struck: nothing of it counts, and it may run again in another place."""
+        if self.pipeline.batch is not None:  # else it was through, and the coordinator knows
             self._runtime.run(self._steps.revoked(self._taken().grant.lease))
 
     def finish_batch(
@@ -235,17 +220,13 @@ class Session:
         window: float | None = None,
         ahead: NextGrant | None = None,
     ) -> bool:
-        """The batch is through. True when its step closes now: then `end_step`.
+        """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called.
 
-        Args:
-            logs: What its `training_step` logged for all trainers.
-            metrics: What it added to metrics that are logged for all trainers.
-            close: Also ask to close the step.
-            window: As in `close_step`.
-            ahead: What is waited for at once. If that is the step's end, `end_step` tells what was heard.
+        `logs` and `metrics` are what the batch logged for all trainers. With `close`, ask to close the step as in
+        `close_step`. If `ahead` asks for the step's end in the same call, `end_step` returns what came of it.
 
         Raises:
-            LeaseRevoked: It counts nowhere, for nothing was heard of this trainer. It stays in hand.
+            LeaseRevoked: The batch counts nowhere because this trainer fell silent. It stays in hand.
         """
         batch = self._in_hand()
         if self.around is not None:
@@ -261,103 +242,106 @@ class Session:
         return closing
 
     def hear_imminent(self) -> None:
-        """Where steps are late: between two batches, have heard of the record that came within the one before."""
-        if self._steps.imminent is not None:
-            self._runtime.run(self._steps.record(self._steps.imminent))
+        """Between two batches, with delayed steps: apply the record that came within the last one."""
+        imminent = self._steps.generation.imminent
+        if imminent is not None:
+            self._runtime.run(self._steps.record(imminent))
         if self.delays:
-            self._learnt()
+            self._follow_version()
 
     def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has; its total weight is `window`, or what adds up."""
         self._runtime.run(self._steps.close(total_weight=window))
 
     def end_step(self) -> bool:
-        """Wait until the next step is open: with the record of the closing one, or of the one before if late.
+        """Wait until the next step is open: with the record of this one or, with delayed steps, of the one before.
 
-        Returns:
-            False: a batch was withdrawn, and it takes others.
+        False means that a batch was withdrawn, and the step takes others.
         """
-        closed, self._steps.ended = self._steps.ended, None
+        generation = self._steps.generation
+        closed, generation.step_ended = generation.step_ended, None
         if closed is None:
             closed = self._runtime.run(self._steps.closed(self._steps.open))
-        self._learnt()
+        self._follow_version()
         return closed
 
     @property
     def has_ended(self) -> bool:
-        """Whether `end_step` needs to wait for nothing."""
-        return self._steps.ended is not None
+        """True if `end_step` does not need to wait."""
+        return self._steps.generation.step_ended is not None
 
     def catch_up(self) -> None:
-        """Wait for the records of all steps that are closed."""
+        """Wait for the records of all closed steps."""
         if self._steps.open > self._steps.version:
             self._runtime.run(self._steps.record(self._steps.open - 1))
-            self._learnt()
+            self._follow_version()
 
     def hold_still(self) -> None:
-        """Let no record come while weights are read: within a batch one may, where steps are late."""
+        """Let no record come while weights are read: with delayed steps, one may come within a batch."""
         if self.pipeline.batch is not None:
             self.catch_up()
         else:
             self.hear_imminent()
 
-    def _learnt(self) -> None:
-        """Records may have come."""
+    def _follow_version(self) -> None:
+        """Compute with the newest weights: records may have come."""
         self.pipeline.version = self._steps.version
         if self.around is not None:
             self.around.refresh(self._steps.version)
 
     @property
     def through(self) -> Sequence[int]:
-        """The places of this trainer's batches in the open step, as far as they are through."""
+        """The places of this trainer's batches that are through in the open step."""
         return self._steps.through
 
     @property
     def news(self) -> RunNews:
-        """Of records that were not taken."""
-        return RunNews(self._steps.version, list(self._steps.heard))
+        """The records that were not taken yet."""
+        return RunNews(self._steps.version, list(self._steps.generation.records))
 
     def recall(self, news: RunNews) -> None:
-        """Have heard of this already when the run goes on."""
-        self._steps.heard = list(news.heard)
-        self._steps.newest = news.heard[-1].record if news.heard else None
+        """Know this already when the run goes on."""
+        generation = self._steps.generation
+        generation.records = list(news.heard)
+        generation.newest = news.heard[-1].record if news.heard else None
 
     def take_lost(self) -> list[int]:
-        """Leases of batches that were through, and that their steps do not count: they may run again."""
-        lost, self._steps.lost = self._steps.lost, []
+        """Take the leases of batches that were through, and that their steps do not count: they may run again."""
+        generation = self._steps.generation
+        lost, generation.lost = generation.lost, []
         return lost
 
     def receive_record(self, step: int) -> DecidedRecord | None:
-        """A step's record; None: this trainer was busy elsewhere when it came, and has heard of a later one only.
+        """Take a step's record; None if this trainer was busy elsewhere then, and knows a later one only.
 
-        The lead hears of each.
+        The lead gets every record.
         """
-        steps = self._steps
-        found = next((one for one in steps.heard if one.record.step == step), None)
-        steps.heard = [one for one in steps.heard if one.record.step > step]
+        generation = self._steps.generation
+        found = next((decided for decided in generation.records if decided.record.step == step), None)
+        generation.records = [decided for decided in generation.records if decided.record.step > step]
         return found
 
     def take_events(self) -> dict[EventKind, int]:
-        """At the lead: what the swarm's peers noted since this was asked last, and how often."""
+        """At the lead: count the events that the swarm's peers noted since the last call."""
         return dict(self.pipeline.link.events.drain())
 
     @property
     def run(self) -> RunState:
-        """Who is in it, as this trainer knows it."""
+        """The run as this trainer knows it."""
         return self._steps.run
 
     @property
     def num_servers(self) -> int:
-        """Peers that hold a stage."""
+        """The number of peers that hold a stage."""
         return len(self._steps.run.servers)
 
     def renew(self) -> None:
-        """At the lead: the others go on waiting while this trainer validates or saves."""
+        """At the lead: have the others go on waiting while this trainer validates or saves."""
         if self.is_lead and self.is_shared:
             self._runtime.run(self._steps.renew())
 
     def check(self, error: PeerError | StepError) -> None:
-        """Raise what the open step failed with, if it has: that may be why a peer is gone."""
+        """Raise what the open step failed with, if it did: that may be why a peer is gone."""
         if self.num_trainers > 1 and self.is_lead:
             try:
                 self._runtime.run(self._steps.renew())
@@ -369,7 +353,7 @@ class Session:
         self._runtime.run(self._steps.quit(reason))
 
     def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches; returns when a record has let this trainer go.
+        """Not at the lead: bring no more batches, and return when a record has let this trainer go.
 
         Raises:
             RunOver: The run ended meanwhile.

@@ -1,4 +1,4 @@
-"""What a trainer knows of its swarm, for people."""
+"""Status of the swarm as one trainer sees it, for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PeerStatus:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """One stage."""
+    """The peers of one stage."""
 
     index: int
     peers: tuple[PeerStatus, ...]
@@ -30,7 +30,7 @@ class StageStatus:
 
 @dataclass(frozen=True)
 class SwarmStatus:
-    """All stages, the step that is open, who has which part, and what happened lately."""
+    """The stages and their peers, the open step, the trainers and the latest events."""
 
     step: int
     stages: tuple[StageStatus, ...]
@@ -38,12 +38,12 @@ class SwarmStatus:
     peer_id: PeerId  # this trainer's own
     coordinator: PeerId
     trainers: tuple[PeerId, ...]
-    num_samples: int  # of the newest step, whoever brought them; 0 before the first
+    num_samples: int  # of the newest decided step, from all trainers; 0 before the first
     events: tuple[Event, ...]  # oldest first, a few hundred at most
 
 
 def status_of(session: Session) -> SwarmStatus:
-    """The trainer's view at this moment. Any thread may ask."""
+    """Return the trainer's view at this moment; any thread may ask."""
     run, link, newest = session.run, session.pipeline.link, session.newest_record
     return SwarmStatus(
         step=session.version,

@@ -182,9 +182,9 @@ class Follower:
             coordinator_client.enter(
                 self._directory.transport,
                 run,
-                timeout=limits.call_timeout,
-                patience_s=limits.stage_timeout,
-                alone_s=limits.lead_timeout,
+                coordinator_client.Patience(
+                    answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
+                ),
             )
         )
         run = admission.membership.trains_in = RunState.seen(view, view.version)

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from lightning_swarm.client.coordinator_client import Patience
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.microbatch_run import Replayer
@@ -98,11 +99,13 @@ class TrainerRole:
         return StepClient(
             self._role,
             run,
-            timeout=limits.call_timeout,
-            patience_s=limits.stage_timeout,
+            patience=Patience(
+                answer_s=limits.call_timeout,
+                successor_s=limits.stage_timeout,
+                alone_s=limits.lead_timeout if is_lead or came_later else None,
+            ),
             on_record=self._connecting_all(run, link) if came_later else link.follow,
             events=self._events,
-            alone_s=limits.lead_timeout if is_lead or came_later else None,
             first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
 

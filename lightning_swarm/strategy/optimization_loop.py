@@ -17,8 +17,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
+from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
-from lightning_swarm.client.step_client import Metrics, NextGrant
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.model.selection import read_selection

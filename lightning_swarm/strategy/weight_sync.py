@@ -125,8 +125,7 @@ class ModuleWeights:
                     folder,
                     names,
                     as_saved if optimizer is not None else None,
-                    timeout=limits.join_timeout,
-                    max_bytes=limits.max_message_bytes,
+                    limits=limits,
                 )
             )
 

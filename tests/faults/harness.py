@@ -12,7 +12,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_swarm.client.generation import NextGrant
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.client.step_client import NextGrant, StepClient
+from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import ended, gather
@@ -44,7 +45,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.faults import MessagePoint
 from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, PATIENCE, WIDTH, Swarm, make_module, make_optimizer
 from tests.wire import Averaging, sent
 
 MODE = ComputeMode(training=True, grad=True, default_dtype="float64")
@@ -203,16 +204,16 @@ class Trainer:
 
     def _take_lost(self) -> None:
         """What was through and is in no record is to run again, as in the loop of `fit`."""
-        for lease in self.steps.lost:
+        for lease in self.steps.generation.lost:
             number = self._through.pop(lease)
             self._books.done.remove((self.peer_id, number))
             self.in_hand.append(number)
             self.num_revoked += 1
-        self.steps.lost = []
+        self.steps.generation.lost = []
 
     async def _batch(self, number: int) -> bool:
         """Train on a batch; False: it was struck, and the same samples are for another place."""
-        self.num_ahead += self.steps._kept is not None
+        self.num_ahead += self.steps.generation.reserved is not None
         grant = await self.steps.grant(NUM_MICROBATCHES * ROWS, SCALE)
         try:
             await self._in_a_place(grant, number)
@@ -234,9 +235,9 @@ class Trainer:
         closing = await self.steps.done(grant.lease, receipts, ahead=ahead)
         self._through[grant.lease] = number
         self._books.done.add((self.peer_id, number))
-        if self.steps.imminent is not None:
-            await self.steps.record(self.steps.imminent)
-        if closing and self.steps.ended is None:
+        if self.steps.generation.imminent is not None:
+            await self.steps.record(self.steps.generation.imminent)
+        if closing and self.steps.generation.step_ended is None:
             await self.steps.closed(self.steps.open)
 
     def _passage(self, grant: Grant, number: int, index: int) -> MicrobatchRun:
@@ -362,9 +363,8 @@ class FaultySwarm(Swarm):
     @override
     def client(self, trainer: MemoryTransport) -> StepClient:
         steps = super().client(trainer)
-        steps._coordinator._patience_s = (
-            RUN_TIMEOUT_S  # as long as anyone may need to take over, and be taken over from
-        )
+        # As long as anyone may need to take over, and be taken over from.
+        steps._coordinator._patience = replace(PATIENCE, successor_s=RUN_TIMEOUT_S)
         return steps
 
     def _watch(self, name: PeerId, server: Server) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_swarm.client.coordinator_client import Patience
 from lightning_swarm.client.pipeline.router import FIRST_MEASURED, StageRouter
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.coordinator import Coordinator
@@ -58,6 +59,7 @@ T = TypeVar("T")
 LEAD = PeerId("trainer")
 WIDTH = 3
 HYPERPARAMETERS: list[dict[str, Any]] = [{"lr": 0.1}]
+PATIENCE = Patience(answer_s=30.0, successor_s=600.0)
 MODE = ComputeMode(training=True, grad=True, input_grad=True, default_dtype="float64")
 
 
@@ -252,7 +254,7 @@ class Swarm:
             self.seated[record.closing.generation, record.step] = rosters
 
         run = RunState(self.manifest)
-        return StepClient(trainer, run, timeout=30.0, patience_s=600.0, on_record=note, events=EventLog())
+        return StepClient(trainer, run, patience=PATIENCE, on_record=note, events=EventLog())
 
     def counted(self, record: Record) -> list[Receipt]:
         """The microbatches that a record counts, each held by one server in each stage of the pipeline."""

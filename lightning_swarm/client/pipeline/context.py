@@ -1,4 +1,4 @@
-"""What all passages of a trainer share: the network, the routers, what went wrong lately, the copies."""
+"""Context that all microbatches of a trainer share: the network, the routers, recent failures, the copies."""
 
 from __future__ import annotations
 
@@ -34,80 +34,64 @@ _DEFAULT_COPIES_BYTES = 4 << 30
 
 
 async def _nothing() -> None:
-    """Nobody knows of a run."""
+    """Check nothing, where there is no run."""
 
 
 @dataclass
 class PipelineContext:
-    """What passages share: the network and the routers, one for each stage.
-
-    Args:
-        transport: The trainer's network.
-        tickets: Likewise.
-        routers: Of each stage.
-        timeout: Most seconds for a call, its input included; and for how long a passage tries to get through.
-        events: Of the trainer.
-        copies: Of what went through in the open step.
-        stage_timeout: Seconds that passages wait for a stage of which nobody is there, if that is longer.
-        check: Asked now and then meanwhile; raises what the run broke off with, if it did.
-
-    Attributes:
-        count: What went another way than straight on.
-        unreached: Servers that no microbatch goes to from here while others of their stage are reached; when each was
-            tried last.
-        num_under_way: Passages.
-    """
+    """The network, routers and records of failures that a trainer's microbatches share, generation after generation."""
 
     transport: Transport
     tickets: TicketStore
-    routers: Sequence[StageRouter]
-    timeout: float
+    routers: Sequence[StageRouter]  # one for each stage
+    timeout: float  # most seconds for a call, its input included; and for how long a microbatch tries to get through
     events: EventLog
-    copies: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))
-    stage_timeout: float = 0.0
-    check: Callable[[], Awaitable[None]] = _nothing
-    count: Counter[str] = field(default_factory=Counter)
+    copies: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
+    stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
+    check: Callable[[], Awaitable[None]] = _nothing  # raises what the run broke off with, if it did
+    count: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
+    # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
-    num_under_way: int = 0
-    _ended: asyncio.Event = field(default_factory=asyncio.Event)  # some passage
-    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # who could not be reached the last time, and why
+    num_under_way: int = 0  # microbatches
+    _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
+    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # peers not reached the last time, and why
 
     def __post_init__(self) -> None:
-        self._vigil = OutageWait(self.events, stage_timeout=self.stage_timeout)
+        self._outage_wait = OutageWait(self.events, stage_timeout=self.stage_timeout)
 
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
-        """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
+        """Route by the record's rosters from now on; newcomers are tried next if they can be reached from here.
 
-        A trainer that passes over records finds in the roster who joined by them. The lead passes over none; one that
-        serves, too, met all of them before they came in; of others `TrainerRole` sees to it.
+        A trainer that skips records has to meet the newcomers of these some other way. The lead skips none. A trainer
+        that also serves met each newcomer before it came in. For others, `TrainerRole` connects to them.
         """
         await self.copies.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in members]
-        self._hear(rosters, step=record.step + 1)
+        self._note_changes(rosters, step=record.step + 1)
         again = self._due_again(rosters)
         await gather(
-            self._meet(one)
-            for peer, one in (again | {one.member.peer_id: one for one in record.newcomers}).items()
+            self._meet(candidate)
+            for peer, candidate in (again | {new.member.peer_id: new for new in record.newcomers}).items()
             if peer != self.transport.peer_id
         )
         present = {peer for roster in rosters for peer in roster}
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
         for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
-        self._ended.set()
+        self._progress.set()
 
-    def _hear(self, rosters: Sequence[Sequence[PeerId]], *, step: int) -> None:
-        """Who joined and who is there no more. The coordinator notes it, which may be another peer."""
+    def _note_changes(self, rosters: Sequence[Sequence[PeerId]], *, step: int) -> None:
+        """Log which servers joined and left. Only the coordinator counts them, which may be another peer."""
         before = {*self.unreached, *(peer for router in self.routers for peer in router.peers)}
-        held = list(zip(range(len(self.routers)), rosters, strict=False))
-        for stage, roster in held:
+        stages = list(zip(range(len(self.routers)), rosters, strict=False))
+        for stage, roster in stages:
             for peer in sorted(set(roster) - before):
                 self.events.hear("joined", peer=peer, stage=stage, step=step)
-        for peer in sorted(before.difference(*(roster for _, roster in held))):
+        for peer in sorted(before.difference(*(roster for _, roster in stages))):
             self.events.hear("left", peer=peer, step=step)
 
     def _due_again(self, rosters: Sequence[Sequence[PeerId]]) -> dict[PeerId, Candidate]:
-        """Whom to try to reach again: now and then each of them, and at once those whose stage has nobody else."""
+        """Return the unreached servers to try again: each now and then, and at once those whose stage has no other."""
         present = {peer for roster in rosters for peer in roster}
         self.unreached = {peer: tried for peer, tried in self.unreached.items() if peer in present}
         needed = {peer for roster in rosters if self.unreached.keys() >= set(roster) for peer in roster}
@@ -116,10 +100,6 @@ class PipelineContext:
             for peer, (candidate, tried_s) in self.unreached.items()
             if peer in needed or now_s() >= tried_s + _CONNECT_AGAIN_S
         }
-
-    async def go_back(self) -> None:
-        """What the open step had is gone."""
-        await self.copies.clear()
 
     async def _meet(self, newcomer: Candidate) -> None:
         peer = newcomer.member.peer_id
@@ -137,9 +117,9 @@ class PipelineContext:
             )
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
-        """A small call where there are no tensors, a stream where there are.
+        """Send a small call if there are no tensors, and a stream if there are.
 
-        Peers answer as soon as they have it. Who lives and does not answer did not get it.
+        A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
 
         Raises:
             SwarmError: The peer did not take it.
@@ -148,7 +128,7 @@ class PipelineContext:
         timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
         try:
             return await self._send(peer, method, message, timeout=timeout)
-        except NotEnlisted:  # the run went on without this trainer, or the peer has not heard that it came (back)
+        except NotEnlisted:  # the run left this trainer out, or the peer does not know yet that it is in
             await self.check()
             return await self._send(peer, method, message, timeout=timeout)
 
@@ -157,63 +137,63 @@ class PipelineContext:
             return await self.transport.call(peer, method, message.body, timeout=timeout)
         return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 
-    async def room(self) -> None:
-        """Wait while forwards are under way that will tell where to send more."""
+    async def wait_for_room(self) -> None:
+        """Wait while some stage's peers have enough until their first forwards show which of them is slow."""
         while any(router.is_full for router in self.routers):
-            self._ended.clear()
-            await self._ended.wait()
+            self._progress.clear()
+            await self._progress.wait()
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Meanwhile a passage is under way, and others may have to wait for it."""
+    def under_way(self) -> Iterator[None]:
+        """Count a microbatch as under way inside; others may have to wait for its end."""
         self.num_under_way += 1
         try:
             yield
         finally:
             self.num_under_way -= 1
-            self._ended.set()
+            self._progress.set()
 
     def patience_s(self, stage: int, charge: PeerCharge) -> float:
-        """How long a stage's peer may take, from when its input is there. An only peer is waited for to the end."""
+        """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it."""
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.others(stage, charge.peer):
             return self.timeout
         return deadline_s(charge.expected_s, self.num_under_way + load.queued, longest_s=self.timeout)
 
     def others(self, stage: int, peer: PeerId) -> bool:
-        """Whether another peer may take the place of `peer`."""
+        """Return True if another peer may take the place of `peer`."""
         return self.routers[stage].others(peer, now_s=now_s())
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
-        """Whether `peer` failed a moment ago."""
+        """Return True if `peer` failed a moment ago."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
 
     def heard(self, peer: PeerId, *, step: int) -> None:
-        """It did what it was asked for."""
+        """Note that a peer did what it was asked for."""
         if self._silent.pop(peer, None) is not None:
-            self._vigil.stage_found(step=step)
+            self._outage_wait.stage_found(step=step)
 
     async def check_reachable(self, peer: PeerId) -> None:
-        """It did not answer in time: find out whether it is there."""
+        """Find out if a peer that did not answer in time is there."""
         try:
             await self.transport.ping(peer)
         except Unreachable as error:
             self._silent[peer] = error
 
     def is_empty(self, stage: int) -> bool:
-        """Whether there is reason to wait for a stage of which nobody can be reached."""
+        """Return True if no peer of a stage can be reached, and waiting for one is allowed."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
     async def wait_for(self, stage: int, *, step: int) -> None:
-        """Before somebody of an empty stage is asked again.
+        """Wait a while before a peer of an empty stage is asked again.
 
         Raises:
-            StageLost: It is empty for too long.
+            StageLost: The stage was empty for too long.
             StepError: The run broke off meanwhile.
         """
         gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
         address = (await self.transport.addresses())[0]
-        self._vigil.keep(stage, gone, step=step, address=address, now_s=now_s())
+        self._outage_wait.keep(stage, gone, step=step, address=address, now_s=now_s())
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 await self.check()

@@ -1,8 +1,8 @@
 """The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline.
 
-Each call but the last is answered with a placeholder that only the next block takes, or that only the next block
-takes something of. The last block's call runs the whole pipeline. Whatever else a forward does with a hidden state in
-between is refused: nobody here has it.
+Each call but the last returns a placeholder, which only the next block takes, whole or in part. The last block's call
+runs the whole pipeline. Whatever else a forward does with a hidden state in between is refused: this process does not
+have it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,34 +32,30 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 
 @dataclass(frozen=True)
 class _ChainProgress:
-    """The calls of one chain so far."""
+    """The calls so far of a chain of blocks."""
 
     list_name: str
-    block_name: str  # called last
+    block_name: str  # of the block that was called last
     hidden: Any  # the first block's input
     calls: tuple[BlockCall, ...]
     mode: ComputeMode
-    recomputed_in: FrameType | None  # of the checkpoint that the chain began in
-    versions: tuple[tuple[Tensor, int], ...]  # of what the calls were given
+    recomputed_in: FrameType | None  # the call of the checkpoint that the chain began in
+    versions: tuple[tuple[Tensor, int], ...]  # the tensors of the arguments, and how often each had changed in place
 
     @property
     def index(self) -> int:
-        """Of the block that was called last."""
+        """The index of the block that was called last."""
         return len(self.calls) - 1
 
     def picked(self, picks: tuple[Pick, ...]) -> _ChainProgress:
-        """The same, where `picks` were taken from what the last block gave."""
+        """Note that `picks` were taken from the last block's output."""
         return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
 
 class BlockChain:
-    """Turns the calls of blocks into calls of the pipeline.
+    """Turns the calls of a list's blocks into one call of the pipeline.
 
-    Args:
-        blocks: A list's; their own forwards are read here, before anything stands in for them.
-        pipeline: Computes all blocks at once: takes the first one's input, and what `bind` makes of their calls.
-        device_type: Of the trainer's tensors.
-        shared: Arguments that go whole to every microbatch.
+    The pipeline takes the first block's input, and what `bind` makes of the blocks' calls.
     """
 
     def __init__(
@@ -72,28 +68,34 @@ class BlockChain:
         self._keys = blocks.names
         self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
         self._modules = blocks.modules
+        # Read before anything takes the place of the forwards.
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """What stands in for the forward of the block that is at `place` for the first time."""
-        hidden, arguments = self._bound(place, args, kwargs)
+        """Take the place of the forward of the block that is first at `place` in the list."""
+        hidden, arguments, tensors = self._bound(place, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None
         index = 0 if before is None else before.index + 1
         if index == len(self._modules) or self._modules[index] is not self._modules[place]:
             found = "something else" if before is None else f"the output of block {before.block_name!r}"
             self._refuse(f"block {self._names[place]!r} was called with {found}")
-        progress = self._began(hidden, arguments) if before is None else self._went_on(before, arguments)
+        if before is None:
+            progress = self._begin(hidden, arguments, tensors)
+        else:
+            progress = self._go_on(before, arguments, tensors)
         if index < len(self._modules) - 1:
             return DeferredOutput(progress)
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
-        # A checkpoint around this block is after what is saved in this thread: not what stages save that compute in it.
+        # A checkpoint around this block shall handle what this thread saves, not what stages save that compute in it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             carried, extras = bind(self._keys, progress.calls, self._shared)
-            return self._pipeline(progress.hidden, *(_for_each(one, progress.hidden) for one in carried), **extras)
+            return self._pipeline(progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras)
 
-    def _bound(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The hidden state, and the other arguments by their names."""
+    def _bound(
+        self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any], list[Tensor]]:
+        """Return the hidden state, the other arguments by their names, and the tensors of these."""
         signature = self._signatures[place]
         unnamed: list[Any] = []
         given: dict[str, Any] = {}
@@ -112,17 +114,16 @@ class BlockChain:
                 f"block {self._names[place]!r} was called with {len(unnamed)} arguments that have no names, where only "
                 "the hidden state may have none"
             )
-        for name, value in given.items():
-            self._check_travels(place, name, value)
-        return unnamed[0], given
+        tensors = [tensor for name, value in given.items() for tensor in self._tensors_of(place, name, value)]
+        return unnamed[0], given, tensors
 
-    def _check_travels(self, place: int, name: str, value: Any) -> None:
+    def _tensors_of(self, place: int, name: str, value: Any) -> list[Tensor]:
         if isinstance(value, DeferredOutput):
             self._refuse(
                 f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
             )
         try:
-            serialization.flatten(value)
+            return serialization.flatten(value)[1]
         except ConfigError as error:
             raise ConfigError(
                 f"arguments of blocks travel to other peers: block {self._names[place]!r} got a "
@@ -130,7 +131,7 @@ class BlockChain:
                 "only: do without it, by `use_cache=False` in a Hugging Face model's config."
             ) from error
 
-    def _began(self, hidden: Any, arguments: dict[str, Any]) -> _ChainProgress:
+    def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
         return _ChainProgress(
             list_name=self._list_name,
             block_name=self._names[0],
@@ -138,10 +139,10 @@ class BlockChain:
             calls=(BlockCall(arguments),),
             mode=self._mode(),
             recomputed_in=_reentrant_checkpoint(),
-            versions=_versions((hidden, arguments)),
+            versions=_versions([*serialization.flatten(hidden)[1], *tensors]),
         )
 
-    def _went_on(self, before: _ChainProgress, arguments: dict[str, Any]) -> _ChainProgress:
+    def _go_on(self, before: _ChainProgress, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
         name = self._names[before.index + 1]
         if before.mode != self._mode():
             self._refuse(
@@ -157,7 +158,7 @@ class BlockChain:
             before,
             block_name=name,
             calls=(*before.calls, BlockCall(arguments)),
-            versions=before.versions + _versions(arguments),
+            versions=before.versions + _versions(tensors),
         )
 
     def _mode(self) -> ComputeMode:
@@ -168,7 +169,7 @@ class BlockChain:
 
 
 class DeferredOutput:
-    """Stands for the output of a block, or a part of it, until the last block is called. The next block may have it."""
+    """Stands for a block's output, or a part of it, until the last block is called. Only the next block may take it."""
 
     __slots__ = ("_picks", "_progress")
 
@@ -198,8 +199,8 @@ class DeferredOutput:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
         values = [*args, *(kwargs or {}).values()]
-        inner = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
-        next(one for one in inner if isinstance(one, cls))._refuse(f"`{name}`")
+        flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+        next(item for item in flat if isinstance(item, cls))._refuse(f"`{name}`")
         raise AssertionError
 
     def _refuse(self, use: str) -> NoReturn:
@@ -217,15 +218,16 @@ def _operation(name: str) -> Callable[..., NoReturn]:
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _OTHERS = ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index")
 _CONTAINER = ("setitem", "delitem", "len", "contains")
-for _name in (*_ARITHMETIC, *(f"r{one}" for one in _ARITHMETIC), *_OTHERS, *_CONTAINER):
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_OTHERS, *_CONTAINER):
     setattr(DeferredOutput, f"__{_name}__", _operation(f"__{_name}__"))
 DeferredOutput.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
 
 
 def _unpacked_into(frame: FrameType) -> int | None:
-    """How many names a frame unpacks something into, as in ``x, weights = block(x)``. Else None.
+    """Return into how many names a frame unpacks something, as in ``x, weights = block(x)``; None if it does not.
 
-    Whoever iterates is not told, and nobody here knows how many there are; so the instruction that asks is looked at.
+    `__iter__` is not told how many values are wanted, and the block's output is not known yet. So this looks at the
+    instruction that calls it.
     """
     code, at = frame.f_code.co_code, frame.f_lasti
     return code[at + 1] if dis.opname[code[at]] == "UNPACK_SEQUENCE" else None
@@ -240,22 +242,21 @@ def _refuse(list_name: str, found: str) -> NoReturn:
 
 
 def _for_each(value: Any, hidden: Any) -> Any:
-    """What has one row for all samples, with one for each: autograd adds their gradients up."""
-    rows = next((len(tensor) for tensor in serialization.flatten(hidden)[1] if tensor.ndim), 1)
+    """Expand tensors that have one row for all samples to one row for each: autograd adds up the gradients."""
+    rows = next((len(leaf) for leaf in serialization.flatten(hidden)[1] if leaf.ndim), 1)
     structure, tensors = serialization.flatten(value)
     return serialization.unflatten(
-        structure, [one.expand(rows, *one.shape[1:]) if one.ndim and len(one) == 1 else one for one in tensors]
+        structure, [leaf.expand(rows, *leaf.shape[1:]) if leaf.ndim and len(leaf) == 1 else leaf for leaf in tensors]
     )
 
 
-def _versions(tree: Any) -> tuple[tuple[Tensor, int], ...]:
-    """How often each tensor was changed in place; of inference tensors nobody counts it."""
-    _, tensors = serialization.flatten(tree)
+def _versions(tensors: Iterable[Tensor]) -> tuple[tuple[Tensor, int], ...]:
+    """Return how often each tensor was changed in place; torch does not count it for inference tensors."""
     return tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference())
 
 
 def _reentrant_checkpoint() -> FrameType | None:
-    """The call of a reentrant checkpoint that this one is in: it runs blocks without a graph, and again later."""
+    """Return the frame of a reentrant checkpoint around this call; it runs blocks without a graph, and again later."""
     if torch.is_grad_enabled():
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -265,12 +266,7 @@ def _reentrant_checkpoint() -> FrameType | None:
 
 
 class Interception:
-    """Calls of the pipelined module go to the pipeline, until `remove`.
-
-    Args:
-        blocks: The pipelined module; of a list, each block is called by itself.
-        pipeline: Takes the calls.
-    """
+    """Sends calls of the pipelined module, or of each block of a list, to the pipeline, until `remove`."""
 
     def __init__(self, blocks: Blocks, pipeline: Pipeline) -> None:
         self.removed = False
@@ -287,12 +283,12 @@ class Interception:
             self._replace(block, functools.partial(chain.call, place))
 
     def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        # Not `setattr`: a compiled module passes that on to the one that it wraps.
+        # Not `setattr`: a compiled module passes that on to the module that it wraps.
         self._own.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
         vars(module)["forward"] = _ForwardOverride(module.forward, call, self)
 
     def remove(self) -> None:
-        """Give the user's own forwards back. Twice is fine."""
+        """Give the modules their own forwards back. A second call does nothing."""
         self.removed = True
         while self._guards:
             self._guards.pop().remove()
@@ -303,7 +299,7 @@ class Interception:
 
 
 class _ForwardOverride:
-    """Takes the place of a module's forward: on the trainer, not where a stage computes with the same module.
+    """Takes the place of a module's forward on the trainer, but not where a stage computes with the same module.
 
     A copy of the module calls the same pipeline; a pickled one has its own forward.
     """

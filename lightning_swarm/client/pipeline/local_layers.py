@@ -1,14 +1,15 @@
-"""What stands around the pipeline on a trainer: embeddings before a list of blocks, a head after it.
+"""Layers around the pipeline, such as embeddings and a head, which each trainer computes itself.
 
 The trainer computes with the module's own parameters, as if there were no swarm. A stage that all trainers hold has
-copies of them: the batches' gradients are added up there, averaged and stepped like any other stage's. The module's own
-are written between batches only, by the main thread: never under the user's code.
+copies of them: there the batches' gradients are summed, averaged and stepped like any other stage's. Only the main
+thread writes the module's own, between batches, so they never change under the user's code.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ _MAX_NAMED = 5
 
 
 class LocalStage(Protocol):
-    """The copies of these layers that this peer's own server sums gradients for and steps."""
+    """The copies of the local layers at this peer's own server, which sums their gradients and steps them."""
 
     async def add_batch(self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float) -> None:
         """Add a batch's gradients to the stage's sum, once."""
@@ -35,46 +36,37 @@ class LocalStage(Protocol):
         ...
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
-        """Copies of the stage's weights at a version (None: the newest), and that version."""
+        """Return copies of the stage's weights at a version (None: the newest), and that version."""
         ...
 
 
+@dataclass
 class LocalLayers:
-    """The parameters that this trainer computes with itself.
+    """The parameters that this trainer computes with itself; `module` has the user's own tensors.
 
-    Args:
-        module: The stage that has them; its tensors are the user's own.
-        stage: The copies at this peer's server.
-        runtime: The way to the swarm's loop.
-        is_held: Whether the copies are the run's, as far as this trainer knows: whether it is in that stage's roster.
+    `is_held` tells if the copies are the run's, as far as this trainer knows: if it is in that stage's roster.
     """
 
-    def __init__(self, module: StageModule, stage: LocalStage, runtime: Runtime, is_held: Callable[[], bool]) -> None:
-        self._module = module
-        self._stage = stage
-        self._runtime = runtime
-        self._is_held = is_held
-        self._version: int | None = None  # of the module's own
-        self._looked = False
+    module: StageModule
+    stage: LocalStage
+    runtime: Runtime
+    is_held: Callable[[], bool]
+    _version: int | None = None  # of the module's own parameters
+    _checked_gradients: bool = False
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The user's own, by name."""
-        return dict(self._module.named_stage_parameters())
+        """The user's own parameters, by name."""
+        return dict(self.module.named_stage_parameters())
 
     def add(self, key: CallKey, weight: float) -> None:
-        """Hand over what the batch's backward left in ``grad``, and clear it.
-
-        Args:
-            key: Of the batch.
-            weight: Of the batch.
-        """
+        """Hand the batch's gradients over from ``grad`` to the stage's sum, and clear them."""
         own = self.parameters
         gradients = {name: parameter.grad for name, parameter in own.items()}
         self.clear()
-        if not self._looked:
-            self._looked = True
-            missing = [name for name, one in own.items() if one.requires_grad and gradients[name] is None]
+        if not self._checked_gradients:
+            self._checked_gradients = True
+            missing = [name for name, tensor in own.items() if tensor.requires_grad and gradients[name] is None]
             if missing:
                 _log.warning(
                     "%d parameters outside of the pipeline got no gradient from the first batch: %s. If they belong to "
@@ -82,29 +74,27 @@ class LocalLayers:
                     len(missing),
                     ", ".join(missing[:_MAX_NAMED]),
                 )
-        self._runtime.run(self._stage.add_batch(self._module.spec.index, key, gradients, weight))
+        self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight))
 
     def clear(self) -> None:
         """Forget the batch's gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def go_back(self) -> None:
-        """The module's own came with the weights that the run goes back to."""
+    def enter_generation(self) -> None:
+        """Take the module's weights as they are: they came with the snapshot that the run rolled back to."""
         self._version = None
         self.clear()
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
-        """Bring the module's own to a version.
+        """Bring the module's own parameters to a version, or to a later one unless it is to be `exactly` that.
 
-        Args:
-            version: Of the weights.
-            exactly: No later one will do, and one that is earlier than what is held may be meant.
+        With `exactly` the version may also be earlier than what the module has.
 
         Raises:
             LeftOut: A record has left this peer out, and with it the copies.
         """
-        if not self._is_held():
+        if not self.is_held():
             raise LeftOut(
                 "this trainer was not heard of for `Limits.silence_timeout`, and the run goes on without its server. "
                 "What stands around the pipeline is trained on the trainers, and this one's copy is an old one, so it "
@@ -113,9 +103,9 @@ class LocalLayers:
             )
         if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
-        self._runtime.run(self._stage.reached(version))  # the record may have come to its server late
-        copied = self._stage.copied_weights(self._module.spec.index, version if exactly else None)
-        self._version, weights = self._runtime.run(copied)
+        self.runtime.run(self.stage.reached(version))  # the record may have come to its server late
+        copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
+        self._version, weights = self.runtime.run(copied)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])

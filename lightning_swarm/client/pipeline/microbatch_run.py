@@ -1,13 +1,14 @@
-"""The passage of one microbatch through the stages: all calls sent at once, linked by tickets.
+"""Runs one microbatch through the stages: all calls are sent at once, linked by tickets.
 
 Every decision about the microbatch (which peers, what to send again) is made here and in `recovery`. While nothing
-fails, a passage is as many exchanges as it has calls, and one for each result that it wants.
+fails, a microbatch takes one exchange for each of its calls, and one for each result that is fetched.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.recovery import BackwardRecovery, ForwardRecovery, GradientHolderGone
@@ -31,16 +32,11 @@ _MOMENT_S = 1.0
 
 
 async def _nothing() -> None:
-    """Nobody wants to know."""
+    """Do nothing where nobody waits for this."""
 
 
 class MicrobatchRun:
-    """One microbatch on its way.
-
-    Args:
-        link: Network and routers.
-        microbatch: What goes through the stages.
-    """
+    """Takes one microbatch through the stages and back."""
 
     def __init__(self, link: PipelineContext, microbatch: Microbatch) -> None:
         self.link = link
@@ -48,22 +44,22 @@ class MicrobatchRun:
         self._calls = StageCalls(link, microbatch)
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
-        """The output of the last stage, as it travels, and which of its tensors require grad.
+        """Return the output of the last stage, as it travels, and which of its tensors require grad.
 
         Raises:
             StepError: No way through was found.
-            StageError: The model's own.
+            StageError: The model itself failed.
         """
         calls, link = self._calls, self.link
-        await link.room()
-        comes_back = False
-        with link.passing():
+        await link.wait_for_room()
+        needs_backward = False
+        with link.under_way():
             calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in link.routers]
             try:
                 found = await self._forward()
-                comes_back = calls.gradient_end <= calls.last_stage
+                needs_backward = calls.gradient_end <= calls.last_stage
             finally:
-                if not comes_back:
+                if not needs_backward:
                     calls.release()
         return found
 
@@ -78,16 +74,16 @@ class MicrobatchRun:
                 message, report = await calls.fetch(calls.last_stage, "forward")
                 for charge in calls.route:
                     link.heard(charge.peer, step=calls.step)
-                # After a failure it is not sure whose reports these are.
+                # After a failure it is not certain which peers these reports are of.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
                 return from_message(message)
             except StageCallFailed as failure:
                 await recovery.mend(failure)
 
     def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
-        """By the forwards' times route those that come next: their backwards may come long after.
+        """Tell the routers the forwards' times, for the next microbatches: their backwards may come long after.
 
-        Of other stages these are hearsay: none is believed to have taken longer than all together, `took_s`.
+        Of other stages than the last the times are hearsay: none may be longer than all took together, `took_s`.
         """
         route = self._calls.route
         known = len(reports) == len(route)
@@ -98,23 +94,22 @@ class MicrobatchRun:
     async def backward(
         self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing
     ) -> serialization.Tree:
-        """Have every stage add its gradients; returns the input's gradients if the mode asks for them.
+        """Have every stage add its gradients, and return the input's gradients if the mode asks for them.
 
-        Args:
-            gradients: For each output tensor its gradient or None, as they travel.
-            sent: Called once, when all stages have accepted their calls.
+        `gradients` has one or None for each output tensor, as they travel. `sent` is called once, when all stages have
+        accepted their calls.
 
         Raises:
             LeaseRevoked: The batch was struck from its step.
             StepError: No way through was found.
-            StageError: The model's own.
+            StageError: The model itself failed.
         """
         calls, link = self._calls, self.link
         calls.gradients = gradients
-        way_back = _BackwardRun(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
-        with link.passing():
+        backward = _BackwardRun(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
+        with link.under_way():
             try:
-                found = await way_back.go(sent=sent)
+                found = await backward.go(sent=sent)
                 await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()
@@ -124,7 +119,7 @@ class MicrobatchRun:
         return found
 
     async def _account_forward(self, stage: int) -> None:
-        """Of a stage without a backward. It did its part: what becomes of it now is no matter of this passage."""
+        """Account for a stage without a backward. It did its part, so a failure now does not fail the microbatch."""
         try:
             report = await self._calls.wait(stage, "forward")
         except StageCallFailed as failure:
@@ -136,16 +131,10 @@ class MicrobatchRun:
 async def replay(
     link: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
 ) -> None:
-    """Compute a microbatch again, so that those who shall hold its gradients add them.
-
-    Args:
-        link: Network and routers.
-        copy: Of the microbatch.
-        holders: By stage.
-        avoid: They are gone.
+    """Compute a microbatch again, so that the holders (peers by stage) add its gradients, without those to avoid.
 
     Raises:
-        HolderGone: One of the holders did not do it.
+        GradientHolderGone: One of the holders did not do it.
         StepError: No way through the other stages was found.
     """
     microbatch = copy.microbatch
@@ -156,77 +145,75 @@ async def replay(
             charge = router.charge(holders[stage], microbatch.num_rows)
         elif before in avoid or before not in router.peers or link.is_banned(stage, before):
             charge = router.choose(microbatch.num_rows, now_s=now_s(), avoid=avoid)
-        else:  # who computed it may hold its output still
+        else:  # the peer that computed it may hold its output still
             charge = router.charge(before, microbatch.num_rows)
         calls.route.append(charge)
-    way_back = _BackwardRun(link, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
-    with link.passing():
+    backward = _BackwardRun(link, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
+    with link.under_way():
         try:
-            await way_back.go(anew=True)
+            await backward.go(anew=True)
         finally:
             calls.release()
 
 
+@dataclass(frozen=True)
 class _ForwardSender:
-    """Sends forwards, and finds a place for those that meet busy peers."""
+    """Sends forwards, and finds other peers for those that meet busy ones."""
 
-    def __init__(self, link: PipelineContext, calls: StageCalls, microbatch: Microbatch) -> None:
-        self._link = link
-        self._calls = calls
-        self._microbatch = microbatch
+    link: PipelineContext
+    calls: StageCalls
+    microbatch: Microbatch
 
     async def send_forwards(self, stages: list[int], *, in_order: bool) -> None:
-        """Send the calls of `stages`; a busy peer is replaced, and who was to fetch from it is told anew.
+        """Send the calls of `stages`; where a peer is busy, replace it, and tell the next stage's peer.
 
-        Args:
-            stages: In their order.
-            in_order: One after the other: who is told to begin again finds that the one before it has begun.
+        With `in_order` they go one after the other, so that a peer which begins again finds that the one before it has.
         """
         pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self._link.timeout
-        avoid: list[set[PeerId]] = [set() for _ in self._link.routers]
+        deadline = now_s() + self.link.timeout
+        avoid: list[set[PeerId]] = [set() for _ in self.link.routers]
         while stages:
             if in_order:
-                accepted = [await self._calls.send_forward(stage) for stage in stages]
+                accepted = [await self.calls.send_forward(stage) for stage in stages]
             else:
-                accepted = await gather(self._calls.send_forward(stage) for stage in stages)
+                accepted = await gather(self.calls.send_forward(stage) for stage in stages)
             busy = [stage for stage, ok in zip(stages, accepted, strict=True) if not ok]
             if not busy:
                 return
-            self._link.count["busy"] += len(busy)
+            self.link.count["busy"] += len(busy)
             for stage in busy:
-                avoid[stage].add(self._calls.peer(stage))
-            if any(len(avoid[stage]) >= len(self._link.routers[stage].peers) for stage in busy):
-                pause_s = await self._pause(pause_s, deadline)  # everyone is busy: wait for one
+                avoid[stage].add(self.calls.peer(stage))
+            if any(len(avoid[stage]) >= len(self.link.routers[stage].peers) for stage in busy):
+                pause_s = await self._pause(pause_s, deadline)  # all are busy: wait for one
             stages = self._reroute(busy, avoid)
 
     async def send_forward(self, stage: int) -> None:
-        """Send one call to the peer that is on the route, as soon as it takes it."""
+        """Send one call to the peer that is on the route, again until it is not busy."""
         pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self._link.timeout
-        while not await self._calls.send_forward(stage):
-            self._link.count["busy"] += 1
+        deadline = now_s() + self.link.timeout
+        while not await self.calls.send_forward(stage):
+            self.link.count["busy"] += 1
             pause_s = await self._pause(pause_s, deadline)
 
     async def _pause(self, pause_s: float, deadline: float) -> float:
-        """Wait for a busy peer; returns how long to wait the next time."""
+        """Wait for a busy peer, and return how long to wait the next time."""
         if now_s() >= deadline:
             raise DeadlineExceeded(
-                f"all peers of a stage were busy for {self._link.timeout:g} s; {self._microbatch.key} waits"
+                f"all peers of a stage were busy for {self.link.timeout:g} s; {self.microbatch.key} waits"
             )
         await asyncio.sleep(pause_s)
         return min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
-        """Choose other peers for `busy`; returns all stages whose call must be sent (again)."""
+        """Choose other peers for the busy stages, and return all stages whose call must be sent, perhaps again."""
         for stage in busy:
-            self._link.routers[stage].refund(self._calls.route[stage])
-            self._calls.reroute(stage, frozenset(avoid[stage]))
-        return sorted({*busy, *(stage + 1 for stage in busy if stage < self._calls.last_stage)})
+            self.link.routers[stage].refund(self.calls.route[stage])
+            self.calls.reroute(stage, frozenset(avoid[stage]))
+        return sorted({*busy, *(stage + 1 for stage in busy if stage < self.calls.last_stage)})
 
 
 class _BackwardRun:
-    """The backward of a microbatch: each stage's receipt, and what is sent again until all are there."""
+    """Runs the backward of a microbatch until the receipts of all stages are there."""
 
     def __init__(
         self,
@@ -246,13 +233,11 @@ class _BackwardRun:
         self._recovery = BackwardRecovery(link, calls, microbatch, holders=holders or {}, avoid=avoid)
 
     async def go(self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
-        """Returns the input's gradients, as they travel, or None where they are not wanted.
+        """Return the input's gradients, as they travel, or None where they are not wanted.
 
-        Args:
-            anew: No forward went before it.
-            sent: As in `MicrobatchRun.backward`.
+        With `anew`, no forward went before. `sent` is that of `MicrobatchRun.backward`.
         """
-        is_told = False
+        has_reported = False
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         if anew:
@@ -266,8 +251,8 @@ class _BackwardRun:
                     recovery.backwards.update(stages)
                     await gather(self._send_first(stage) for stage in stages)
                 await self._send_again()
-                if not is_told:
-                    is_told = True
+                if not has_reported:
+                    has_reported = True
                     await sent()
                 if not recovery.num_failures and not self._replays:
                     await self._receive_all()
@@ -283,10 +268,10 @@ class _BackwardRun:
         self._recovery.backwards.discard(stage)
 
     async def _send_again(self) -> None:
-        """One after the other: who is told to begin again finds that those it depends on have begun."""
+        """Send calls again one after the other: a peer that begins again finds that those it depends on have begun."""
         recovery = self._recovery
-        # Who begins anew needs the output of the stage before it, and nobody waits for what was never asked for.
-        recovery.forwards.update(self._calls.untold(max(recovery.backwards, default=0)))
+        # A peer that begins anew needs the output of the stage before it, which may never have been asked for.
+        recovery.forwards.update(self._calls.unsent(max(recovery.backwards, default=0)))
         for stage in sorted(recovery.forwards):
             await self._sender.send_forward(stage)
             recovery.forwards.discard(stage)
@@ -297,7 +282,7 @@ class _BackwardRun:
     async def _receive_all(self) -> None:
         """Wait for the stage that ends last: its receipt comes with those of the others.
 
-        If it does not come as long as one stage may take, each is asked for its own, to find whose it is.
+        If it does not come within the time of one stage, each stage is asked for its own, to find the late one.
         """
         calls, link = self._calls, self._link
         stages = range(calls.gradient_end, calls.last_stage + 1)
@@ -325,7 +310,7 @@ class _BackwardRun:
             peer = calls.peer(stage)
             if not self._replays:
                 raise ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
-            if not report.receipt:  # what is there is of a replay in which it was to add nothing
+            if not report.receipt:  # the result is of another replay, in which this peer was to add nothing
                 await calls.cancel(stage, "backward")
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
         _settle(self._link, calls, stage, report)
@@ -342,13 +327,7 @@ def _settle(link: PipelineContext, calls: StageCalls, stage: int, report: StageR
 
 
 class Replayer:
-    """Answers `REPLAY` on the swarm's loop, whatever the main thread does.
-
-    Args:
-        link: Of this trainer's passages; its copies are what is sent.
-        run: The run as this trainer knows it.
-        max_in_flight: Microbatches under way at once.
-    """
+    """Computes microbatches again from this trainer's copies when a server asks, whatever the main thread does."""
 
     def __init__(self, link: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._link = link
@@ -362,31 +341,34 @@ class Replayer:
             raise ProtocolError(f"only servers of the run ask for replays, and {caller} is none")
         request = decode(body, ReplayRequest)
         self._run.check_generation(request.generation)
-        for one in request.work:
-            if not one.holders or max(one.holders) >= len(self._link.routers):
+        for work in request.work:
+            if not work.holders or max(work.holders) >= len(self._link.routers):
                 raise ProtocolError(
-                    f"a replay must name holders in some of the {len(self._link.routers)} stages, got {one.holders}"
+                    f"a replay must name holders in some of the {len(self._link.routers)} stages, got {work.holders}"
                 )
-        # Over whole passages: a request that is repeated then finds all done, where two passages of one microbatch at
-        # once would give up each other's calls. Each has its deadline, and nothing that it waits for asks for a replay.
+        # The lock is held for whole replays: a request that is repeated then finds all done, where two replays of one
+        # microbatch at once would give up each other's calls. Each has its deadline, and nothing that it waits for asks
+        # for a replay.
         async with self._one_by_one:
             lost, unreached = set[Receipt](), set[PeerId]()
-            works = [self._replay(request, one, lost, unreached) for one in request.work]
+            works = [self._replay(request, work, lost, unreached) for work in request.work]
             await gather_bounded(works, self._max_in_flight)
         return encode(ReplayReply(lost=sorted(lost), unreached=sorted(unreached)))
 
-    async def _replay(self, request: ReplayRequest, one: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
-        """Do one of them; note what cannot be done."""
-        copy = await self._link.copies.find(CallKey.of(request, one.receipt))
+    async def _replay(self, request: ReplayRequest, work: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
+        """Replay one microbatch, and note if that cannot be done."""
+        copy = await self._link.copies.find(CallKey.of(request, work.receipt))
         if copy is None:
-            lost.add(one.receipt)
+            lost.add(work.receipt)
             return
         try:
-            await replay(self._link, copy, one.holders, frozenset(request.avoid))
+            await replay(self._link, copy, work.holders, frozenset(request.avoid))
         except GradientHolderGone as error:
             unreached.add(error.peer)
-        except LeaseRevoked as error:  # the sums are frozen anew, or by another: it is asked for again, if it is missed
+        except (
+            LeaseRevoked
+        ) as error:  # the sums are frozen again, perhaps by another coordinator, which asks again for what it misses
             self._link.events.note("retry", step=request.step, reason=str(error))
-        except StepError as error:  # no way leads through the stages above: it will not be in this step
+        except StepError as error:  # no way through the other stages: it will not count in this step
             self._link.events.note("retry", step=request.step, reason=str(error))
-            lost.add(one.receipt)
+            lost.add(work.receipt)

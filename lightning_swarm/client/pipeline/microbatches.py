@@ -1,10 +1,14 @@
-"""Cutting a batch into microbatches, and putting their outputs and gradients together again. Pure.
+"""Cuts a batch into microbatches, and puts their outputs and gradients together again. Pure.
 
 Everything is cut along dimension 0 into views; nothing is copied but what is concatenated from several parts.
 """
 
+from __future__ import annotations
+
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,94 +25,111 @@ _REDUCED = (
 
 
 @dataclass(frozen=True)
-class MicrobatchInput:
-    """What one microbatch brings to the pipeline.
+class CallArguments:
+    """A call's arguments, taken apart once: what is split and sent are their tensors."""
 
-    Attributes:
-        num_rows: How many rows it has.
-        args: Positional arguments of the first stage.
-        kwargs: Extras, for the stages that name them.
-    """
+    structure: serialization.Structure  # of the tuple of positional arguments
+    tensors: Sequence[Tensor]  # of the positional arguments
+    keywords: Mapping[str, tuple[serialization.Structure, Sequence[Tensor]]]  # each as a dict of its name and value
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
+        """Take arguments apart; raises `ConfigError` if they hold what cannot travel."""
+        structure, tensors = serialization.flatten(args)
+        return cls(structure, tensors, {name: serialization.flatten({name: value}) for name, value in kwargs.items()})
+
+    def where(self, index: int) -> str:
+        """Name the positional argument that a tensor belongs to, for an error message."""
+        args = serialization.unflatten(self.structure, self.tensors)
+        ends = accumulate(len(serialization.leaves(arg)) for arg in args)
+        return f"positional argument {bisect_right(list(ends), index)}"
+
+
+@dataclass(frozen=True)
+class MicrobatchInput:
+    """The arguments of one microbatch."""
 
     num_rows: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]  # of the positional arguments, for `CallArguments.structure`
+    kwargs: dict[str, Any]  # for the stages that name them
 
 
-def num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Collection[str]) -> int:
-    """Rows of a batch: the common length of dimension 0 of everything that is split.
+def num_rows(arguments: CallArguments, shared: Collection[str]) -> int:
+    """Return a batch's rows: the common length of dimension 0 of everything that is split.
 
     Raises:
         ConfigError: No positional argument holds a tensor, a tensor has no dimension 0, lengths differ,
             or the batch is empty.
     """
-    rows: int | None = None
-    first = ""
-    for where, tensor, is_keyword in _split_tensors(args, kwargs, shared):
-        if is_keyword and (rows is None or _is_for_all(tensor)):
-            continue
-        _refuse_scalar(where, tensor)
-        if rows is None:
-            rows, first = tensor.shape[0], where
-        elif tensor.shape[0] != rows:
-            remedy = "name it in `shared=(...)` if every microbatch needs it whole" if is_keyword else ""
-            remedy = remedy or "pass it as a keyword and name it in `shared=(...)` if every microbatch needs it whole"
+    for index, tensor in enumerate(arguments.tensors):
+        if tensor.ndim == 0:
             raise ConfigError(
-                "tensors that are split must have the same length in dimension 0, got "
-                f"{rows} in {first} and {tensor.shape[0]} in {where}. Make them agree, or {remedy}."
+                "tensors must have a dimension 0 to be split along, got a 0-dimensional one in "
+                f"{arguments.where(index)}. Pass it as a keyword, or pass a Python number."
             )
-    if rows is None:
+    if not arguments.tensors:
         raise ConfigError(
-            f"a pipeline must be called with at least one positional tensor, got {len(args)} positional arguments "
-            "without any. Pass the batch first: `self.net(x, ...)`."
+            "a pipeline must be called with at least one positional tensor, got "
+            f"{len(serialization.unflatten(arguments.structure, ()))} positional arguments without any. "
+            "Pass the batch first: `self.net(x, ...)`."
         )
+    rows = len(arguments.tensors[0])
+    for index, tensor in enumerate(arguments.tensors):
+        if len(tensor) != rows:
+            remedy = "pass it as a keyword and name it in `shared=(...)` if every microbatch needs it whole"
+            raise _lengths_differ(arguments, rows, len(tensor), arguments.where(index), remedy)
+    for name, (_, tensors) in arguments.keywords.items():
+        for tensor in tensors:
+            if argument_of(name) not in shared and not _is_for_all(tensor) and len(tensor) != rows:
+                remedy = "name it in `shared=(...)` if every microbatch needs it whole"
+                raise _lengths_differ(arguments, rows, len(tensor), f"`{name}`", remedy)
     if rows == 0:
-        raise ConfigError(f"a batch must have at least one row, got 0 in {first}. Skip empty batches.")
+        raise ConfigError(f"a batch must have at least one row, got 0 in {arguments.where(0)}. Skip empty batches.")
     return rows
 
 
-def split(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, size: int, shared: Collection[str]
-) -> list[MicrobatchInput]:
-    """Cut the arguments of a call into microbatches.
+def _lengths_differ(arguments: CallArguments, rows: int, length: int, where: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        "tensors that are split must have the same length in dimension 0, got "
+        f"{rows} in {arguments.where(0)} and {length} in {where}. Make them agree, or {remedy}."
+    )
 
-    Args:
-        args: Positional arguments: trees whose tensors ``[rows, ...]`` are split along dimension 0.
-        kwargs: Keyword arguments, split likewise. One with a single row for all samples, or without dimensions, goes
-            whole to each microbatch: it would be broadcast.
-        size: Rows of a microbatch; the last one may have fewer.
-        shared: Names of keyword arguments that go whole to each microbatch whatever their shape.
 
-    Returns:
-        The microbatches in order. Their tensors are views. What is no tensor goes whole to each.
+def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[str]) -> list[MicrobatchInput]:
+    """Cut the arguments of a call into microbatches, in order; their tensors are views.
 
-    Raises:
-        ConfigError: As in `num_rows`, or `size` is below 1.
+    Positional arguments are split along dimension 0. So are keyword arguments, but for those that would be broadcast
+    (they have a single row for all samples, or no dimensions) and those whose names are `shared`: they go whole to
+    each microbatch, like everything that is no tensor. A microbatch has `size` rows, the last one perhaps fewer.
     """
     if size < 1:
         raise ConfigError(f"`microbatch_size` must be at least 1, got {size}. Raise it.")
-    rows = num_rows(args, kwargs, shared)
-    whole = {name: value for name, value in kwargs.items() if argument_of(name) in shared}
-    structure, tensors = serialization.flatten(
-        (args, {name: value for name, value in kwargs.items() if name not in whole})
-    )
     starts = range(0, rows, size)
-    chunks = [(tensor,) * len(starts) if _is_for_all(tensor) else torch.split(tensor, size) for tensor in tensors]
+    chunks = [torch.split(tensor, size) for tensor in arguments.tensors]
+    keyword_chunks = [
+        (
+            structure,
+            [
+                (tensor,) * len(starts)
+                if argument_of(name) in shared or _is_for_all(tensor)
+                else torch.split(tensor, size)
+                for tensor in tensors
+            ],
+        )
+        for name, (structure, tensors) in arguments.keywords.items()
+    ]
     microbatches = []
     for number, start in enumerate(starts):
-        part_args, part_kwargs = serialization.unflatten(structure, [parts[number] for parts in chunks])
-        # In the caller's order of keywords.
-        ordered = {name: whole[name] if name in whole else part_kwargs[name] for name in kwargs}
-        microbatches.append(MicrobatchInput(min(size, rows - start), part_args, ordered))
+        kwargs: dict[str, Any] = {}
+        for structure, parts in keyword_chunks:
+            kwargs |= serialization.unflatten(structure, [part[number] for part in parts])
+        tensors = [part[number] for part in chunks]
+        microbatches.append(MicrobatchInput(min(size, rows - start), tensors, kwargs))
     return microbatches
 
 
-def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> serialization.Tree:
-    """Put the outputs of microbatches together along dimension 0.
-
-    Args:
-        outputs: One tree for each microbatch, in order, all of one structure.
-        sizes: Rows of each microbatch; every tensor of its output is ``[size, ...]``.
+def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple[serialization.Structure, list[Tensor]]:
+    """Put the outputs of microbatches together along dimension 0, flat; every tensor of one is ``[size, ...]``.
 
     Raises:
         ConfigError: An output has no dimension 0 or the wrong length in it, or the structures, the constants
@@ -124,55 +145,29 @@ def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> seria
                 "Return tensors with one row for each sample in place of numbers."
             )
     columns = list(zip(*(tensors for _, tensors in flat), strict=True))
-    return serialization.unflatten(structure, [_concat_rows(column, sizes) for column in columns])
+    return structure, [_concat_rows(column, sizes) for column in columns]
 
 
 def split_gradients(gradients: Sequence[Tensor | None], sizes: Sequence[int]) -> list[tuple[Tensor | None, ...]]:
     """Cut the gradients of a concatenated output into those of its microbatches, as views.
 
-    Args:
-        gradients: One for each tensor of the output, ``[rows, ...]``; `None` where it has none.
-        sizes: Rows of each microbatch.
-
-    Returns:
-        For each microbatch, one gradient for each tensor of its output.
+    There is one gradient ``[rows, ...]``, or `None`, for each tensor of the output.
     """
     columns = [[None] * len(sizes) if g is None else torch.split(g, list(sizes)) for g in gradients]
     return [tuple(column[number] for column in columns) for number in range(len(sizes))]
 
 
 def concat_gradients(gradients: Sequence[Sequence[Tensor | None]], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
-    """Put the input gradients of microbatches together: the way back of `split`.
+    """Put the input gradients of microbatches together, as `split` cut their tensors.
 
-    Args:
-        gradients: For each microbatch, one gradient for each of its split tensors, or `None`.
-        sizes: Rows of each microbatch.
-
-    Returns:
-        One gradient for each tensor; `None` where no microbatch has one. A microbatch without one counts as zero.
+    A tensor gets `None` where no microbatch has a gradient. A microbatch without one counts as zero.
     """
     return tuple(_concat_column(column, sizes) for column in zip(*gradients, strict=True))
 
 
-def _split_tensors(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Collection[str]
-) -> list[tuple[str, Tensor, bool]]:
-    named: list[tuple[str, Any, bool]] = [(f"positional argument {i}", value, False) for i, value in enumerate(args)]
-    named += [(f"`{name}`", value, True) for name, value in kwargs.items() if argument_of(name) not in shared]
-    return [(where, tensor, is_kw) for where, value, is_kw in named for tensor in serialization.flatten(value)[1]]
-
-
 def _is_for_all(tensor: Tensor) -> bool:
-    """Of a keyword argument: whether it belongs to no sample. In a batch of one, every microbatch is the batch."""
+    """True if a keyword's tensor belongs to no sample. In a batch of one, every microbatch is the batch."""
     return tensor.ndim == 0 or tensor.shape[0] == 1
-
-
-def _refuse_scalar(where: str, tensor: Tensor) -> None:
-    if tensor.ndim == 0:
-        raise ConfigError(
-            f"tensors must have a dimension 0 to be split along, got a 0-dimensional one in {where}. "
-            "Pass it as a keyword, or pass a Python number."
-        )
 
 
 def _concat_rows(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trainer side of a swarm: microbatches, their routes, and the autograd function around them."""
+"""Runs calls of the pipelined module through the swarm, as one autograd function each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
-from lightning_swarm.client.pipeline.microbatches import concat, concat_gradients, num_rows, split, split_gradients
+from lightning_swarm.client.pipeline.microbatches import (
+    CallArguments,
+    concat,
+    concat_gradients,
+    num_rows,
+    split,
+    split_gradients,
+)
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.event_loop import Runtime
@@ -38,12 +45,7 @@ class Call(Protocol):
 
 
 def apply(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Run `call`, so that autograd comes back to it.
-
-    Args:
-        call: The call.
-        inputs: The tensors of its positional arguments, which `call.backward` gives the gradients of.
-    """
+    """Run a call so that autograd later asks it for the gradients of `inputs`, its positional tensors."""
     # Without an input that wants a gradient autograd would leave the function out.
     anchor = torch.zeros((), requires_grad=True)
     return list(_PipelineFunction.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # torch has no types here
@@ -78,16 +80,16 @@ class _PipelineFunction(torch.autograd.Function):
 
 
 _TURNS_APART: Final = 4
-"""Turns of the loop until what a microbatch sends is on its way.
+"""Turns of the event loop until what a microbatch sends is on its way.
 
-The first stage can begin when the first is there. Microbatches that travel beside calls go in one piece, which is
-cheaper.
+So the first stage can begin when the first microbatch has arrived. Microbatches that are small enough to travel inside
+of calls go all at once, which is cheaper.
 """
 
 
 @dataclass
 class GrantedBatch:
-    """A granted batch between its grant and its end."""
+    """The batch in hand, from its grant to its end."""
 
     grant: Grant
     num_calls: int = 0
@@ -95,66 +97,50 @@ class GrantedBatch:
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
     backward_begun: bool = False
-    # What to call when its first microbatches are sent.
+    # Called beside its first microbatches.
     begin: Callable[[], Coroutine[Any, Any, None]] | None = None
-    # What to call when all of it was sent, and nothing else of it is to come.
+    # Called when all of it was sent, and nothing else of it is to come.
     arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
-    # It was armed: asks whether it counts although the servers know it no more.
+    # Set when it is armed: asks whether it counts although the servers do not know it any more.
     confirm: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """What every call needs to know.
+    """Settings that all calls of a pipeline share."""
 
-    Args:
-        stages: Of the run, as this trainer's copy of the model has them; without what is on the trainers.
-        shared: Extras that go whole to every microbatch.
-        microbatch_size: Rows of a microbatch; None: each batch in `num_microbatches` parts.
-        num_microbatches: See above.
-        max_in_flight: Microbatches under way at once.
-        device: Where the trainer's tensors live.
-        codecs: By which tensors travel.
-    """
-
-    stages: Sequence[StageModule]
-    shared: tuple[str, ...]
-    microbatch_size: int | None
+    stages: Sequence[StageModule]  # of this trainer's copy of the model, without the layers that trainers compute
+    shared: tuple[str, ...]  # names of extras that go whole to every microbatch
+    microbatch_size: int | None  # in rows; None: each batch is cut in `num_microbatches` parts
     num_microbatches: int
-    max_in_flight: int
-    device: torch.device
-    codecs: Codecs = PLAIN
+    max_in_flight: int  # microbatches under way at once
+    device: torch.device  # of the trainer's tensors
+    codecs: Codecs = PLAIN  # by which tensors travel
 
 
 class Pipeline:
-    """Runs calls of the pipelined module through the swarm.
-
-    Args:
-        blocks: The blocks as the user sees them; their `training` flags count.
-        link: Network and routers.
-        runtime: The way to the swarm's loop.
-        config: See there.
-    """
+    """Runs calls of the pipelined module through the swarm."""
 
     def __init__(
         self, blocks: Sequence[nn.Module], link: PipelineContext, runtime: Runtime, config: PipelineConfig
     ) -> None:
-        self.blocks = blocks
+        self.blocks = blocks  # as the user sees them; their `training` flags count
         self.link = link
         self.runtime = runtime
         self.config = config
         self.generation = 0  # of the run
         self.version = 0  # of the weights that calls outside a batch use
-        self.lent = 0  # of what calls outside a batch mean by it; 0: the weights of the step
+        self.lent = 0  # the number of lent weights that calls outside a batch use; 0: they use those of the step
         self.first_trained = 0  # no stage before this one trains
         self.batch: GrantedBatch | None = None
         self.num_microbatches = 0
         self._evaluations = itertools.count()
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
-        """As the module's own forward: the same arguments, the same output, and gradients if autograd is on."""
+        """Compute what the module's own forward would, with gradients if autograd is on."""
         self._check_extras(extras)
-        structure, tensors = serialization.flatten(args)
+        arguments = CallArguments.of(args, extras)
+        tensors = list(arguments.tensors)
         grad = torch.is_grad_enabled() and self.batch is not None
         mode = capture(
             self.config.device.type,
@@ -163,10 +149,7 @@ class Pipeline:
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
         with torch.inference_mode(False), torch.no_grad():
-            # Cloned there: another thread cannot use inference tensors, and the user may overwrite the batch while a
-            # microbatch may still have to be sent again.
-            detached = [tensor.detach() for tensor in tensors]
-            call = _Call(self, serialization.unflatten(structure, detached), _detached(extras), mode)
+            call = _Call(self, _detached(arguments), mode)
         if grad:
             outputs = apply(call, tensors)
         else:
@@ -174,12 +157,12 @@ class Pipeline:
                 outputs, _ = call.forward()
         return serialization.unflatten(call.output_structure, outputs)
 
-    def go_back(self, generation: int, version: int) -> None:
-        """Enter the run's next generation; a batch in hand is given up."""
+    def enter_generation(self, generation: int, version: int) -> None:
+        """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
 
     def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
-        """The key of a microbatch of the current batch, or of an evaluation."""
+        """Name a microbatch of the batch in hand, or of an evaluation."""
         if batch is None:
             return CallKey(
                 generation=self.generation,
@@ -202,14 +185,14 @@ class Pipeline:
         )
 
     def next_call(self, batch: GrantedBatch | None) -> int:
-        """Numbers the calls of a batch, and those outside of batches."""
+        """Number one more call of a batch, or outside of batches."""
         if batch is None:
             return next(self._evaluations)
         batch.num_calls += 1
         return batch.num_calls - 1
 
     def microbatch_size(self, rows: int) -> int:
-        """Rows of a microbatch for a batch of `rows`."""
+        """Return the rows of a microbatch for a batch of `rows`."""
         return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
 
     def _check_extras(self, extras: dict[str, Any]) -> None:
@@ -232,23 +215,25 @@ class Pipeline:
 
 
 class _Call:
-    """One call: its microbatches, forward and backward."""
+    """One call of the pipelined module: its microbatches, forward and backward."""
 
-    def __init__(self, pipeline: Pipeline, args: tuple[Any, ...], extras: dict[str, Any], mode: ComputeMode) -> None:
+    def __init__(self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode) -> None:
         self._pipeline = pipeline
         self._batch = pipeline.batch if mode.grad else None
         config = pipeline.config
-        rows = num_rows(args, extras, config.shared)
-        parts = split(args, extras, size=pipeline.microbatch_size(rows), shared=config.shared)
+        rows = num_rows(arguments, config.shared)
+        parts = split(arguments, rows=rows, size=pipeline.microbatch_size(rows), shared=config.shared)
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
-        self._passages = [
+        self._microbatch_runs = [
             MicrobatchRun(
                 pipeline.link,
                 Microbatch(
                     key=pipeline.key(self._batch, number, index),
                     num_rows=part.num_rows,
-                    inputs=_to_send(part.args, config.codecs.activations, copy=True),
+                    inputs=serialization.unflatten(
+                        arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
+                    ),
                     extras=[stage.taken(part.kwargs) for stage in config.stages],
                     mode=mode,
                     weight=self._batch.grant.weight if self._batch else 0.0,
@@ -263,16 +248,16 @@ class _Call:
             self._batch.num_microbatches += len(parts)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `autograd.Call`."""
-        works = [passage.forward() for passage in self._passages]
-        results = self._run(works, self._passages[0].microbatch.inputs, *self._begun())
+        """See `Call`."""
+        works = [run.forward() for run in self._microbatch_runs]
+        results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
         config = self._pipeline.config
         outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
-        self.output_structure, flat = serialization.flatten(concat(outputs, self._sizes))
-        return flat, results[0][1]
+        self.output_structure, tensors = concat(outputs, self._sizes)
+        return tensors, results[0][1]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """See `autograd.Call`."""
+        """See `Call`."""
         batch = self._batch
         assert batch is not None
         if batch is not self._pipeline.batch:
@@ -283,70 +268,79 @@ class _Call:
         batch.backward_begun = True
         config = self._pipeline.config
         codec = config.codecs.gradients
-        parts = [_to_send(list(part), codec, copy=False) for part in split_gradients(gradients, self._sizes)]
-        first = self._passages[0].microbatch
+        parts = [_to_send(part, codec, copy=False) for part in split_gradients(gradients, self._sizes)]
+        first = self._microbatch_runs[0].microbatch
         no_gradients = [None] * len(serialization.leaves(first.inputs))
         works = [
-            passage.backward(part, sent=partial(self._sent, batch, passage.microbatch.key.receipt))
-            for passage, part in zip(self._passages, parts, strict=True)
+            run.backward(part, sent=partial(self._sent, batch, run.microbatch.key.receipt))
+            for run, part in zip(self._microbatch_runs, parts, strict=True)
         ]
         try:
             found = self._run(works, parts[0])
         except LeaseRevoked:
             if batch.confirm is None:
                 raise
-            # While nothing was heard from here the servers may have come to its end, and to the step's.
+            # While this trainer was silent, the servers may have completed the batch, and the step.
             self._pipeline.runtime.run(batch.confirm())
             return no_gradients  # there is nothing around the pipeline that wants one
-        batch.completed += [passage.microbatch.key.receipt for passage in self._passages]
+        batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
         if not first.mode.input_grad:
             return no_gradients
-        return concat_gradients([decoded(one, codec, config.device) for one in found], self._sizes)
+        return concat_gradients([decoded(part, codec, config.device) for part in found], self._sizes)
 
     async def _sent(self, batch: GrantedBatch, receipt: Receipt) -> None:
         batch.sent.append(receipt)
         if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
             await batch.arm(batch.sent)
 
-    def _begun(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """What is to be said as the batch begins, beside its microbatches: nothing waits for that alone."""
+    def _begin(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield the call that tells of the batch's begin: it is made beside the microbatches, not before them."""
         if self._batch is not None and self._batch.begin is not None:
             begin, self._batch.begin = self._batch.begin, None
             yield begin()
 
     def _run(self, works: list[Any], first: serialization.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
-        """Results of all microbatches; `first` is what the first one sends of the hidden state, or of its gradient."""
+        """Run all microbatches, of which the first one sends `first`: a hidden state, or its gradient."""
         through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
-        all_of_it: list[Coroutine[Any, Any, Any]] = [through, *also]
-        return list(self._pipeline.runtime.run(gather(all_of_it))[0])
+        coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
+        return list(self._pipeline.runtime.run(gather(coroutines))[0])
 
 
 def turns_apart(sent: serialization.Tree) -> int:
-    """Turns of the loop from the begin of one microbatch, which sends these tensors, to that of the next one."""
+    """Return the turns of the loop between the begins of two microbatches that send such tensors."""
     return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
 
 
-def _detached(extras: dict[str, Any]) -> dict[str, Any]:
-    structure, tensors = serialization.flatten(extras)
-    if any(tensor.requires_grad for tensor in tensors):
+def _detached(arguments: CallArguments) -> CallArguments:
+    """Detach a call's tensors from autograd; those of keyword arguments are also copied to where they are sent from.
+
+    Made outside of inference mode: another thread cannot use inference tensors.
+    """
+    if any(tensor.requires_grad for _, tensors in arguments.keywords.values() for tensor in tensors):
         raise ConfigError(
             "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
             "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
         )
-    return dict(serialization.unflatten(structure, [_copied(tensor) for tensor in tensors]))
+    keywords = {
+        name: (structure, [_copied(tensor) for tensor in tensors])
+        for name, (structure, tensors) in arguments.keywords.items()
+    }
+    return replace(arguments, tensors=[tensor.detach() for tensor in arguments.tensors], keywords=keywords)
 
 
-def _to_send(tree: serialization.Tree, codec: Codec | None, *, copy: bool) -> serialization.Tree:
-    """Encoded where the tensors are, then where they can be sent from again and again."""
+def _to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
+    """Encode tensors where they are, and bring them to where they can be sent from again and again.
+
+    With `copy`, because the user may overwrite the batch while a microbatch may still have to be sent again.
+    """
 
     def on_cpu(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
         if isinstance(leaf, serialization.Encoded):
             return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
         return _copied(leaf) if copy else leaf.cpu()
 
-    return serialization.transform(encoded(tree, codec), on_cpu)
+    return list(serialization.transform(encoded(list(tensors), codec), on_cpu))
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """In memory of its own, where it can be sent from."""
     return tensor.detach().to("cpu", copy=True)

@@ -1,16 +1,17 @@
-"""Which peer of a stage gets the next microbatch: the one where it would be through first. Pure.
+"""Chooses which peer of a stage gets the next microbatch: the one that would finish it first. Pure.
 
-That is told by what this trainer itself has under way there (the sum of the times that its microbatches are expected
-to take still), by how many of other trainers' wait there as a rule, and by the new one's own time. So who is slow gets
-what it can chew before the step ends. When a forward is done the expectation follows that, and its part leaves the
-account; the rest does with the backward. Whoever got nothing for long is tried again, for it may have become faster.
+That time follows from what this trainer itself has under way at a peer (the sum of the times that its microbatches are
+still expected to take), from how many microbatches of other trainers usually wait there, and from the new one's own
+time. So a slow peer gets what it can compute before the step ends. When a forward is done, the expectation follows its
+time, and its part leaves the account; the rest leaves with the backward. A peer that got nothing for long is tried
+again, for it may have become faster.
 
-Nothing is known of newcomers: each gets a microbatch before all others, and no more until its forward has told. Where
-nothing is known of anybody all get a few at a time, until it shows who is fast.
+Nothing is known of newcomers: each gets a microbatch before all others, and no more until its forward shows its speed.
+Where nothing is known of any peer, all get a few at a time, until it shows which are fast.
 
-A peer that failed is banned for a while, longer each time until it finishes something; nobody is banned where all are.
-Peers are kept in order, so that none of this walks over all of them: a stage may have thousands, and each microbatch
-asks.
+A peer that failed is banned for a while, longer each time until it finishes something; bans are ignored where all peers
+are banned. Peers are kept in order, so that nothing here walks over all of them for a microbatch: a stage may have
+thousands.
 
 SWARM (arXiv:2301.11913, appendix C) takes the peer with the least assigned time of all the run, which is fair over many
 steps; but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other ways.
@@ -32,12 +33,12 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 
 SMOOTHING: Final = 0.2
-"""Weight of a new measurement in the moving averages of a peer's rate and of who waits there."""
+"""Weight of a new measurement in the moving averages of a peer's rate and of how many microbatches wait there."""
 
 
 @dataclass
 class PeerLoad:
-    """What a router knows of one peer of one stage. The router alone changes it."""
+    """The account of one peer of one stage. Only the router changes it."""
 
     left_s: float = 0.0  # of what this trainer has under way there
     num_under_way: int = 0
@@ -49,40 +50,30 @@ class PeerLoad:
     banned_until_s: float | None = None
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # in samples/s, as measured
     waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
-    place: float = 0.0  # in its order
+    place: float = 0.0  # in its heap
     again_s: float = 0.0  # when it is tried again if it gets nothing: see `StageRouter`
 
     @property
     def samples_per_s(self) -> float | None:
-        """None before the first measurement."""
+        """The measured rate; None before the first measurement."""
         return self.rate.value
 
 
 @dataclass(eq=False, slots=True)
 class PeerCharge:
-    """A microbatch on a peer's account. The router alone changes it.
-
-    Args:
-        peer: Which one.
-        num_samples: Of the microbatch.
-        expected_s: What it takes there: forward and backward.
-        roster: Number of the roster on whose accounts it is.
-        left_s: What of it is on the account still; None: it is there no more.
-        forward_s: What its forward took, once that is known.
-        is_forward: Its forward is under way.
-    """
+    """A microbatch on a peer's account. Only the router changes it."""
 
     peer: PeerId
     num_samples: int
-    expected_s: float
-    roster: int = 0
-    left_s: float | None = None
-    forward_s: float | None = None
-    is_forward: bool = False
+    expected_s: float  # for its forward and backward there
+    roster: int = 0  # the number of the roster on whose accounts it is
+    left_s: float | None = None  # the part of `expected_s` that is still on the account; None: it was taken off
+    forward_s: float | None = None  # what its forward took, once that is known
+    is_forward: bool = False  # its forward is under way
 
 
 class PeerHeap:
-    """Places and whose they are, the smallest first. Several may have the same place."""
+    """Peers by their places, the smallest first. Several may have the same place."""
 
     def __init__(self) -> None:
         self._places: list[tuple[float, PeerId]] = []
@@ -92,23 +83,23 @@ class PeerHeap:
 
     @property
     def first(self) -> tuple[float, PeerId] | None:
-        """The smallest place, and who has it; None: nobody is in the order."""
+        """The smallest place and its peer; None if there is no peer."""
         return self._places[0] if self._places else None
 
     def sort(self, places: Iterable[tuple[float, PeerId]]) -> None:
-        """Begin anew with these."""
+        """Replace all places."""
         self._places = sorted(places)
 
     def put(self, place: float, peer: PeerId) -> None:
-        """Give a peer that is not in it a place."""
+        """Add a peer that has no place."""
         insort(self._places, (place, peer))
 
     def remove(self, place: float, peer: PeerId) -> None:
-        """Take a peer out. It has that place."""
+        """Remove a peer, which has that place."""
         del self._places[bisect_left(self._places, (place, peer))]
 
     def draw(self, rng: random.Random, avoid: frozenset[PeerId]) -> PeerId | None:
-        """One of those with the smallest place, by chance, of those that need not be avoided; None: all must be."""
+        """Draw one of the peers with the smallest place among those not to avoid; None if all are to be avoided."""
         smallest = next((place for place, peer in self._places if peer not in avoid), None)
         if smallest is None:
             return None
@@ -126,27 +117,27 @@ LATE_FACTOR = 8.0
 """A peer is late when it takes so many times as long as measured."""
 
 SHORTEST_DEADLINE_S = 30.0
-"""Nobody is late earlier: what is compiled or loaded for the first time takes its time."""
+"""No peer is late earlier: a peer may have to compile or load something first."""
 
 FIRST_FORWARDS: Final = 2
-"""What each peer gets at a time where nothing is known of anybody: one to work on, and one that waits."""
+"""Microbatches that each peer gets at a time while no peer was measured: one to compute, and one that waits."""
 
 FIRST_MEASURED: Final = 2
-"""So many microbatches each peer gets, one in a step at least: the first one may have taken long for a reason that is
-gone (something was compiled, or read from disk)."""
+"""Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
+that is gone (something was compiled, or read from disk)."""
 
 TRIED_AGAIN: Final = 32.0
-"""Who got nothing is tried again after so many times what a microbatch takes there: that costs 3 % at most."""
+"""A peer that got nothing is tried again after so many times what a microbatch takes there: it costs 3 % at most."""
 
 _KNOWN_AFTER: Final = 2 * FIRST_FORWARDS
-"""Who has done no forward when another peer has done so many is slow."""
+"""A peer that has done no forward when another one has done so many is slow."""
 
 _MOST_WAITING: Final = 1024
-"""More is not believed: a neighbour may have said it."""
+"""A longer queue is not believed: another peer may have reported it."""
 
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9
-"""What is said to take less or more is no time."""
+"""A reported time beyond these bounds is ignored."""
 
 _FORWARD_SHARE: Final = 1 / 3
 """Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward."""
@@ -155,33 +146,31 @@ _LEAST_SHARE: Final = 0.05
 
 
 class StageRouter:
-    """The peers of one stage and their accounts.
-
-    Args:
-        rng: Breaks ties, so that pipelines are wired at random.
-    """
+    """Routes microbatches to the peers of one stage, and keeps their accounts; `rng` breaks ties."""
 
     def __init__(self, rng: random.Random) -> None:
         self.peers: dict[PeerId, PeerLoad] = {}
         self._rng = rng
         self._roster = 0
-        # Each peer is in one of three orders.
+        # Each peer is in one of three heaps.
         self._measured = PeerHeap()  # by when a microbatch would be through
         self._unmeasured = PeerHeap()  # by their forwards under way
         self._banned = PeerHeap()  # by what they have to do
-        self._again = PeerHeap()  # those measured, by when they are tried again
+        self._retries = PeerHeap()  # measured peers, by when they are tried again
         self._given_s = 0.0  # to each peer on average: a clock that stands still while nothing is trained
-        self._ends: list[tuple[float, PeerId]] = []  # a heap of when bans end; those of who was forgiven count no more
-        self._num_samples = 0  # of the microbatches for which `_measured` is in order
-        self._asked = 0  # of the one that was routed last
-        self._is_known = False  # who is slow
-        # Of all who were measured. Exact: a sum of floats would keep what rounding has left of a large rate.
+        self._ban_ends: list[
+            tuple[float, PeerId]
+        ] = []  # a heap of when bans end; a lifted ban is still in it, and ignored
+        self._num_samples = 0  # of the microbatches that `_measured` is sorted for
+        self._newest_num_samples = 0  # of the microbatch that was routed last
+        self._is_known = False  # which peers are slow
+        # Of all measured peers. Exact: a sum of floats would keep what rounding has left of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0
         self._forward_share = MovingAverage(SMOOTHING)  # of a microbatch's time
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """The stage's roster as a step begins: nothing is under way. Walks over all peers."""
+        """Set the stage's roster as a step begins, with nothing under way. It walks over all peers."""
         before = self.peers
         self.peers = {peer: before.get(peer) or PeerLoad() for peer in peers}
         for peer in before.keys() - self.peers.keys():
@@ -194,20 +183,16 @@ class StageRouter:
     # ------------------------------------------------------------------ choosing
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
-        """Take the peer where a microbatch would be through first, and charge it.
+        """Charge a microbatch to the peer that would finish it first.
 
-        Args:
-            num_samples: Of the microbatch.
-            now_s: On the caller's clock.
-            avoid: Peers that were just found busy, or that cannot reach another of the route; ignored when there is
-                no other.
+        Peers to avoid, which are busy or cannot reach another peer of the route, are taken only if there is no other.
         """
         self._readmit(now_s)
         # For a batch's last microbatch, which may be smaller, the order is as good.
-        if num_samples != self._num_samples and self._asked in (0, num_samples):
+        if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):
             self._num_samples = num_samples
             self._sort()
-        self._asked = num_samples
+        self._newest_num_samples = num_samples
         for avoided in (avoid, frozenset[PeerId]()):
             peer = self._first(avoided)
             if peer is not None:
@@ -216,12 +201,12 @@ class StageRouter:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody should get more until it shows who is slow. Then some forward is under way."""
+        """True if all have enough until it shows which peers are slow. Then some forward is under way."""
         first = self._unmeasured.first
         return not self._is_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
 
     def charge(self, peer: PeerId, num_samples: int) -> PeerCharge:
-        """Charge a peer that was chosen by others; one that left has no account."""
+        """Charge a microbatch to a given peer; one that left has no account."""
         if peer not in self.peers:
             return PeerCharge(peer, num_samples, 0.0)
         with self._changing(peer) as load:
@@ -235,7 +220,7 @@ class StageRouter:
         return PeerCharge(peer, num_samples, expected_s, self._roster, left_s=expected_s, is_forward=True)
 
     def _first(self, avoid: frozenset[PeerId]) -> PeerId | None:
-        again = self._again.first
+        again = self._retries.first
         if again is not None and again[0] <= self._given_s and again[1] not in avoid:
             return again[1]
         unmeasured = self._unmeasured.draw(self._rng, avoid)
@@ -246,14 +231,14 @@ class StageRouter:
     # ------------------------------------------------------------------ what becomes of a charge
 
     def refund(self, charge: PeerCharge) -> None:
-        """The peer was busy: as if it had not been chosen."""
+        """Take back a choice: the peer was busy."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None:
             load.num_microbatches -= 1
         self.release(charge)
 
     def release(self, charge: PeerCharge) -> None:
-        """The microbatch is on its peer's account no more, whatever became of it. Twice is once."""
+        """Take a microbatch off its peer's account, whatever became of it. A second call does nothing."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None and charge.roster == self._roster:
             with self._changing(charge.peer):
@@ -264,11 +249,9 @@ class StageRouter:
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
-        """A forward is done, whose backward may come long after: expect of that as much as it takes in proportion.
+        """Note that a forward is done and took `busy_s`, if that is known.
 
-        Args:
-            charge: For the microbatch.
-            busy_s: What it took; None: nobody knows.
+        The backward, which may come long after, is expected to take as much in proportion.
         """
         load = self.peers.get(charge.peer)
         if load is None:
@@ -291,10 +274,10 @@ class StageRouter:
                 load.left_s += charge.left_s - before_s
 
     def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
-        """The microbatch is done: it leaves the account, and the peer's rate follows."""
+        """Take a finished microbatch off its account, and update the peer's rate."""
         load = self.peers.get(charge.peer)
         self.release(charge)
-        # The time is the peer's own word: what is no time must not reach the rates.
+        # The peer itself reports the time: nonsense must not reach the rates.
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
         with self._changing(charge.peer):
@@ -319,30 +302,30 @@ class StageRouter:
     # ------------------------------------------------------------------ bans
 
     def ban(self, peer: PeerId, *, now_s: float) -> bool:
-        """Avoid a peer that failed. False: it is banned already, perhaps for the same failure, or has left."""
+        """Avoid a peer that failed; False if it has left, or is banned already, perhaps for the same failure."""
         if peer not in self.peers or self.is_banned(peer, now_s=now_s):
             return False
         with self._changing(peer) as load:
             load.num_failures += 1
             load.banned_until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
-            heappush(self._ends, (load.banned_until_s, peer))
+            heappush(self._ban_ends, (load.banned_until_s, peer))
         return True
 
     def is_banned(self, peer: PeerId, *, now_s: float) -> bool:
-        """Whether a peer's ban lasts still."""
+        """Return True while a peer is banned."""
         load = self.peers.get(peer)
         return load is not None and load.banned_until_s is not None and now_s < load.banned_until_s
 
     def others(self, peer: PeerId, *, now_s: float) -> bool:
-        """Whether another peer of the stage may be chosen in place of `peer`."""
+        """Return True if another peer of the stage may be chosen in place of `peer`."""
         self._readmit(now_s)
         is_free = peer in self.peers and self.peers[peer].banned_until_s is None
         return len(self._measured) + len(self._unmeasured) > is_free
 
     def _readmit(self, now_s: float) -> None:
-        """Whose ban is over is tried next, and not flooded."""
-        while self._ends and self._ends[0][0] <= now_s:
-            until_s, peer = heappop(self._ends)
+        """Lift the bans that are over: such a peer is tried next, and not flooded."""
+        while self._ban_ends and self._ban_ends[0][0] <= now_s:
+            until_s, peer = heappop(self._ban_ends)
             load = self.peers.get(peer)
             if load is not None and load.banned_until_s == until_s:
                 with self._changing(peer):
@@ -352,26 +335,26 @@ class StageRouter:
 
     @contextmanager
     def _changing(self, peer: PeerId) -> Iterator[PeerLoad]:
-        """While what is known of a peer changes it is in no order; then it has its place by that."""
+        """Take a peer out of its heap while its account changes, and put it where it belongs then."""
         load = self.peers[peer]
         order = self._order(load)
         order.remove(load.place, peer)
         if order is self._measured:
-            self._again.remove(_again_s(load), peer)
+            self._retries.remove(_retry_s(load), peer)
         yield load
         order, load.place = self._order(load), self._place(load)
         order.put(load.place, peer)
         if order is self._measured:
-            self._again.put(_again_s(load), peer)
+            self._retries.put(_retry_s(load), peer)
 
     def _sort(self) -> None:
-        """Put all in order."""
+        """Sort all heaps anew."""
         for load in self.peers.values():
             load.place = self._place(load)
         for order in (self._measured, self._unmeasured, self._banned):
             order.sort((load.place, peer) for peer, load in self.peers.items() if self._order(load) is order)
-        self._again.sort(
-            (_again_s(load), peer) for peer, load in self.peers.items() if self._order(load) is self._measured
+        self._retries.sort(
+            (_retry_s(load), peer) for peer, load in self.peers.items() if self._order(load) is self._measured
         )
 
     def _place(self, load: PeerLoad) -> float:
@@ -392,23 +375,20 @@ class StageRouter:
             self._num_measured += sign
 
     def _mean_rate(self) -> float:
-        """In samples/s: an unmeasured peer is taken for an average one."""
+        """Return the mean rate in samples/s: an unmeasured peer is taken for an average one."""
         return float(self._sum_of_rates / self._num_measured) if self._num_measured else 1.0
 
 
-def _again_s(load: PeerLoad) -> float:
-    """When a measured peer is tried although others would be through before it, on the router's clock."""
+def _retry_s(load: PeerLoad) -> float:
+    """Return when a measured peer is tried even if others would finish first, on the router's clock."""
     if load.num_done >= FIRST_MEASURED:
         return load.again_s
     return math.inf if load.num_under_way else -math.inf
 
 
 def deadline_s(expected_s: float, num_ahead: int, *, longest_s: float) -> float:
-    """How long to wait for a microbatch before its peer counts as late.
+    """Return how long to wait for a microbatch before its peer counts as late, `longest_s` at most.
 
-    Args:
-        expected_s: What it takes by what was measured.
-        num_ahead: Others that may come before it.
-        longest_s: Never longer.
+    By what was measured it takes `expected_s`, and `num_ahead` others may come before it.
     """
     return min(max(SHORTEST_DEADLINE_S, LATE_FACTOR * expected_s * (1 + num_ahead)), longest_s)

@@ -1,10 +1,10 @@
-"""The calls of one microbatch: what each peer of its route is told, linked by tickets."""
+"""Calls of one microbatch to the peers of its route, linked by tickets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
@@ -27,13 +27,7 @@ from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD
 
 
 class StageCallFailed(Exception):
-    """A peer of the route did not do its part, or could not be asked.
-
-    Args:
-        stage: Whose peer.
-        peer: Which.
-        error: What it answered, or what became of asking it.
-    """
+    """Says that a peer of the route did not do its part, or could not be called."""
 
     def __init__(self, stage: int, peer: PeerId, error: PeerError) -> None:
         super().__init__(f"stage {stage} on {peer}: {error}")
@@ -44,91 +38,80 @@ class StageCallFailed(Exception):
 
 @dataclass(frozen=True)
 class _InputSource:
-    """Where a peer was told to get its input, or its gradient, from."""
+    """The peers that a call gets its input, or its gradient, from."""
 
     peer: PeerId
     source: PeerId | None
-    recompute: PeerId | None = None
+    recompute: PeerId | None = None  # where to get the forward's input from
 
     def agrees(self, now: _InputSource) -> bool:
-        """Whether who was told this gets what `now` says, if it is done or under way."""
+        """Return True if a call that was sent with this source will do what `now` asks for."""
         return self.source == now.source and self.recompute in (None, now.recompute)
 
 
+@dataclass
 class StageCalls:
-    """Sends the calls of one microbatch. What is sent twice to a peer is done once, there.
+    """Sends the calls of one microbatch. A peer that gets the same call twice does it once."""
 
-    Args:
-        link: Network and routers.
-        microbatch: What is computed.
-        holders: Of a microbatch that is replayed: who adds its gradients, by stage; the others add nothing.
-
-    Attributes:
-        route: Who computes each stage.
-        gradients: For each of the output's tensors its gradient or None, as they travel, when they are known.
-    """
-
-    def __init__(
-        self, link: PipelineContext, microbatch: Microbatch, holders: Mapping[int, PeerId] | None = None
-    ) -> None:
-        self._link = link
-        self._microbatch = microbatch
-        self._holders = holders
-        self._told: dict[tuple[int, Direction], _InputSource] = {}
-        self.route: list[PeerCharge] = []
-        self.gradients: serialization.Tree = []
+    link: PipelineContext
+    microbatch: Microbatch
+    # Of a microbatch that is replayed: by stage, the peers that add its gradients; others add nothing.
+    holders: Mapping[int, PeerId] | None = None
+    route: list[PeerCharge] = field(default_factory=list)  # the peers that compute each stage
+    gradients: serialization.Tree = field(default_factory=list)  # as they travel: for each output tensor one or None
+    _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
-        """Of the run."""
-        return self._microbatch.key.step
+        """The run's step that the microbatch is of."""
+        return self.microbatch.key.step
 
     @property
     def last_stage(self) -> int:
-        """The last stage."""
-        return len(self._microbatch.extras) - 1
+        """The index of the last stage."""
+        return len(self.microbatch.extras) - 1
 
     @property
     def gradient_end(self) -> int:
-        """The last stage that gets a gradient; behind the last one, if none does."""
-        if self._holders is not None:
-            return min(self._holders)
-        return 0 if self._microbatch.mode.input_grad else self._microbatch.first_trained
+        """The first stage that computes gradients; if none does, a number above the last stage's."""
+        if self.holders is not None:
+            return min(self.holders)
+        return 0 if self.microbatch.mode.input_grad else self.microbatch.first_trained
 
     def accumulates(self, stage: int) -> bool:
-        """Whether the stage's peer shall add the gradient to its sum."""
-        if self._holders is not None:
-            return stage in self._holders
-        return stage >= self._microbatch.first_trained
+        """Return True if the stage's peer is to add the gradient to its sum."""
+        if self.holders is not None:
+            return stage in self.holders
+        return stage >= self.microbatch.first_trained
 
     def peer(self, stage: int) -> PeerId:
-        """Who computes a stage."""
+        """Return the peer that computes a stage."""
         return self.route[stage].peer
 
     def reroute(self, stage: int, avoid: frozenset[PeerId]) -> None:
-        """Choose another peer for a stage. What the one before it was charged with it will not do."""
-        router = self._link.routers[stage]
+        """Choose another peer for a stage, and take the microbatch off the account of the one before."""
+        router = self.link.routers[stage]
         router.release(self.route[stage])
-        self.route[stage] = router.choose(self._microbatch.num_rows, now_s=now_s(), avoid=avoid)
+        self.route[stage] = router.choose(self.microbatch.num_rows, now_s=now_s(), avoid=avoid)
 
     def release(self) -> None:
-        """The microbatch is done, or given up: nobody is to do any more of it."""
-        for router, charge in zip(self._link.routers, self.route, strict=False):
+        """Take the microbatch, which is done or given up, off its peers' accounts."""
+        for router, charge in zip(self.link.routers, self.route, strict=False):
             router.release(charge)
 
-    def untold(self, end: int) -> list[int]:
-        """The stages before `gradient_end` whose peers, as the route has it now, were never told to go forward."""
-        told = {stage: told.peer for (stage, direction), told in self._told.items() if direction == "forward"}
-        return [stage for stage in range(end) if told.get(stage) != self.peer(stage)]
+    def unsent(self, end: int) -> list[int]:
+        """Return the stages before `end` whose peers on the present route were never sent the forward."""
+        sent = {stage: source.peer for (stage, direction), source in self._sent.items() if direction == "forward"}
+        return [stage for stage in range(end) if sent.get(stage) != self.peer(stage)]
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ sending
 
     async def send_forward(self, stage: int) -> bool:
-        """Tell a peer to compute its stage. False: it is busy, and will not."""
-        told = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
-        await self._untell(stage, "forward", told)
-        microbatch = self._microbatch
-        structure, tensors = serialization.flatten(self._brought(stage))
+        """Have a peer compute its stage; False if it is busy, and will not."""
+        now = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
+        await self._cancel_other(stage, "forward", now)
+        microbatch = self.microbatch
+        structure, tensors = serialization.flatten(self._own_input(stage))
         request = ForwardRequest(
             key=microbatch.key,
             stage_index=stage,
@@ -137,27 +120,22 @@ class StageCalls:
             structure=structure,
             keep=stage >= self.gradient_end,
         )
-        self._told[stage, "forward"] = told  # before it is sure: a call that breaks off may have come there
+        self._sent[stage, "forward"] = now  # before it is sure: a call that breaks off may have arrived
         with self._blaming(stage):
             try:
-                await self._link.send(told.peer, FORWARD, request, tensors)
+                await self.link.send(now.peer, FORWARD, request, tensors)
             except Busy:
-                del self._told[stage, "forward"]
+                del self._sent[stage, "forward"]
                 return False
         return True
 
     async def send_backward(self, stage: int, *, recompute: bool = False) -> None:
-        """Tell a peer to compute its stage's gradients.
-
-        Args:
-            stage: Which.
-            recompute: Say how to do the forward again, for a peer that kept nothing of it.
-        """
+        """Have a peer compute its stage's gradients; with `recompute`, also the forward if it kept nothing of it."""
         source = self.peer(stage + 1) if stage < self.last_stage else None
-        told = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
-        await self._untell(stage, "backward", told)
-        microbatch = self._microbatch
-        again = self._brought(stage) if recompute else None
+        now = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
+        await self._cancel_other(stage, "backward", now)
+        microbatch = self.microbatch
+        again = self._own_input(stage) if recompute else None
         structure, tensors = serialization.flatten((None if source else self.gradients, again))
         request = BackwardRequest(
             key=microbatch.key,
@@ -169,47 +147,50 @@ class StageCalls:
             structure=structure,
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
-        self._told[stage, "backward"] = told
+        self._sent[stage, "backward"] = now
         with self._blaming(stage):
-            await self._link.send(told.peer, BACKWARD, request, tensors)
+            await self.link.send(now.peer, BACKWARD, request, tensors)
 
-    def _brought(self, stage: int) -> serialization.Tree:
-        """What a stage gets of the trainer itself."""
-        return (None if stage else self._microbatch.inputs, self._microbatch.extras[stage])
+    def _own_input(self, stage: int) -> serialization.Tree:
+        """Return what the trainer itself sends to a stage."""
+        return (None if stage else self.microbatch.inputs, self.microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
-        """Tell a peer to leave a call undone. True: too late, the gradient is in its sum."""
-        request = CancelRequest(key=self._microbatch.key, stage_index=stage, direction=direction)
-        self._told.pop((stage, direction), None)
+        """Have a peer leave a call undone; True if it is too late, and the gradient is in its sum."""
+        request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
+        self._sent.pop((stage, direction), None)
         with self._blaming(stage):
-            return decode(await self._link.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
+            return decode(await self.link.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
 
-    async def _untell(self, stage: int, direction: Direction, now: _InputSource) -> None:
-        """Who waits at a peer that left the route would take a second call for a repetition of the first."""
-        told = self._told.get((stage, direction))
-        if told is not None and told.peer == now.peer and not told.agrees(now):
+    async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
+        """Cancel a call whose input comes from elsewhere by now.
+
+        Its peer waits at one that left the route, and would take the second call for a repetition of the first.
+        """
+        sent = self._sent.get((stage, direction))
+        if sent is not None and sent.peer == now.peer and not sent.agrees(now):
             await self.cancel(stage, direction)
 
     # ------------------------------------------------------------------ waiting
 
     async def wait(self, stage: int, direction: Direction, *, timeout: float | None = None) -> CallReport:
-        """Wait for a call's end, `timeout` seconds at most, or as long as the stage's peer may take."""
+        """Wait for a call's report, `timeout` seconds at most, or as long as the stage's peer may take."""
         if timeout is None:
-            only = self._holders is not None and stage in self._holders
-            timeout = self._link.timeout if only else self._link.patience_s(stage, self.route[stage])
+            is_only_one = self.holders is not None and stage in self.holders
+            timeout = self.link.timeout if is_only_one else self.link.patience_s(stage, self.route[stage])
         with self._blaming(stage):
-            return decode(await self._link.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
+            return decode(await self.link.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[Message, CallReport]:
-        """The tensors of a call, when they exist, and its report. All stages before it may take their time."""
+        """Wait for a call's tensors and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
-        timeout = min(sum(self._link.patience_s(one, self.route[one]) for one in stages), self._link.timeout)
+        timeout = min(sum(self.link.patience_s(stage, self.route[stage]) for stage in stages), self.link.timeout)
         with self._blaming(stage):
-            message, report = await self._link.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
+            message, report = await self.link.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
             return message, decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
-        return Ticket(peer_id=self.peer(stage), name=self._microbatch.key.name(stage, direction))
+        return Ticket(peer_id=self.peer(stage), name=self.microbatch.key.name(stage, direction))
 
     @contextmanager
     def _blaming(self, stage: int) -> Iterator[None]:

@@ -19,8 +19,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_swarm.client.generation import DecidedRecord, Metrics
 from lightning_swarm.client.session import RunNews
-from lightning_swarm.client.step_client import DecidedRecord, Metrics
 from lightning_swarm.protocol import plain_values
 from lightning_swarm.protocol.messages.batches import NEEDED, LoggedValue, MetricState, TravellingLoop
 from lightning_swarm.protocol.messages.batches import Metrics as SentMetrics

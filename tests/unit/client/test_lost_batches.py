@@ -48,10 +48,10 @@ def test_a_record_that_does_not_count_it(make_swarm: MakeSwarm) -> None:
 
     trial.swarm.run(go())
     trial.plan.check()
-    assert other.lost == [grant.lease]
-    assert trial.swarm.steps.lost == []
+    assert other.generation.lost == [grant.lease]
+    assert trial.swarm.steps.generation.lost == []
     trial.swarm.run(other.grant(2))
-    assert other.lost == [grant.lease], "each is told once"
+    assert other.generation.lost == [grant.lease], "each is told once"
 
 
 def test_a_step_that_takes_batches_again(make_swarm: MakeSwarm) -> None:
@@ -64,8 +64,8 @@ def test_a_step_that_takes_batches_again(make_swarm: MakeSwarm) -> None:
 
     trial.swarm.run(go())
     trial.plan.check()
-    assert other.lost == [grant.lease]
-    assert trial.swarm.steps.lost == []
+    assert other.generation.lost == [grant.lease]
+    assert trial.swarm.steps.generation.lost == []
     again = trial.swarm.run(other.grant(2))
     assert (again.step, again.first) == (0, 4)
 
@@ -86,7 +86,7 @@ def test_records_that_were_passed_over(make_swarm: MakeSwarm, is_lost: bool) -> 
     trial.swarm.run(trial.swarm.record(0))
     trial.train(1)
     assert trial.swarm.run(other.grant(2)).step == 2
-    assert other.lost == ([grant.lease] if is_lost else [])
+    assert other.generation.lost == ([grant.lease] if is_lost else [])
 
 
 @pytest.mark.parametrize("target_batch_size", [None, 2])
@@ -101,7 +101,7 @@ def test_no_step_is_made_of_nothing(make_swarm: MakeSwarm, target_batch_size: in
     swarm.run(swarm.steps.done(grant.lease, [key().receipt], close=asks))
     assert swarm.run(swarm.steps.record(0)) is None
     trial.plan.check()
-    assert swarm.steps.lost == [grant.lease]
+    assert swarm.steps.generation.lost == [grant.lease]
 
     again = swarm.run(swarm.steps.grant(2))
     swarm.run(trial.trainer.through(key(again.first), rows(7), weight=again.weight))
@@ -150,7 +150,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
 
     grant = swarm.run(go())
     assert grant.first not in batches_of(trial.records[1])
-    assert other.lost == [grant.lease]
+    assert other.generation.lost == [grant.lease]
     trial.check()
 
 

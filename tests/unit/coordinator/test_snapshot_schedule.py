@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from lightning_swarm.client import model_state
+from lightning_swarm.client.generation import TrainerGeneration
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
@@ -42,7 +43,7 @@ def go_back(swarm: Swarm, step: int = 0) -> None:
 
     async def go() -> None:
         await discovery.restart(swarm.trainer, swarm.steps.run, asked, timeout=30.0)
-        swarm.steps.go_back(asked)
+        swarm.steps.enter_generation(asked)
         await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
 
     swarm.run(go())
@@ -194,7 +195,7 @@ def test_a_step_that_closes_is_given_up(make_swarm: MakeSwarm, method: str, monk
         let_go.set()
         with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
             await closing
-        swarm.steps.go_back(asked)
+        swarm.steps.enter_generation(asked)
         await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
 
     swarm.run(go())
@@ -231,6 +232,7 @@ def test_the_old_generation_is_refused_and_changes_nothing(make_swarm: MakeSwarm
     swarm = make_swarm("a", "b")
     go_back(swarm)
     swarm.steps.run.manifest = swarm.manifest  # it has not heard of it
+    swarm.steps.generation = TrainerGeneration(swarm.steps.run)
     before = swarm.state()
     with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
         swarm.run(old_calls(swarm)[name]())
@@ -261,7 +263,7 @@ def test_weights_that_come_as_the_run_goes_back_do_not_count(
 
     async def go() -> None:
         await discovery.restart(swarm.trainer, swarm.steps.run, restarting(swarm), timeout=1.0)
-        swarm.steps.go_back(restarting(swarm))
+        swarm.steps.enter_generation(restarting(swarm))
         monkeypatch.setattr(server._executor, "submit", go_back_now)
         with pytest.raises(ProtocolError, match="run generation is 2, got a call of 1"):
             await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=1.0)

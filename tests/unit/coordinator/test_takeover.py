@@ -410,7 +410,7 @@ def test_no_log_of_other_trainers_is_lost_or_counted_twice(
 
     for number in (1, 2):
         record = swarm.run(step())
-        heard = swarm.steps.heard[-1]
+        heard = swarm.steps.generation.records[-1]
         assert heard.record == record
         assert heard.logs == [logged(77.0)], f"of step {number}"
         assert len(batches_of(record)) == 2
@@ -457,7 +457,7 @@ def test_what_a_batch_added_to_metrics_is_lost_alone(
     record = swarm.run(step())
     assert len(batches_of(record)) == 3
     assert trial.count("takeover") == 1
-    assert [states for states, _ in swarm.steps.heard[-1].metrics] == [measured(1)[0]]
+    assert [states for states, _ in swarm.steps.generation.records[-1].metrics] == [measured(1)[0]]
     first = min(batches_of(record))
     assert f"What the batch at position {first} of step 1 added to metrics is lost." in caplog.messages
     trial.records.append(record)

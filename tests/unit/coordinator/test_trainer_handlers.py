@@ -90,7 +90,9 @@ def test_a_trainer_that_was_busy_elsewhere_jumps_to_the_newest_record(make_swarm
     assert (grant.step, closing, other.version) == (3, True, 3)
     assert other.newest is not None
     assert other.newest.step == 2
-    assert [(one.record.step, one.logs) for one in other.heard] == [(2, [])], "what was logged is for the lead"
+    assert [(one.record.step, one.logs) for one in other.generation.records] == [(2, [])], (
+        "what was logged is for the lead"
+    )
 
 
 def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_and_not_after_a_later_one(
@@ -403,9 +405,9 @@ def test_the_lead_gets_what_the_counted_batches_of_others_logged(make_swarm: Mak
         await waiting
 
     swarm.run(go())
-    (heard,) = swarm.steps.heard
+    (heard,) = swarm.steps.generation.records
     assert heard.logs == [logged((2 * 1.0 + 6 * 4.0) / 8, 8), logged(7.0, 4, name="most", reduce="max")]
-    assert [one.logs for one in other.heard] == [[]]
+    assert [one.logs for one in other.generation.records] == [[]]
 
 
 def test_what_was_logged_counts_once_however_often_the_record_is_asked_for(make_swarm: MakeSwarm) -> None:
@@ -419,7 +421,7 @@ def test_what_was_logged_counts_once_however_often_the_record_is_asked_for(make_
         await swarm.record(0)
 
     swarm.run(go())
-    (heard,) = swarm.steps.heard
+    (heard,) = swarm.steps.generation.records
     assert heard.logs == [logged(3.0)]
     assert len(heard.metrics) == 1
 
@@ -483,15 +485,15 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
         await waiting
 
     swarm.run(go())
-    assert [one.metrics for one in other.heard] == [[]]
-    (heard,) = swarm.steps.heard
+    assert [one.metrics for one in other.generation.records] == [[]]
+    (heard,) = swarm.steps.generation.records
     assert [states for states, _ in heard.metrics] == [of_metric(seed, [seed, 1])[0] for seed in (1, 3)]
     for seed, (_, tensors) in zip((1, 3), heard.metrics, strict=True):
         assert [tensor.tolist() for tensor in tensors] == [rows(seed).tolist()] * (seed + 1)
     swarm.run(batch(swarm, other, 1))
     swarm.run(swarm.steps.close())
     swarm.run(swarm.record(1))
-    assert [len(one.metrics) for one in swarm.steps.heard] == [2, 0], "each step's once"
+    assert [len(one.metrics) for one in swarm.steps.generation.records] == [2, 0], "each step's once"
 
 
 def test_there_is_an_end_to_what_a_step_adds_to_metrics() -> None:

@@ -224,7 +224,7 @@ def test_an_armed_batch_is_completed_without_its_trainer(make_swarm: MakeSwarm, 
         await run.lead(2, 3, 4)
         record = await run.swarm.record(0)
         assert grant.first in batches_of(record)
-        assert [one.value for heard in run.steps.heard for one in heard.logs] == [3.0]
+        assert [one.value for heard in run.steps.generation.records for one in heard.logs] == [3.0]
         if fault == "freeze":
             run.network.thaw(OTHER)
             assert await run.other.done(grant.lease, [run.key_of(grant).receipt]), "it hears that its batch counts"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from lightning_swarm.client.journal import BatchJournal
+from lightning_swarm.client.generation import TrainerGeneration
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.limits import Limits
@@ -53,8 +53,8 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     # As a new session's client would be.
     asking = swarm.steps._coordinator
     swarm.steps.run = asking._run = RunState(manifest)
-    swarm.steps.open = manifest.first_step
-    asking._registered, swarm.steps._journal, swarm.steps.newest = asking._run.term, BatchJournal(), None
+    swarm.steps.generation = TrainerGeneration(swarm.steps.run)
+    asking._registered_term = asking._run.term
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -146,7 +147,8 @@ def test_a_coordinator_that_was_frozen_itself_ends_nothing(make_swarm: MakeSwarm
 def test_a_lead_that_comes_back_too_late_finds_the_run_over(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     lives = live(swarm)
-    swarm.steps._coordinator._alone_s = LEAD_S
+    asking = swarm.steps._coordinator
+    asking._patience = replace(asking._patience, alone_s=LEAD_S)
 
     async def go() -> None:
         swarm.network.freeze(LEAD)
@@ -163,7 +165,7 @@ def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
     """No majority of the voters is there, so nobody coordinates; they may come back."""
     swarm = begun(make_swarm)
     asking = swarm.steps._coordinator
-    asking._patience_s, asking._alone_s = 3 * LEAD_S, LEAD_S
+    asking._patience = replace(asking._patience, successor_s=3 * LEAD_S, alone_s=LEAD_S)
     swarm.network.kill(A)
     swarm.network.kill(B)
     with pytest.raises(Unreachable, match="no other peer came to coordinate within 300 s"):

@@ -1,18 +1,44 @@
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_swarm.client.pipeline.microbatches import concat, concat_gradients, num_rows, split, split_gradients
+from lightning_swarm.client.pipeline.microbatches import (
+    CallArguments,
+    concat,
+    concat_gradients,
+    num_rows,
+    split,
+    split_gradients,
+)
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.protocol.serialization import unflatten
 
 X = torch.arange(10.0).view(5, 2)
 Y = torch.arange(5)
 MASK = torch.ones(3, 3)
 
 
-def parts(size: int, *args: Any, shared: tuple[str, ...] = (), **kwargs: Any) -> list[Any]:
-    return split(args, kwargs, size=size, shared=shared)
+@dataclass
+class Part:
+    num_rows: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[str, ...] = ()) -> int:
+    return num_rows(CallArguments.of(args, kwargs), shared)
+
+
+def parts(size: int, *args: Any, shared: tuple[str, ...] = (), **kwargs: Any) -> list[Part]:
+    arguments = CallArguments.of(args, kwargs)
+    found = split(arguments, rows=num_rows(arguments, shared), size=size, shared=shared)
+    return [Part(part.num_rows, unflatten(arguments.structure, part.tensors), part.kwargs) for part in found]
+
+
+def joined(outputs: Any, sizes: list[int]) -> Any:
+    return unflatten(*concat(outputs, sizes))
 
 
 def test_rows_are_split_and_the_last_microbatch_may_be_smaller() -> None:
@@ -38,7 +64,7 @@ def test_what_is_broadcast_goes_whole() -> None:
     assert all(m.kwargs["heat"] is heat for m in microbatches)
     assert [len(m.kwargs["mixed"][0]) for m in microbatches] == [2, 2, 1]
     assert all(m.kwargs["mixed"][1] is tables[0] for m in microbatches)
-    assert num_rows((X,), {"heat": heat, "tables": tables}, ()) == 5
+    assert count_rows((X,), {"heat": heat, "tables": tables}) == 5
 
 
 def test_values_of_one_argument_are_shared_by_its_name() -> None:
@@ -54,20 +80,19 @@ def test_split_copies_nothing_and_concat_undoes_it(size: int) -> None:
 
     assert sum(sizes) == 5
     assert all(m.args[0].untyped_storage().data_ptr() == X.untyped_storage().data_ptr() for m in microbatches)
-    assert torch.equal(concat([m.args[0] for m in microbatches], sizes), X)
+    assert torch.equal(joined([m.args[0] for m in microbatches], sizes), X)
 
 
 def test_one_microbatch_is_not_copied() -> None:
-    assert concat([X], [5]) is X
+    assert joined([X], [5]) is X
 
 
-def test_a_shared_value_may_be_anything() -> None:
-    thing = object()
+def test_a_shared_value_may_have_any_shape() -> None:
+    (only,) = parts(5, X, config=[MASK, "name"], factor=torch.tensor(2.0), shared=("config", "factor", "absent"))
 
-    (only,) = parts(5, X, config=thing, factor=torch.tensor(2.0), shared=("config", "factor", "absent"))
-
-    assert only.kwargs["config"] is thing
-    assert num_rows((X,), {"factor": torch.tensor(2.0)}, ("factor",)) == 5
+    assert only.kwargs["config"][0] is MASK
+    assert only.kwargs["config"][1] == "name"
+    assert count_rows((X,), {"factor": torch.tensor(2.0)}, ("factor",)) == 5
 
 
 @pytest.mark.parametrize(
@@ -84,7 +109,7 @@ def test_a_shared_value_may_be_anything() -> None:
 )
 def test_what_cannot_be_split_is_refused(args: Any, kwargs: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        split(args, kwargs, size=2, shared=())
+        parts(2, *args, **kwargs)
 
     assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -97,11 +122,11 @@ def test_size_must_be_positive() -> None:
 def test_concat_works_leaf_by_leaf() -> None:
     outputs = [{"loss": X[:3, 0], "rest": (X[:3], "kind")}, {"loss": X[3:, 0], "rest": (X[3:], "kind")}]
 
-    joined = concat(outputs, [3, 2])
+    whole = joined(outputs, [3, 2])
 
-    assert torch.equal(joined["loss"], X[:, 0])
-    assert torch.equal(joined["rest"][0], X)
-    assert joined["rest"][1] == "kind"
+    assert torch.equal(whole["loss"], X[:, 0])
+    assert torch.equal(whole["rest"][0], X)
+    assert whole["rest"][1] == "kind"
 
 
 @pytest.mark.parametrize(
@@ -131,14 +156,14 @@ def test_gradients_are_split_as_views_and_joined_again() -> None:
     assert split_up[0][1] is None
     assert split_up[1][0] is not None
     assert split_up[1][0].untyped_storage().data_ptr() == X.untyped_storage().data_ptr()
-    joined = concat_gradients(split_up, [3, 2])
-    assert joined[0] is not None
-    assert torch.equal(joined[0], X)
-    assert joined[1] is None
+    whole = concat_gradients(split_up, [3, 2])
+    assert whole[0] is not None
+    assert torch.equal(whole[0], X)
+    assert whole[1] is None
 
 
 def test_a_microbatch_without_a_gradient_counts_as_zero() -> None:
-    (joined,) = concat_gradients([(None,), (X[3:],)], [3, 2])
+    (whole,) = concat_gradients([(None,), (X[3:],)], [3, 2])
 
-    assert joined is not None
-    assert torch.equal(joined, torch.cat([torch.zeros(3, 2), X[3:]]))
+    assert whole is not None
+    assert torch.equal(whole, torch.cat([torch.zeros(3, 2), X[3:]]))

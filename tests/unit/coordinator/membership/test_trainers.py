@@ -56,8 +56,8 @@ class Run:
     async def enter(self, transport: MemoryTransport, **changes: Any) -> StepClient:
         """As a trainer comes."""
         seen = RunState(self.swarm.manifest)
-        times: dict[str, float] = {"timeout": 30.0, "patience_s": 600.0, "alone_s": 600.0}
-        view, epoch = await coordinator_client.enter(transport, seen, **times)
+        patience = coordinator_client.Patience(answer_s=30.0, successor_s=600.0, alone_s=600.0)
+        view, epoch = await coordinator_client.enter(transport, seen, patience)
         assert epoch == EPOCH
 
         async def note(record: Record, rosters: Sequence[Sequence[Member]]) -> None:
@@ -66,8 +66,7 @@ class Run:
         return StepClient(
             transport,
             RunState.seen(view, view.version),
-            timeout=30.0,
-            patience_s=600.0,
+            patience=coordinator_client.Patience(answer_s=30.0, successor_s=600.0),
             on_record=note,
             events=EventLog(),
             first_number=1000 + self._seed,
