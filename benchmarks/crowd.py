@@ -136,7 +136,7 @@ class Swarm:
         self.model = self._model()
         self.manifest = self._manifest(self._rosters(), names[num_servers:])
         self.trainers = [self._trainer(transport) for transport in self.transports[num_servers:]]
-        self.network.be_tapped(self.calls)
+        self.network.attach_tap(self.calls)
 
     def _transport(self, name: PeerId) -> MemoryTransport:
         transport = self.network.transport(name)
@@ -205,7 +205,7 @@ class Swarm:
         """Announce, find, admit, and bring one step that is not counted."""
         lead = self._directories[self.manifest.lead]
         await self.gather(lead)
-        stages = self.model.cut([range(index, index + 1) for index in range(NUM_STAGES)])
+        stages = self.model.build_stages([range(index, index + 1) for index in range(NUM_STAGES)])
         await discovery.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)
         await discovery.announce_run(lead, RUN, self.manifest.coordinator)
         await self.step()

@@ -21,8 +21,8 @@ from lightning_swarm.monitor.survey import picture
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.cost_model import transformer
-from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
-from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_machines, read_travel
+from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
+from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import ModelProfile, Now
 from lightning_swarm.planner.report import describe, describe_now, draw
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
     measure = subject.measure if arguments.measure else None
     machines = read_machines(arguments.machines, subject.model.flop, measure)
-    travel = of_command(arguments).or_else(read_travel(arguments.machines)).or_else(subject.travel)
+    travel = of_command(arguments).filled_from(read_compression(arguments.machines)).filled_from(subject.travel)
     model = replace(subject.model, wire=travel.wire)
     plan = make_plan(
         model,
@@ -259,7 +259,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     chosen = of_command(arguments)
     live = _look(arguments, assumed)
     current = TransferCost(live.compression)
-    travel = chosen.or_else(current)
+    travel = chosen.filled_from(current)
     model = replace(live.model, wire=travel.wire)
     plan = make_plan(
         model,
@@ -308,7 +308,7 @@ def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
         peer: PeerThroughput(observed[peer].samples_per_s, observed[peer].sent_gb_per_hour * _GB / 3600)
         for peer in reports
     }
-    return read(reports, throughputs, assumed, str if arguments.json else short_name)
+    return read_swarm(reports, throughputs, assumed, str if arguments.json else short_name)
 
 
 def _now(live: LiveRates, model: ModelProfile) -> Now:

@@ -70,9 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
     """Simulate all seeds by each rule."""
-    found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
-    for seed in range(runs.plan.seeds):
+    found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.file.rules}
+    for seed in range(runs.file.seeds):
         work = runs.work(seed)
-        for rule, scenario in runs.of_seed(seed):
+        for rule, scenario in runs.scenarios(seed):
             found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
     return found

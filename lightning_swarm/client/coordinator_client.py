@@ -194,7 +194,7 @@ class CoordinatorCalls:
             raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
 
     def _follow(self, term: Term) -> None:
-        if self._run.follow(term):
+        if self._run.follow_term(term):
             self._term_changed.set()
             self._term_changed = asyncio.Event()
 

@@ -37,7 +37,7 @@ class RunNews:
     """News of the run that came while a trainer's batch waited for a place."""
 
     version: int  # of the weights in whose step that place is
-    heard: Sequence[DecidedRecord] = ()  # the records that came, the oldest first
+    records: Sequence[DecidedRecord] = ()  # the records that came, the oldest first
     # By lease, batches that were through before, and that their steps do not count all the same.
     lost: Mapping[int, Any] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Session:
     ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
-        self.around = around  # the layers that this trainer computes itself, if any are outside of the pipeline
+        self.local_layers = around  # the layers that this trainer computes itself, if any are outside of the pipeline
         self._steps = steps
         self._stages = manifest.stages
         self.selection = manifest.selection
@@ -93,14 +93,14 @@ class Session:
         """The step of the next batch, as far as this trainer knows; with delayed steps the records are one behind."""
         return self._steps.open
 
-    def go_back(self, request: RestartRequest) -> None:
+    def enter_generation(self, request: RestartRequest) -> None:
         """Train on in the run's next generation, from its first step."""
         self._steps.enter_generation(request)
         self.pipeline.enter_generation(request.generation, request.first_step)
         # The open step will not be decided, and decided steps will be open again.
-        self._runtime.run(self.pipeline.link.copies.clear())
-        if self.around is not None:
-            self.around.enter_generation()
+        self._runtime.run(self.pipeline.context.copies.clear())
+        if self.local_layers is not None:
+            self.local_layers.enter_generation()
 
     @property
     def newest_record(self) -> Record | None:
@@ -147,8 +147,8 @@ class Session:
                     self._runtime.run(self._steps.closed(found))
         finally:
             self.pipeline.version = self._steps.version
-        if self.around is not None:
-            self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
+        if self.local_layers is not None:
+            self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         self.pipeline.batch = GrantedBatch(grant)
         # Not `num_trainers`: a peer that has a place may not be a trainer yet.
         if not self.is_shared and self._steps.open > self._steps.version:
@@ -169,9 +169,9 @@ class Session:
         return lanes_of(self.run.trainers, self.run.manifest.lead)
 
     @property
-    def own(self) -> PeerId:
+    def peer_id(self) -> PeerId:
         """This trainer's name."""
-        return self._steps.own
+        return self._steps.peer_id
 
     def lead_epoch(self) -> int:
         """Not at the lead: wait until its loop is in an epoch, and say in which."""
@@ -187,7 +187,7 @@ class Session:
         After that the batch counts with `logs`, as in `finish_batch`, even if this trainer dies.
         """
         batch = self.pipeline.batch
-        if batch is not None and self.num_trainers > 1 and self.around is None:
+        if batch is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)
 
     async def _arm(self, batch: GrantedBatch, logs: Sequence[LoggedValue], receipts: list[Receipt]) -> None:
@@ -229,8 +229,8 @@ class Session:
             LeaseRevoked: The batch counts nowhere because this trainer fell silent. It stays in hand.
         """
         batch = self._in_hand()
-        if self.around is not None:
-            self.around.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
+        if self.local_layers is not None:
+            self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
         closing = self._runtime.run(
@@ -241,7 +241,7 @@ class Session:
         self.pipeline.batch = None
         return closing
 
-    def hear_imminent(self) -> None:
+    def catch_up_delayed(self) -> None:
         """Between two batches, with delayed steps: apply the record that came within the last one."""
         imminent = self._steps.generation.imminent
         if imminent is not None:
@@ -281,29 +281,29 @@ class Session:
         if self.pipeline.batch is not None:
             self.catch_up()
         else:
-            self.hear_imminent()
+            self.catch_up_delayed()
 
     def _follow_version(self) -> None:
         """Compute with the newest weights: records may have come."""
         self.pipeline.version = self._steps.version
-        if self.around is not None:
-            self.around.refresh(self._steps.version)
+        if self.local_layers is not None:
+            self.local_layers.refresh(self._steps.version)
 
     @property
-    def through(self) -> Sequence[int]:
+    def completed_leases(self) -> Sequence[int]:
         """The places of this trainer's batches that are through in the open step."""
-        return self._steps.through
+        return self._steps.completed_leases
 
     @property
     def news(self) -> RunNews:
         """The records that were not taken yet."""
         return RunNews(self._steps.version, list(self._steps.generation.records))
 
-    def recall(self, news: RunNews) -> None:
+    def restore_news(self, news: RunNews) -> None:
         """Know this already when the run goes on."""
         generation = self._steps.generation
-        generation.records = list(news.heard)
-        generation.newest = news.heard[-1].record if news.heard else None
+        generation.records = list(news.records)
+        generation.newest = news.records[-1].record if news.records else None
 
     def take_lost(self) -> list[int]:
         """Take the leases of batches that were through, and that their steps do not count: they may run again."""
@@ -323,7 +323,7 @@ class Session:
 
     def take_events(self) -> dict[EventKind, int]:
         """At the lead: count the events that the swarm's peers noted since the last call."""
-        return dict(self.pipeline.link.events.drain())
+        return dict(self.pipeline.context.events.drain())
 
     @property
     def run(self) -> RunState:
@@ -362,8 +362,8 @@ class Session:
 
     def _taken(self) -> GrantedBatch:
         batch, self.pipeline.batch = self._in_hand(), None
-        if self.around is not None:
-            self.around.clear()
+        if self.local_layers is not None:
+            self.local_layers.clear()
         return batch
 
     def _in_hand(self) -> GrantedBatch:

@@ -44,7 +44,7 @@ class SwarmStatus:
 
 def status_of(session: Session) -> SwarmStatus:
     """Return the trainer's view at this moment; any thread may ask."""
-    run, link, newest = session.run, session.pipeline.link, session.newest_record
+    run, link, newest = session.run, session.pipeline.context, session.newest_record
     return SwarmStatus(
         step=session.version,
         stages=tuple(

@@ -84,7 +84,7 @@ class StepClient:
         self._batch_numbers = itertools.count(first_number)
         self._on_record = on_record
         self.events = events
-        self.own = transport.peer_id
+        self.peer_id = transport.peer_id
         self.run = run
         self.generation = TrainerGeneration(run)
         # At the lead: tell what to step with, and which epoch its loop is in.
@@ -109,7 +109,7 @@ class StepClient:
         return self.generation.newest
 
     @property
-    def through(self) -> list[int]:
+    def completed_leases(self) -> list[int]:
         """The places of batches that are through since the newest record, and that count as far as is known here."""
         return [entry.grant.first for entry in self._journal.through_from(self.version)]
 
@@ -119,7 +119,7 @@ class StepClient:
 
     def enter_generation(self, request: RestartRequest) -> None:
         """Take part in the run's next generation, and know nothing of the batches of the one before."""
-        self.run.go_back(request)
+        self.run.enter_generation(request)
         self.generation = TrainerGeneration(self.run)
 
     async def select(self, selection: Selection) -> None:
@@ -365,7 +365,7 @@ class StepClient:
         if reply.seats is None and record.step != self.version:
             raise ProtocolError(f"record {record.step} came without who is in the run, and {self.version} is open here")
         generation = self.generation
-        seats = reply.seats or self.run.after(record)
+        seats = reply.seats or self.run.members_after(record)
         self.run.check(record, seats)
         await self._on_record(record, seats.rosters)
         self.run.apply(record, seats)

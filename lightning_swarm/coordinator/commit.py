@@ -52,7 +52,7 @@ class StepCommit:
         self._proposer = context.proposer
         self._snapshots = snapshots
         self._moves = moves
-        self._trainer_membership = trainers.enrolment
+        self._trainer_membership = trainers.membership
         self._lead_asks = trainers.lead.asks_for
         self._fence = fence
         self._outage = OutageWait(context.events, stage_timeout=context.limits.stage_timeout)

@@ -24,7 +24,7 @@ class CoordinatorContext:
     transport: Transport
     run: RunState  # of the coordinator's own server, which applies the records
     proposer: Proposer
-    books: StepState
+    step_state: StepState
     limits: Limits
     events: EventLog
     tasks: TaskOwner = field(default_factory=TaskOwner)  # those of one run generation

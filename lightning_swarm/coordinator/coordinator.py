@@ -44,21 +44,27 @@ class Coordinator:
         self._on_deposed = on_deposed
         self._members = {*run.servers, *run.trainers}  # since the newest record
         self.deposed = False  # another peer coordinates by now; this role is to be retired
-        self.books = context.books
+        self.step_state = context.step_state
         balance = balance_of(run.manifest, now_s=now_s())
-        self.gate = ServerMembership(context, balance)
-        self.gate.on_restarted_lead = self._note_restarted_lead
+        self.server_membership = ServerMembership(context, balance)
+        self.server_membership.on_restarted_lead = self._note_restarted_lead
         self._servers = ServerCalls(context)
         self._snapshots = SnapshotSchedule(context)
         self._lease_expiry = LeaseExpiry(
             context,
             on_change=self._on_change,
-            owes=lambda trainer: self.trainers.places.owes(self.books.open, trainer),
+            owes=lambda trainer: self.trainers.leases.owes(self.step_state.open, trainer),
         )
         self.trainers = TrainerHandlers(context, self._servers, self._lease_expiry, on_change=self._on_change)
-        moves = PlannedMoves(context, self.gate, balance, step_aside=step_aside)
+        moves = PlannedMoves(context, self.server_membership, balance, step_aside=step_aside)
         self._step_commit = StepCommit(
-            context, self._servers, self.gate, self._snapshots, moves, self.trainers, fence=self._lease_expiry.fence
+            context,
+            self._servers,
+            self.server_membership,
+            self._snapshots,
+            moves,
+            self.trainers,
+            fence=self._lease_expiry.fence,
         )
 
     def _note_restarted_lead(self) -> None:
@@ -68,9 +74,9 @@ class Coordinator:
         """Begin to answer."""
         await self.context.tasks.start()
         self.trainers.answer()
-        step, due = self.books.open, self.books.due
+        step, due = self.step_state.open, self.step_state.due
         if step.closing:
-            self.books.closing_s = now_s()
+            self.step_state.closing_s = now_s()
         for trainer in step.missing():
             self._lease_expiry.watch(trainer)
         if due is not None:
@@ -80,7 +86,7 @@ class Coordinator:
 
     def _look_after(self) -> None:
         self._spawn(self._end_without_lead())
-        self._spawn(self.trainers.enrolment.look_after())
+        self._spawn(self.trainers.membership.look_after())
 
     async def retire(self) -> None:
         """Stop because another peer coordinates; callers are told to ask that one. Raises what a task raised."""
@@ -92,10 +98,10 @@ class Coordinator:
 
         With `over` the lead has ended the run; trainers that hold no stage are told so here, for it may not reach them.
         """
-        only_train = {*self._run.trainers, *self.trainers.enrolment.waiting} - {*self._run.servers}
+        only_train = {*self._run.trainers, *self.trainers.membership.waiting} - {*self._run.servers}
         only_train -= {self._run.manifest.lead, self._transport.peer_id}
         try:
-            await self.gate.close()
+            await self.server_membership.close()
             await dismiss(self._transport, only_train if over else (), timeout=self._limits.leave_timeout)
         finally:
             await self.context.tasks.close()
@@ -103,9 +109,9 @@ class Coordinator:
     async def enter_generation(self) -> None:
         """Begin with the next run generation: a step that closes is given up, and its callers are told."""
         await self.context.restart_tasks()
-        self.books.enter_generation(self._run.manifest)
+        self.step_state.enter_generation(self._run.manifest)
         self._servers.enter_generation()
-        self.gate.enter_generation()
+        self.server_membership.enter_generation()
         self._snapshots.enter_generation()
         self._step_commit.enter_generation()
         self._lease_expiry.enter_generation()
@@ -132,7 +138,12 @@ class Coordinator:
             if self._run.manifest.lead == own:  # it takes the run over itself
                 return
         await self.trainers.fail(reason)
-        others = {*self._run.servers, *self._run.trainers, *self.gate.waiting, *self.trainers.enrolment.waiting}
+        others = {
+            *self._run.servers,
+            *self._run.trainers,
+            *self.server_membership.waiting,
+            *self.trainers.membership.waiting,
+        }
         others.discard(own)
         await dismiss(self._transport, others, broken_off=reason, timeout=timeout)
         await dismiss(self._transport, [own], broken_off=reason, timeout=timeout)  # last: with it ends this role
@@ -141,19 +152,19 @@ class Coordinator:
 
     async def _on_change(self, step: OpenStep) -> None:
         """End the step if it waited only for a batch that is through now, or will not come."""
-        if step is self.books.open:
+        if step is self.step_state.open:
             self._finish_if_ready(step)
         if not step.closing:
             await self.trainers.changes.notify()  # who waits for the record may have a place again
 
     def _finish_if_ready(self, step: OpenStep) -> None:
         """Have the open step decided, and the next one opened; at once where its record may be late."""
-        books = self.books
+        books = self.step_state
         if not step.ready or books.finishing or books.due is not None:
             return
         if self._may_be_late(step):
             self._spawn(
-                self._guarded(self._decide_due(books.postpone(self.trainers.places.opened(books.following(step)))))
+                self._guarded(self._decide_due(books.postpone(self.trainers.leases.opened(books.following(step)))))
             )
         else:
             books.finishing = True
@@ -176,7 +187,7 @@ class Coordinator:
 
     async def _finish(self, step: OpenStep) -> None:
         """Decide the open step, and open the next."""
-        books = self.books
+        books = self.step_state
         record: Record | None = None
         while record is None and step.ready:
             record = await self._step_commit.finish(step, books.selection(self._run), books.reselected)
@@ -184,7 +195,7 @@ class Coordinator:
             books.finishing = False  # it takes batches again
         else:
             books.close_step(self._outcome(step, record))
-            books.open = self.trainers.places.opened(books.following(step))
+            books.open = self.trainers.leases.opened(books.following(step))
         await self.trainers.changes.notify()  # who waits for the record, or has a place again
 
     async def _decide_due(self, step: OpenStep) -> None:
@@ -192,8 +203,8 @@ class Coordinator:
         await self.trainers.changes.notify()
         record = await self._step_commit.finish(step, self._run.selection, None, late=True)
         assert record is not None, "a step that is late takes no batches in place of those that were struck"
-        self.books.outcome, self.books.due = self._outcome(step, record), None
-        self._finish_if_ready(self.books.open)
+        self.step_state.outcome, self.step_state.due = self._outcome(step, record), None
+        self._finish_if_ready(self.step_state.open)
         await self.trainers.changes.notify()
 
     def _may_be_late(self, step: OpenStep) -> bool:
@@ -203,7 +214,7 @@ class Coordinator:
         """
         manifest = self._run.manifest
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
-        if not manifest.settings.delay_optimizer_step or is_last or self.books.reselected is not None:
+        if not manifest.settings.delay_optimizer_step or is_last or self.step_state.reselected is not None:
             return False
         return not self._step_commit.wants_changes()
 

@@ -258,7 +258,7 @@ class StepEnds:
         changes: ChangeNotifier,
         lease_expiry: LeaseExpiry,
     ) -> None:
-        self._run, self._books = context.run, context.books
+        self._run, self._books = context.run, context.step_state
         self._places = places
         self._lead = lead
         self._changes = changes

@@ -16,10 +16,10 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.queries import (
-    _ASK_TIMEOUT_S,
+    ASK_TIMEOUT_S,
     ask_held,
-    newest_through,
-    worth_keeping,
+    newest_safe,
+    version_to_keep,
 )
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class SnapshotSchedule:
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run = context.transport, context.run
         self._interval_s = context.limits.snapshot_interval  # at least, between two snapshots; None: there are none
-        self._timeout = min(context.limits.call_timeout, _ASK_TIMEOUT_S)
+        self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # its version, and when it was ordered
         self.hosts: dict[PeerId, str] = {}  # machines of the servers, as far as they were asked
 
@@ -85,14 +85,14 @@ class SnapshotSchedule:
             return None
         held = await ask_held(self._transport, servers, timeout=self._timeout)
         on_trainers = [stage.on_trainers for stage in self._run.manifest.stages]
-        through = newest_through(held, next_roster, on_trainers)
+        through = newest_safe(held, next_roster, on_trainers)
         if self._last is not None and through != self._last[0]:
             if at_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
                 return None  # it is on its way still, and what is on its way takes bandwidth
             _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
         self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
-        keep = worth_keeping(held, next_roster, on_trainers)
+        keep = version_to_keep(held, next_roster, on_trainers)
         has_heirs = any(one.loops for one in held.values())
         keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_heirs=has_heirs)
         return SnapshotOrder(keep=keep, keepers=keepers)

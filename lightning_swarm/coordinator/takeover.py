@@ -22,7 +22,7 @@ from lightning_swarm.protocol.run_state import RunState
 _log = logging.getLogger(__name__)
 
 
-async def gather_books(
+async def gather_step_state(
     transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float
 ) -> StepState:
     """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere.
@@ -141,7 +141,7 @@ def _outcome(
 # Succession of the lead. A peer that holds the state of the lead's loop rolls the run back, to the newest snapshot
 # of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
 # It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
-def choose_heir(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
+def choose_standby_lead(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
     """Choose who leads on from which version: the newest whole one, and the oldest peer that has its loop. Pure.
 
     `held` is what the live peers hold, `seniority` lists the peers with the oldest first.
@@ -168,7 +168,7 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str
     """Have a peer take the run over. Returns why none does; "" if one was told to."""
     held = await ask_held(transport, run.servers, timeout=timeout)
     held.pop(run.manifest.lead, None)
-    chosen = choose_heir(held, seniority(run), len(run.rosters))
+    chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
     heir, version = chosen

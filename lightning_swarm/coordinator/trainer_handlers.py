@@ -66,7 +66,7 @@ class TrainerHandlers:
         *,
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
     ) -> None:
-        self._transport, self._run, self._books = context.transport, context.run, context.books
+        self._transport, self._run, self._books = context.transport, context.run, context.step_state
         self._servers = servers
         self._lease_expiry = lease_expiry
         self._first_lease = first_lease(context.proposer.term)
@@ -76,9 +76,9 @@ class TrainerHandlers:
         self._settling = asyncio.Lock()
         self.changes = ChangeNotifier(context.limits.call_timeout)
         self.lead = LeadLiveness(context.run, self.changes, timeout=context.limits.lead_timeout)
-        self.places = LeaseTable(context.run, self._first_lease, self._on_grant, lease_expiry.gone)
-        self._ends = StepEnds(context, self.places, self.lead, self.changes, lease_expiry)
-        self.enrolment = TrainerMembership(context, lease_expiry, self.changes, epoch=lambda: self.lead.epoch)
+        self.leases = LeaseTable(context.run, self._first_lease, self._on_grant, lease_expiry.gone)
+        self._ends = StepEnds(context, self.leases, self.lead, self.changes, lease_expiry)
+        self.membership = TrainerMembership(context, lease_expiry, self.changes, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
         """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
@@ -97,11 +97,11 @@ class TrainerHandlers:
         transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
         transport.handle_call(RENEW, self._handle_renew)
         transport.handle_call(QUIT, self._handle_quit)
-        self.enrolment.answer()
+        self.membership.answer()
 
     async def enter_generation(self) -> None:
         """Begin with the next run generation."""
-        self.places.enter_generation()
+        self.leases.enter_generation()
         self.lead.enter_generation()
         await self.changes.enter_generation()
 
@@ -172,7 +172,7 @@ class TrainerHandlers:
             return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            reply = self.places.grant(books.open, caller, request)
+            reply = self.leases.grant(books.open, caller, request)
             if reply.wait is not None:
                 self._look_for_others(books.open)
         if is_lead and reply.grant is not None and books.due is not None:
@@ -181,7 +181,7 @@ class TrainerHandlers:
 
     def _look_for_others(self, step: OpenStep) -> None:
         """Ask the trainers that should have brought a batch by now whether they are there, for others wait."""
-        for trainer in self.places.owed_by(step):
+        for trainer in self.leases.owed_by(step):
             self._lease_expiry.watch(trainer)
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
@@ -202,7 +202,7 @@ class TrainerHandlers:
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
                 return None  # an old request, or the end of its step is still to come
-            return self.places.ahead(step, caller, replaced(request.following, step=known))
+            return self.leases.ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
@@ -329,7 +329,7 @@ class TrainerHandlers:
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         if request.lease is None:
             return
-        self.places.batch_ended(trainer)
+        self.leases.batch_ended(trainer)
         if not request.withdrawn:
             step.complete(request.lease, trainer, request.completed, request.logs)
             return
@@ -384,10 +384,10 @@ class TrainerHandlers:
     def _hear(self, caller: PeerId) -> None:
         """Take in a trainer's call as a sign of life; raise what went wrong, if something did."""
         self._run.check_trainer(caller)
-        if self._run.goes_back:
+        if self._run.is_rolling_back:
             raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
         self._lease_expiry.gone.discard(caller)
-        self.enrolment.hear(caller)
+        self.membership.hear(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
         self.changes.check()

@@ -42,7 +42,7 @@ class LeaseExpiry:
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch was struck, or completed without its trainer
         owes: Callable[[PeerId], bool],  # whether others wait for a batch that a trainer would bring
     ) -> None:
-        self._transport, self._run, self._books = context.transport, context.run, context.books
+        self._transport, self._run, self._books = context.transport, context.run, context.step_state
         self._events = context.events
         self._spawn = context.spawn
         self._on_change = on_change

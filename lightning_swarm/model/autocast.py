@@ -31,7 +31,7 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
 
 
 @contextlib.contextmanager
-def entered(mode: ComputeMode, device_type: str) -> Iterator[None]:
+def enter_modes(mode: ComputeMode, device_type: str) -> Iterator[None]:
     """Compute as the trainer would; afterwards the thread's modes are as before."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_global_flags(mode))
@@ -46,7 +46,7 @@ def entered(mode: ComputeMode, device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def entered_backward(mode: ComputeMode) -> Iterator[None]:
+def enter_backward_modes(mode: ComputeMode) -> Iterator[None]:
     """Backpropagate as the trainer would: outside autocast, but with its flags."""
     with _global_flags(mode), torch.inference_mode(False):
         yield

@@ -252,7 +252,7 @@ def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> Non
     if not boundary_layers(module):
         # Other values may be no tensors.
         layers = {name: tensor for name, tensor in state_dict.items() if f"{_CONTAINER}." in name}
-        adopt(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
+        adopt_layers(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
 
 
 def plan_layers(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
@@ -275,7 +275,7 @@ def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
     }
 
 
-def adopt(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+def adopt_layers(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     """Give a model the boundary layers of another one, of which the parameters' names and shapes are known.
 
     Raises `ConfigError`, before memory is taken for them, if they stand after something that this model does not have,
@@ -298,7 +298,7 @@ def describe_layers(module: nn.Module) -> dict[str, Boundary]:
     return _layers_of_shapes({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
 
 
-def unhook(module: nn.Module) -> None:
+def remove_hooks(module: nn.Module) -> None:
     """Remove the hooks of boundary layers: stages call the layers themselves."""
     for inner in module.modules():
         for key, hook in list(inner._forward_hooks.items()):
@@ -306,9 +306,9 @@ def unhook(module: nn.Module) -> None:
                 del inner._forward_hooks[key]
 
 
-def hook(module: nn.Module) -> None:
+def add_hooks(module: nn.Module) -> None:
     """Hook boundary layers to the modules that they stand after; calling it twice is fine."""
-    unhook(module)
+    remove_hooks(module)
     for name, layer in boundary_layers(module).items():
         _submodule(module, name).register_forward_hook(layer.follow)
 
@@ -371,7 +371,7 @@ def _install(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
     They are in the model's order whichever came first, so that the numbers of parameters agree between peers.
     """
     owners = {name: _owner(module, name) for name in layers}
-    unhook(module)
+    remove_hooks(module)
     for inner in list(module.modules()):
         if isinstance(getattr(inner, _CONTAINER, None), BoundaryLayers):
             delattr(inner, _CONTAINER)
@@ -383,7 +383,7 @@ def _install(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
                 node.add_module(part, BoundaryLayers())
             node = node.get_submodule(part)
         node.add_module(path[-1], layers[name])
-    hook(module)
+    add_hooks(module)
 
 
 def _owner(module: nn.Module, name: str) -> str:

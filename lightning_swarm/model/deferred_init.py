@@ -104,7 +104,7 @@ class InitialWeights:
         on_meta = [(name, tensor) for name, tensor in tensors.items() if tensor.is_meta]
         return {**tensors, **dict(zip(dict(on_meta), self._values(on_meta, torch.device("cpu")), strict=True))}
 
-    def spend(self, module: nn.Module, *, trains: bool) -> None:
+    def mark_used(self, module: nn.Module, *, trains: bool) -> None:
         """Forget a checkpoint's values when a run begins; if it `trains`, the initial values hold no longer."""
         had_checkpoint = self._record.forget_sources()
         if is_on_meta(module) and (had_checkpoint or trains):

@@ -35,7 +35,7 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[st
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 
 
-def loaded(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """Return the state that an optimizer would have after loading a state dict, by parameter name.
 
     The optimizer is over the whole model; its parameters need no values, and it is left as it is.
@@ -59,7 +59,7 @@ def _all(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def renumbered(
+def as_state_dict(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
     """Make the state dict that `optimizer.state_dict()` of one process would return, of state by parameter name.
@@ -97,7 +97,7 @@ def as_saved(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Convert state by parameter name to the form in which the optimizer saves it; the result shares memory."""
-    saved = renumbered(optimizer, names, state, shared=True)["state"]
+    saved = as_state_dict(optimizer, names, state, shared=True)["state"]
     found = {names[id(one)]: saved[number] for number, one in enumerate(_all(optimizer)) if number in saved}
     group_values = {name: {GROUP: values[GROUP]} for name, values in state.items() if GROUP in values}
     return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}

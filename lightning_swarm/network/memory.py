@@ -66,7 +66,7 @@ class MemoryNetwork:
         """The tap on all wires, if there is one."""
         return self._tap
 
-    def be_tapped(self, tap: WireTap) -> None:
+    def attach_tap(self, tap: WireTap) -> None:
         """Put a tap on all wires and on all peers' exchanges."""
         self._tap = tap
         for transport in self._peers.values():

@@ -172,7 +172,7 @@ class Follower:
         else:
             self._runtime.run(self._host.start(model))  # unannounced: it holds no stage, but hears of the run's end
         admission, limits = self._host.admission, self._config.limits
-        run = admission.membership.trains_in = RunState.seen(seen, seen.version)
+        run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
         standby = self._become_standby()
         standby.leave_run()
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
@@ -187,7 +187,7 @@ class Follower:
                 ),
             )
         )
-        run = admission.membership.trains_in = RunState.seen(view, view.version)
+        run = admission.membership.trains_in = RunState.from_view(view, view.version)
         standby.enter_run(run)
         return self._open(run, model, device, runtime), epoch
 
@@ -263,7 +263,7 @@ class Follower:
         return self._standby
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
-        stages = model.cut(ranges_of(run.manifest.stages))
+        stages = model.build_stages(ranges_of(run.manifest.stages))
         around = self._host.around(stages[-1], run, self._runtime)
         return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
 
@@ -274,25 +274,25 @@ class Follower:
         """True if this peer trains, or is about to, in a run that another peer leads."""
         return self._standby is not None
 
-    def lead_instead(self) -> None:
+    def stop_following(self) -> None:
         """Stop following: this peer leads from here on."""
         self._host.admission.membership.trains_in = self._standby = None
 
-    def told_to_go_back(self) -> int | None:
+    def rollback_step(self) -> int | None:
         """After an error: the step to which the run rolls back; None if it goes on as it is, or not at all."""
         return None if self._standby is None else self._runtime.run(self._standby.rollback_step())
 
     @property
-    def is_told(self) -> bool:
+    def is_rolling_back(self) -> bool:
         """True if this peer's server, which is in the run, was told of a rollback."""
         return self._host.server is not None and self._host.admission.released.is_set()
 
     @property
-    def is_led_anew(self) -> bool:
+    def has_new_lead(self) -> bool:
         """True if the peer that released the run is another one than its former lead."""
         return self._standby is not None and self._standby.has_new_lead
 
-    def tell_loop(self, could_go_on: failover.CouldGoOn) -> None:
+    def set_could_go_on(self, could_go_on: failover.CouldGoOn) -> None:
         """Set the function that knows at which versions this trainer's loop could continue."""
         assert self._standby is not None
         self._standby.could_go_on = could_go_on

@@ -244,7 +244,7 @@ class Lead:
 
     # ------------------------------------------------------------------ rollback within the run
 
-    def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
+    def roll_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
         """Roll the run back to `step`, with other weights and an empty optimizer state, as its next generation.
 
         `load` puts the weights of that step into the model that the run was started with. It is called when no server
@@ -256,7 +256,7 @@ class Lead:
             generation=run.manifest.generation + 1, first_step=step, seats=run.seats, selection=session.selection
         )
         self._runtime.run(discovery.restart(self._transport, run, request, timeout=timeout))
-        session.go_back(request)
+        session.enter_generation(request)
         load()
         self._hand_out(run, timeout=timeout)
 
@@ -345,7 +345,7 @@ class Lead:
         if self.run is not None:
             await self._standbys.send(self.run, version, pack)
 
-    def inherit(self, run: RunState) -> None:
+    def take_over(self, run: RunState) -> None:
         """Take over a run that another peer led, and that is to roll back; its servers know this peer as its lead."""
         self.run, self._took_over = run, True
         self._config = replace(self._config, settings=run.manifest.settings)  # its next generations have them, too

@@ -151,7 +151,7 @@ class Peer:
         when a server's process has died.
         """
         servers = self.lead.find_servers(spec, check)
-        stages = model.cut(spec.ranges)
+        stages = model.build_stages(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._host.start(model))  # unannounced: it holds the trainers' stage and no other
         run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
@@ -179,8 +179,8 @@ class Peer:
         admission.inherits.clear()
         admission.released.clear()
         loop = self.server.snapshots.loops.get(admission.inherits_at)
-        self.follower.lead_instead()
-        self.lead.inherit(admission.run)
+        self.follower.stop_following()
+        self.lead.take_over(admission.run)
         return admission.inherits_at, loop
 
     def keep_loop(self, version: int, pack: PackLoop) -> None:

@@ -42,7 +42,7 @@ class PeerThroughput:
     sent_bytes_per_s: float
 
 
-def read(
+def read_swarm(
     reports: Mapping[PeerId, PeerReport],
     paces: Mapping[PeerId, PeerThroughput],
     assumed: Assumption,

@@ -37,7 +37,7 @@ class TransferCost:
             boundary_ratio=None if boundary_ratio is None else Bottleneck(boundary_ratio).ratio,
         )
 
-    def or_else(self, other: TransferCost) -> TransferCost:
+    def filled_from(self, other: TransferCost) -> TransferCost:
         """Return these settings, and the other's where these are not given."""
         return TransferCost(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
 
@@ -123,7 +123,7 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
     return machines
 
 
-def read_travel(path: Path) -> TransferCost:
+def read_compression(path: Path) -> TransferCost:
     """Read the compression of tensors from a file of machines."""
     content = _content(path)
     if not isinstance(content, Mapping):

@@ -17,7 +17,7 @@ from lightning_swarm.protocol.methods import HELD, WATCH
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
-_ASK_TIMEOUT_S: Final = 10.0
+ASK_TIMEOUT_S: Final = 10.0
 GRACE_S: Final = 2.0
 """Seconds that peers which may be gone are waited for, if the others can go on without them."""
 
@@ -25,7 +25,7 @@ Held = Mapping[PeerId, HeldSnapshots]
 """The snapshots that each server reports to hold."""
 
 
-def newest_through(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
+def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
     """Return the newest version of which every stage has a copy that outlives the stage's servers. Pure."""
     servers = {member.peer_id for roster in rosters for member in roster}
 
@@ -43,12 +43,12 @@ def newest_complete(held: Held, num_stages: int) -> int | None:
     return max(complete, default=None)
 
 
-def worth_keeping(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
-    """Return the version to keep until the next snapshot is safe: `newest_through`, else `newest_complete`. Pure.
+def version_to_keep(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
+    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure.
 
     After a keeper's death no version may outlive every stage, but the next death may need the rest.
     """
-    through = newest_through(held, rosters, on_trainers)
+    through = newest_safe(held, rosters, on_trainers)
     return through if through is not None else newest_complete(held, len(rosters))
 
 

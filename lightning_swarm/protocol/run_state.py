@@ -73,7 +73,7 @@ class RunState:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.goes_back = False  # a new lead is about to roll the run back: nothing of the open step will count
+        self.is_rolling_back = False  # a new lead is about to roll the run back: nothing of the open step will count
         self.ties = TiedTensors(manifest.stages)
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
@@ -86,14 +86,14 @@ class RunState:
         self._counted: dict[int, tuple[range, ...]] = {}  # by step: the places of the batches that its record counts
         self.newest: Record | None = None  # the record that was applied last
         self._positions: dict[int, BatchNumber | None] = {}  # by version
-        self.selection = manifest.selection  # what trains now; of a run that was only `seen`: at its beginning
+        self.selection = manifest.selection  # what trains now; of a run that was only `from_view`: at its beginning
 
     @classmethod
-    def seen(cls, view: RunView, version: int) -> RunState:
+    def from_view(cls, view: RunView, version: int) -> RunState:
         """Make the state of a run from another peer's view, as if that view were of `version`."""
         run = cls(view.manifest)
         run.version = version
-        run.sit(view.seats)
+        run.set_members(view.seats)
         run.term = view.term
         run._positions[version] = view.position
         return run
@@ -121,11 +121,11 @@ class RunState:
         """Return the members of the run at the open step, or at the step before it."""
         return self.seats if version == self.version else self.seats_before
 
-    def sit(self, seats: SeatedMembers) -> None:
+    def set_members(self, seats: SeatedMembers) -> None:
         """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
 
-    def after(self, record: Record) -> SeatedMembers:
+    def members_after(self, record: Record) -> SeatedMembers:
         """Return the members of the run after a record of the open step."""
         voters = self.voters if record.next_voters is None else record.next_voters
         trainers = self.trainers
@@ -153,7 +153,7 @@ class RunState:
         With `seats`, the members after it, the record may be of a later step, for a trainer may skip some.
         """
         self.seats_before = self.seats
-        self.sit(seats or self.after(record))
+        self.set_members(seats or self.members_after(record))
         self.version = record.step + 1
         self._counted[record.step] = to_ranges(record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
@@ -165,7 +165,7 @@ class RunState:
         if record.selection is not None:
             self.selection = record.selection
 
-    def computes_on(self, step: int) -> int:
+    def weights_version(self, step: int) -> int:
         """Return the version of the weights with which the microbatches of a step are computed."""
         if not self.manifest.settings.delay_optimizer_step:
             return step
@@ -181,7 +181,7 @@ class RunState:
         """The peer that grants leases, closes steps and proposes records."""
         return PeerId(self.term[1])
 
-    def follow(self, term: Term) -> bool:
+    def follow_term(self, term: Term) -> bool:
         """Follow a term if it is higher than the known one, and return whether it is."""
         if term <= self.term:
             return False
@@ -196,7 +196,7 @@ class RunState:
             raise NotCoordinator(f"steps are led by the coordinator {self.coordinator} ({self.term}), not by {caller}")
         raise ProtocolError(f"steps are led by the coordinator {self.coordinator}, not by {caller}")
 
-    def go_back(self, request: RestartRequest) -> None:
+    def enter_generation(self, request: RestartRequest) -> None:
         """Enter the next generation of the run, at its first step, with the members that the lead knows."""
         self.manifest = structs.replace(
             self.manifest,
@@ -205,18 +205,18 @@ class RunState:
             selection=request.selection,
         )
         self.version = request.first_step
-        self.sit(request.seats)
+        self.set_members(request.seats)
         self._counted.clear()
         self._positions.clear()
         self.newest, self.selection = None, request.selection
 
-    def inherit(self, heir: PeerId) -> None:
+    def change_lead(self, heir: PeerId) -> None:
         """Take another peer for the lead, which is gone: nothing that the former lead brings counts any more."""
         manifest = self.manifest
         former = [peer for peer in (*(manifest.former_leads or ()), manifest.lead) if peer != heir][-MAX_FORMER_LEADS:]
         self.trainers = [heir, *(peer for peer in self.trainers if peer not in (heir, manifest.lead))]
         self.manifest = structs.replace(manifest, lead=heir, trainers=self.trainers, former_leads=former)
-        self.goes_back = True
+        self.is_rolling_back = True
 
     def check_generation(self, generation: int) -> None:
         """Refuse a call of another generation of the run."""
@@ -225,7 +225,7 @@ class RunState:
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Refuse a record that would empty a stage, or that changes a stage which the run does not have."""
-        self.check_seats(seats or self.after(record))
+        self.check_seats(seats or self.members_after(record))
         changed = [one.stage_index for one in record.left] + [one.stage_index for one in record.newcomers]
         highest = max(changed, default=0)
         if highest >= len(self.rosters):

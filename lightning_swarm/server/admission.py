@@ -153,7 +153,7 @@ class Admission:
         is_me = request.heir == self.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
-        self.run.inherit(request.heir)
+        self.run.change_lead(request.heir)
         if is_me:
             self.inherits_at = self.goes_on_at = request.first_step
             self.inherits.set()

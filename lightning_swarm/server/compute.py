@@ -176,7 +176,7 @@ class Computation:
         ]
         compute = partial(self._run, structure, leaves, extras, mode)
         self._module.train(mode.training)
-        with self._seeing(mode) as seen, computing(), modes.entered(mode, self._device.type):
+        with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
         _, outputs = serialization.flatten(output)
 
@@ -226,7 +226,7 @@ class Computation:
             return self._differentiate(graph, received)
 
         # Norms in blocks that are computed again in a backward see nothing new.
-        with self._seeing(mode), computing(), modes.entered_backward(mode):
+        with self._seeing(mode), computing(), modes.enter_backward_modes(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
             # generators back afterwards, so only the mode notices.
             if graph.has_drawn:

@@ -19,7 +19,7 @@ from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.step.step_state import StepState
-from lightning_swarm.coordinator.takeover import gather_books
+from lightning_swarm.coordinator.takeover import gather_step_state
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.tasks import TaskOwner
@@ -160,7 +160,7 @@ class Leadership:
         return b""
 
     async def _follow_term(self, run: RunState, term: Term) -> None:
-        if not run.follow(term):
+        if not run.follow_term(term):
             return
         await self._step_down()
         await self._stepping.reopen()
@@ -311,7 +311,7 @@ class Leadership:
             self._highest_number = max(self._highest_number, proposer.rival_number)
             self._leads = False
             return
-        state = await gather_books(self._transport, run, self._stepping.sums.next.reselected, timeout=timeout)
+        state = await gather_step_state(self._transport, run, self._stepping.sums.next.reselected, timeout=timeout)
         if run.term != term:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)

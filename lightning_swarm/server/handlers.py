@@ -296,7 +296,7 @@ class ComputeHandlers:
 
     def _computes_on(self, key: CallKey) -> int:
         """The version of the weights that a call is computed with."""
-        return key.step if key.evaluation else self._membership.run.computes_on(key.step)
+        return key.step if key.evaluation else self._membership.run.weights_version(key.step)
 
     def _seed(self, key: CallKey, stage: Stage) -> int:
         """The seed of all random draws of a call."""

@@ -106,7 +106,7 @@ class RunMembership:
             raise ProtocolError("a run trains in all of its generations, or in none")
         if request.selection is not None:
             check_selection(request.selection, manifest.stages)
-        run.go_back(request)
+        run.enter_generation(request)
         self.loaded = set()
 
     # ------------------------------------------------------------------ what is refused

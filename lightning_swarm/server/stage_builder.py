@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model import partition
-from lightning_swarm.model.boundary_layers import adopt, unhook
+from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.protocol.compression import Codecs
@@ -47,7 +47,7 @@ class PeerModel:
         origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
-        unhook(module)  # a stage computes the layers at its ends in part
+        remove_hooks(module)  # a stage computes the layers at its ends in part
         self.blocks = blocks  # where it is cut
         # Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
         self._optimizer = optimizer
@@ -57,9 +57,9 @@ class PeerModel:
         self.offloads = settings.offload and settings.device.type != "cpu"
         self.origin = origin  # what a stage's parameters and buffers are at first, at a run's starter
 
-    def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
+    def build_stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """Cut the model into stages of these ranges of blocks."""
-        return partition.cut(self._module, self.blocks, ranges)
+        return partition.build_stages(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
         """Describe the stages for the manifest.
@@ -77,7 +77,7 @@ class PeerModel:
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
             )
-            for blocks, stage, roster in zip([*ranges, range(0)], self.cut(ranges), rosters, strict=False)
+            for blocks, stage, roster in zip([*ranges, range(0)], self.build_stages(ranges), rosters, strict=False)
         ]
 
     def check(self, manifest: Manifest) -> None:
@@ -85,8 +85,8 @@ class PeerModel:
 
         Boundary layers are the run's: they come and go with it.
         """
-        adopt(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
-        unhook(self._module)
+        adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
+        remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
         if any(stage.end_block > num_blocks for stage in manifest.stages):
             raise ConfigError(
@@ -106,7 +106,7 @@ class PeerModel:
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
         self.check(manifest)
-        modules = self.cut(ranges_of(manifest.stages))
+        modules = self.build_stages(ranges_of(manifest.stages))
         if manifest.selection is not None:
             check_selection(manifest.selection, manifest.stages)
             self._freeze(set(manifest.selection.frozen))
@@ -119,7 +119,7 @@ class PeerModel:
     def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
         """Free the memory of the stages that are not served any more. On the compute thread."""
         if not self._keep:
-            self._free_all_but(self.cut(ranges_of(manifest.stages)), served)
+            self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
 
     def make_whole(self) -> None:
         """Give all freed tensors memory again: their values come from a checkpoint."""

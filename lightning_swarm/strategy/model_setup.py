@@ -17,16 +17,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.boundary_layers import boundary_layers, hook
+from lightning_swarm.model.boundary_layers import add_hooks, boundary_layers
 from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta, staying_on_meta
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.partition import (
     Blocks,
-    check_cuts,
     choose_ranges,
     find_blocks,
-    insert_at_cuts,
-    layers_behind,
+    insert_boundaries,
+    layers_by_block,
+    plan_boundaries,
     time_costs,
 )
 from lightning_swarm.peer.config import SwarmConfig
@@ -48,11 +48,11 @@ def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: b
     # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
     named = config.split if not isinstance(config.split, str) else "parameters"
     blocks = find_blocks(module, config.pipeline)
-    ranges = choose_ranges(blocks, num_stages, named, seams=layers_behind(module, blocks))
+    ranges = choose_ranges(blocks, num_stages, named, seams=layers_by_block(module, blocks))
     if config.split == named and not restored and config.boundary is not None:
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=False)
-        check_cuts(module, blocks, ranges, config.boundary)
+        plan_boundaries(module, blocks, ranges, config.boundary)
 
 
 def choose(trainer: Trainer, blocks: Blocks, config: SwarmConfig, num_stages: int) -> Sequence[range]:
@@ -62,7 +62,7 @@ def choose(trainer: Trainer, blocks: Blocks, config: SwarmConfig, num_stages: in
         num_stages,
         config.split,
         lambda: _block_costs(trainer, blocks),
-        seams=layers_behind(trainer.lightning_module, blocks),
+        seams=layers_by_block(trainer.lightning_module, blocks),
     )
 
 
@@ -73,7 +73,7 @@ def insert_layers(
     if config.boundary is not None:
         if not boundary_layers(trainer.lightning_module):
             checks.check_new_layers(trainer, restored=restored)
-        insert_at_cuts(trainer.lightning_module, blocks, ranges, config.boundary)
+        insert_boundaries(trainer.lightning_module, blocks, ranges, config.boundary)
 
 
 def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
@@ -164,7 +164,7 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
             child.training = training
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trains.get(name, parameter.requires_grad))
-        hook(module)
+        add_hooks(module)
 
     return put_back
 

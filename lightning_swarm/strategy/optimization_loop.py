@@ -164,7 +164,7 @@ class SwarmOptimization:
         closure = self._lightning._make_closure(batch.kwargs, optimizer, batch.idx)
         try:
             closure()
-            checks.check_untouched(self.trainer.lightning_module, optimizer, self._session.around)
+            checks.check_untouched(self.trainer.lightning_module, optimizer, self._session.local_layers)
         except LeaseRevoked:
             raise
         except (PeerError, StepError) as error:
@@ -258,7 +258,7 @@ class SwarmOptimization:
         It had counted so many records, heard `news` before its next batch, and had `pending` to share.
         """
         self._version = num_counted
-        self._session.recall(news)
+        self._session.restore_news(news)
         self._logs.recall(pending)
         self._completed.recall(news.lost)
         for lease in news.lost:
@@ -311,7 +311,7 @@ class SwarmOptimization:
         if self._ends_step(close=closing):
             self._step(optimizer)
         else:
-            self._session.hear_imminent()
+            self._session.catch_up_delayed()
         if self._counters.ends_epoch:
             self._catch_up()
         self._count_others(optimizer)

@@ -138,9 +138,9 @@ class Startup:
         fitting = trainer.state.fn == TrainerFn.FITTING
         selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
         model = strategy._models.of(module, keep=True)
-        model.cut(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
+        model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
         strategy._session = strategy._start_run(trainer, model, strategy._ranges, selection)
-        strategy._initial_weights.spend(module, trains=fitting)
+        strategy._initial_weights.mark_used(module, trains=fitting)
         strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
         if fitting:
             self._connect_loop(trainer, strategy._session)

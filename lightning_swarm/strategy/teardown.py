@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_swarm.core.errors import LeftOut, PeerError, RunOver, StepError, SwarmError
-from lightning_swarm.model.boundary_layers import hook
+from lightning_swarm.model.boundary_layers import add_hooks
 from lightning_swarm.model.deferred_init import staying_on_meta
 from lightning_swarm.strategy import model_setup
 
@@ -136,7 +136,7 @@ class Teardown:
         """Leave module, loop and callbacks as they were."""
         strategy = self._strategy
         if strategy.lightning_module is not None:
-            hook(strategy.lightning_module)
+            add_hooks(strategy.lightning_module)
         strategy._undo.close()
         strategy._checkpoints.forget_loaded()
         strategy._session, strategy._data = None, None

@@ -150,7 +150,7 @@ class ModuleWeights:
 
     def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
         state = self._gather(model_state.gather_optimizer, timeout)
-        renumbered = optimizer_state.renumbered(optimizer, self._parameter_names, state)
+        renumbered = optimizer_state.as_state_dict(optimizer, self._parameter_names, state)
         self._gathered += map(weakref.ref, serialization.flatten(list(renumbered["state"].values()))[1])
         return renumbered
 
@@ -168,7 +168,7 @@ class ModuleWeights:
     def restart_from(self, step: int, load: Callable[[], None]) -> None:
         """Restart the run at `step`, with the weights that `load` puts into the module."""
         session, _ = self._active_run
-        self._peer.lead.go_back(session, step, load)
+        self._peer.lead.roll_back(session, step, load)
         self.stale = False
         self._version = session.version
 
@@ -179,7 +179,7 @@ class ModuleWeights:
         state = (
             optimizer_state.by_name(optimizer, names)
             if saved is None
-            else optimizer_state.loaded(optimizer, saved, names)
+            else optimizer_state.loaded_state(optimizer, saved, names)
         )
         self._peer.runtime.run(
             model_state.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
@@ -192,7 +192,7 @@ class ModuleWeights:
         for index, stage in enumerate(run.manifest.stages):
             state = folder.read_state(name for name, _, _ in stage.parameters)
             saved = optimizer_state.by_numbers({"state": state, "param_groups": groups})
-            found = optimizer_state.loaded(optimizer, saved, self._parameter_names)
+            found = optimizer_state.loaded_state(optimizer, saved, self._parameter_names)
             timeout = self._limits.call_timeout
             self._peer.runtime.run(
                 model_state.scatter_optimizer(self._peer.transport, run, found, timeout=timeout, stages=[index])

@@ -172,4 +172,4 @@ def sabotage(
     `killed` is called for each peer that was killed: the tasks of what was its process are still to be ended. `struck`
     is called for each fault before it strikes.
     """
-    network.be_tapped(Saboteur(plan, InMemoryVictims(network, killed), struck=struck))
+    network.attach_tap(Saboteur(plan, InMemoryVictims(network, killed), struck=struck))

@@ -277,7 +277,7 @@ def test_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if block.kind == "yaml":
                 file.write_text(block.text)
                 if block.shown == "scenario.yaml":
-                    assert ScenarioRuns(file).plan == ScenarioRuns(ROOT / "examples/spot/scenario.yaml").plan
+                    assert ScenarioRuns(file).file == ScenarioRuns(ROOT / "examples/spot/scenario.yaml").file
                     continue
                 if block.shown == "machines.yaml":
                     assert read_machines(file, 1e9, None)

@@ -358,7 +358,7 @@ class FaultySwarm(Swarm):
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
         self._training: dict[PeerId, asyncio.Task[None]] = {}
         victims = InMemoryVictims(self.network, killed=self._bury)
-        self.network.be_tapped(_Watchman(plan, victims, struck=self._struck, look=look))
+        self.network.attach_tap(_Watchman(plan, victims, struck=self._struck, look=look))
 
     @override
     def client(self, trainer: MemoryTransport) -> StepClient:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.coordinator.takeover import choose_heir, has_majority, seniority
+from lightning_swarm.coordinator.takeover import choose_standby_lead, has_majority, seniority
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.step import Record
@@ -110,7 +110,7 @@ class NotedStrategy(SwarmStrategy):
         run, own = self._session.run, self.peer.transport.peer_id
         held = self.peer.runtime.run(ask_held(self.peer.transport, run.servers, timeout=10.0))
         held.pop(own, None)
-        return choose_heir(held, seniority(run), len(run.rosters)) is not None and has_majority(run, list(held))
+        return choose_standby_lead(held, seniority(run), len(run.rosters)) is not None and has_majority(run, list(held))
 
 
 class Watch(Losses):
@@ -139,7 +139,7 @@ class Watch(Losses):
         runtime = strategy.peer.runtime
         coordinator = strategy.peer.server.admission.coordinator
         assert coordinator is not None
-        enrolment = coordinator.trainers.enrolment
+        enrolment = coordinator.trainers.membership
 
         async def all_there() -> bool:  # on the loop, whose clock it asks
             return len(enrolment.waiting) == self._others

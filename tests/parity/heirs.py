@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm.coordinator.takeover import choose_heir
+from lightning_swarm.coordinator.takeover import choose_standby_lead
 from lightning_swarm.core.event_loop import ThreadRuntime
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
@@ -162,7 +162,7 @@ class Swarm:
             for peer, one in servers.items()
             if peer != lead
         }
-        return choose_heir(held, list(held), len(servers[lead].admission.run.rosters)) is not None
+        return choose_standby_lead(held, list(held), len(servers[lead].admission.run.rosters)) is not None
 
     def waited_for(self, reached: Callable[[], bool], *, within_s: float) -> bool:
         """On a peer's thread: let the others go on until they come there, if they do."""

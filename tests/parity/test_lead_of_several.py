@@ -18,7 +18,7 @@ from torchmetrics import SumMetric
 from typing_extensions import override
 
 from lightning_swarm.coordinator.membership.trainers import TrainerMembership
-from lightning_swarm.coordinator.takeover import choose_heir, seniority
+from lightning_swarm.coordinator.takeover import choose_standby_lead, seniority
 from lightning_swarm.core.errors import ProtocolError, Replaced, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
@@ -93,7 +93,7 @@ class Several(DigitsMLP):
         assert server is not None
         coordinator, until_s = server.admission.coordinator, time.monotonic() + 0.3
         assert coordinator is not None
-        self.seen.wait_for(lambda: coordinator.books.open.ready or time.monotonic() >= until_s)
+        self.seen.wait_for(lambda: coordinator.step_state.open.ready or time.monotonic() >= until_s)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -156,7 +156,7 @@ def heir_of(seen: Seen) -> tuple[Peer, int] | None:
         if one is not lead and one.server is not None and one.server.admission.is_member
     }
     run = lead.server.admission.run
-    chosen = choose_heir(held, seniority(run), len(run.rosters))
+    chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     return None if chosen is None else (servers[chosen[0]], chosen[1])
 
 
@@ -505,7 +505,7 @@ class Awaiting(L.Callback):
         assert strategy.peer is not None
         assert strategy.peer.server is not None
         coordinator = strategy.peer.server.admission.coordinator
-        waiting = [] if coordinator is None else coordinator.trainers.enrolment.waiting
+        waiting = [] if coordinator is None else coordinator.trainers.membership.waiting
         return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 
 

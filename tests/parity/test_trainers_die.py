@@ -75,7 +75,7 @@ def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
         if caller != VICTIM:
             return await handler(caller, body)
         handlers[method] = handler
-        for router in session.pipeline.link.routers:
+        for router in session.pipeline.context.routers:
             del router.set_peers
         seen.said = True  # type: ignore[attr-defined]
         if not is_heard:
@@ -95,7 +95,7 @@ def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
     for these batches to run again before the run is over.
     """
     session = session_of(seen, RANK)
-    routers = session.pipeline.link.routers
+    routers = session.pipeline.context.routers
     coordinator = seen.network.find(session._steps.run.manifest.coordinator)
     handlers = coordinator._call_handlers
     handler = handlers[method]
@@ -107,11 +107,11 @@ def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
     async def freezing(caller: PeerId, body: bytes) -> bytes:
         role = next(peer for peer in seen.peers if peer.transport is coordinator).server.admission.coordinator
         assert role is not None
-        step = role.books.open
+        step = role.step_state.open
         through = [batch.first for batch in step._batches.values() if batch.trainer == VICTIM and batch.completed]
         lost = [place for first in through if (place := (step.step, first)) >= pinned_from]
         early = step.step < seen.trainers[0].max_steps - ROOM
-        if caller != VICTIM or not (lost and early) or role.books.finishing:
+        if caller != VICTIM or not (lost and early) or role.step_state.finishing:
             return await handler(caller, body)
         handlers[method] = handler
         for router in routers:
@@ -150,7 +150,7 @@ class Faulty(DigitsMLP):
         self.seen.runtime.run(act())
 
     async def lead_past_its_own(self) -> None:
-        for router in session_of(self.seen, RANK).pipeline.link.routers:
+        for router in session_of(self.seen, RANK).pipeline.context.routers:
             lead_past(router)
 
     @override

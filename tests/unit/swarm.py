@@ -272,7 +272,7 @@ class Swarm:
 
     @property
     def stages(self) -> Sequence[StageModule]:
-        return self._model.cut(self.ranges)
+        return self._model.build_stages(self.ranges)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -345,17 +345,18 @@ class Swarm:
                 )
             if server.admission.coordinator is not None:
                 coordinator = server.admission.coordinator
-                books, lead = coordinator.books, coordinator.trainers.lead
+                books, lead = coordinator.step_state, coordinator.trainers.lead
                 state["books"] = copy.deepcopy(
-                    (books.open, lead._permits, lead._stepped_with, coordinator.books.selection(coordinator._run))
+                    (books.open, lead._permits, lead._stepped_with, coordinator.step_state.selection(coordinator._run))
                 )
                 state["newest record"] = (books.outcome.record, books.outcome.logs, sorted(books.outcome.metrics))
-                state["misses"] = copy.deepcopy(coordinator.gate._misses)
-                enrolment = coordinator.trainers.enrolment
+                state["misses"] = copy.deepcopy(coordinator.server_membership._misses)
+                enrolment = coordinator.trainers.membership
                 state["enrolment"] = (sorted(enrolment._asked_s), dict(enrolment._going))
-                state["leaving"] = coordinator.gate.leaving
+                state["leaving"] = coordinator.server_membership.leaving
                 state["gate"] = {
-                    peer: (one.candidate, one.ready, one.refusal) for peer, one in coordinator.gate._waiting.items()
+                    peer: (one.candidate, one.ready, one.refusal)
+                    for peer, one in coordinator.server_membership._waiting.items()
                 }
         return state
 

@@ -125,7 +125,7 @@ class Pipeline:
         self, blocks: Sequence[nn.Module], link: PipelineContext, runtime: Runtime, config: PipelineConfig
     ) -> None:
         self.blocks = blocks  # as the user sees them; their `training` flags count
-        self.link = link
+        self.context = link
         self.runtime = runtime
         self.config = config
         self.generation = 0  # of the run
@@ -227,14 +227,14 @@ class _Call:
         self._sizes = [part.num_rows for part in parts]
         self._microbatch_runs = [
             MicrobatchRun(
-                pipeline.link,
+                pipeline.context,
                 Microbatch(
                     key=pipeline.key(self._batch, number, index),
                     num_rows=part.num_rows,
                     inputs=serialization.unflatten(
                         arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
                     ),
-                    extras=[stage.taken(part.kwargs) for stage in config.stages],
+                    extras=[stage.extras_for(part.kwargs) for stage in config.stages],
                     mode=mode,
                     weight=self._batch.grant.weight if self._batch else 0.0,
                     first_trained=pipeline.first_trained,

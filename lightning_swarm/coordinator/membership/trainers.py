@@ -42,7 +42,7 @@ class TrainerMembership:
         *,
         epoch: Callable[[], int | None],  # of the lead's loop; None: it is not known yet
     ) -> None:
-        self._transport, self._run, self._books = context.transport, context.run, context.books
+        self._transport, self._run, self._books = context.transport, context.run, context.step_state
         self._lease_expiry = lease_expiry
         self._changes = changes
         self._epoch = epoch

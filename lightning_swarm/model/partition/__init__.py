@@ -15,12 +15,12 @@ from lightning_swarm.model.partition.checks import computing, guard, is_computin
 from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.split import (
     batch_norms,
-    check_cuts,
+    build_stages,
     choose_ranges,
-    cut,
-    insert_at_cuts,
-    layers_behind,
+    insert_boundaries,
+    layers_by_block,
     parameter_costs,
+    plan_boundaries,
 )
 from lightning_swarm.model.partition.stages import ParameterSpec, StageModule, StageSpec
 from lightning_swarm.model.partition.timing import time_costs
@@ -38,18 +38,18 @@ __all__ = [
     "balanced_ranges",
     "batch_norms",
     "bind",
+    "build_stages",
     "call_bound",
-    "check_cuts",
     "choose_ranges",
     "computing",
-    "cut",
     "extras_for",
     "find_blocks",
     "guard",
-    "insert_at_cuts",
+    "insert_boundaries",
     "is_computing",
-    "layers_behind",
+    "layers_by_block",
     "named_ranges",
     "parameter_costs",
+    "plan_boundaries",
     "time_costs",
 ]

@@ -22,7 +22,7 @@ from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.stages import Named, Run, Slot, StageModule, TensorIndex, spec_of
 
 
-def layers_behind(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
+def layers_by_block(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
     """Return a model's boundary layers by the indices of the blocks that they stand after.
 
     Raises `ConfigError` if one stands after something else.
@@ -38,21 +38,21 @@ def layers_behind(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
     return {index: layers[name] for index, name in behind.items()}
 
 
-def insert_at_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> None:
+def insert_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> None:
     """Insert a boundary layer after each stage but the last, unless the model has boundary layers already."""
-    new = check_cuts(model, blocks, ranges, boundary)
+    new = plan_boundaries(model, blocks, ranges, boundary)
     if new:
         insert_boundary(model, boundary, new)
 
 
-def check_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> list[str]:
+def plan_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> list[str]:
     """Return the full names of the blocks after which new boundary layers would stand.
 
     A model that has boundary layers already gets none. Raises `ConfigError` if there is only one stage, a layer cannot
     stand where a stage ends, or the model's own layers are different ones.
     """
     last_blocks = [indices.stop - 1 for indices in ranges[:-1]]
-    existing = layers_behind(model, blocks)
+    existing = layers_by_block(model, blocks)
     if existing:
         _check_existing(describe_layers(model), boundary)
         missing = [blocks.names[index] for index in last_blocks if index not in existing]
@@ -110,14 +110,14 @@ def batch_norms(blocks: Blocks) -> list[str]:
     return [name for name, module in blocks.named_modules() if isinstance(module, _BatchNorm)]
 
 
-def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
+def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
     """Build stages of a LightningModule's blocks, without changing it; its parameters may be on meta.
 
     Returns one stage for each range; then, if parameters are in no block, one that holds them, on the trainers. Raises
     `ConfigError` if the ranges do not cover the blocks in order, or the model cannot be trained in stages.
     """
     checks.check_ranges(ranges, len(blocks.modules))
-    layers = layers_behind(model, blocks)
+    layers = layers_by_block(model, blocks)
     outside = _outside(model, [*blocks.modules, *layers.values()])
     checks.check_modules(list(blocks.named_modules()), outside)
     runs = [_run(blocks, layers, indices) for indices in ranges]

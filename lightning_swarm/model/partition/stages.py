@@ -69,7 +69,7 @@ class StageModule(nn.Module):
             return call_binding.call_bound(self.blocks, self._names, inputs, extras)
         return call_blocks(self.blocks, inputs, extras)
 
-    def taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+    def extras_for(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Select the extras of a call that are for blocks of this stage."""
         if call_binding.CALLS in extras:
             return call_binding.extras_for(extras, self.spec.block_names)

@@ -69,12 +69,12 @@ class ScenarioRuns:
     """The runs that a scenario's file asks for."""
 
     def __init__(self, path: Path) -> None:
-        self.plan = _read(path)
-        self._trace = _read_trace(path.parent / self.plan.trace) if self.plan.trace else []
+        self.file = _read(path)
+        self._trace = _read_trace(path.parent / self.file.trace) if self.file.trace else []
 
-    def of_seed(self, seed: int) -> Iterator[tuple[Rebalancing, Scenario]]:
+    def scenarios(self, seed: int) -> Iterator[tuple[Rebalancing, Scenario]]:
         """Make a scenario for each rule, all with the same peers."""
-        plan = self.plan
+        plan = self.file
         changes = self._changes(seed)
         end_s = changes[0].at_s + plan.hours * HOUR_S if plan.hours else changes[-1].at_s
         offset_s = random.Random(seed).uniform(0.0, plan.interval_s)
@@ -84,7 +84,7 @@ class ScenarioRuns:
 
     def work(self, seed: int) -> Work | None:
         """Make the peers' work; None: they are simulated as rates."""
-        given = self.plan.microbatches
+        given = self.file.microbatches
         if given is None:
             return None
         rng = random.Random(seed)
@@ -92,7 +92,7 @@ class ScenarioRuns:
         return Work(given.per_step, given.size, int(given.boundary_mb * _MB), int(given.stage_mb * _MB), lines)
 
     def _changes(self, seed: int) -> Sequence[Change]:
-        return self._trace or _random_changes(self.plan.peers, self.plan.hours, seed)
+        return self._trace or _random_changes(self.file.peers, self.file.hours, seed)
 
 
 def _line(given: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:

@@ -169,7 +169,7 @@ class Joiner:
         first = (self._membership.me.boot_id + attempt) % len(roster)
         donor, version = await self._download([*roster[first:], *roster[:first]], self._stage)
         self._joined_at = reply.view.version
-        await self._admission.follow(RunState.seen(reply.view, version), self._stage)
+        await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
         await self._follow(donor, self._stage)
 
     async def _download(self, donors: Sequence[PeerId], stage: Stage) -> tuple[PeerId, int]:
@@ -242,7 +242,7 @@ class Joiner:
         rosters = seats.rosters
         if version <= self._joined_at:
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
-        self._membership.run.sit(replace(seats, rosters=rosters))
+        self._membership.run.set_members(replace(seats, rosters=rosters))
 
     # ------------------------------------------------------------------ a round
 

@@ -187,7 +187,7 @@ class SharedData:
         begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
         if position[0] > plan.epoch:
             begin = plan.num_batches
-        return next_in_lane(plan.begin, begin, self._session.lanes, self._session.own)
+        return next_in_lane(plan.begin, begin, self._session.lanes, self._session.peer_id)
 
     def _lane_length(self) -> int:
         """Batches of a whole epoch's lane. Lightning limits it by itself where the limit is a share."""

@@ -71,7 +71,7 @@ class LoopRecorder:
     def _between_batches(self) -> None:
         self._find_newest()
         self.states.prune(self._versions)
-        version, completed = self._session.version, self._session.through
+        version, completed = self._session.version, self._session.completed_leases
         if self._may_have_snapshot(version, completed):
             assert self._position is not None
             self.states.save(version, completed, self._position.here, self._loop.pending)

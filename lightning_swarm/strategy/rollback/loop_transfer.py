@@ -86,7 +86,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
         logs={lease: list(map(encode, batch)) for lease, batch in logs.items()},
         added={lease: _sent(metric_states.pack(*part) for part in batch) for lease, batch in added.items()},
         num_counted=point.num_counted,
-        heard=[_pack_record(record) for record in point.news_at(version).heard],
+        heard=[_pack_record(record) for record in point.news_at(version).records],
         position=position,
     )
     return plain_values.pack(msgspec.structs.asdict(travelling))

@@ -61,13 +61,13 @@ class RunRecovery:
         strategy, rollback = self._strategy, self._strategy._rollback
         if strategy.is_global_zero:
             target = rollback.find_target(trainer, peer, error)
-        elif isinstance(error, WentBack) and not peer.follower.is_told and strategy._joined is not None:
+        elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy._joined is not None:
             return self._join_again(peer)
         else:
-            version = peer.follower.told_to_go_back()
+            version = peer.follower.rollback_step()
             if version is None:
                 return None
-            if not peer.inherits and peer.follower.is_led_anew:
+            if not peer.inherits and peer.follower.has_new_lead:
                 rollback.begin_anew()
                 return version, ""
             target = self._become_lead(trainer, peer) if peer.inherits else rollback.follow_lead(version, error)

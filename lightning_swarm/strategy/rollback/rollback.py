@@ -88,7 +88,7 @@ class Rollback:
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
         else:
-            peer.follower.tell_loop(self._can_go_on)
+            peer.follower.set_could_go_on(self._can_go_on)
         self._offered, self.begins_anew = {}, False
         self._position_at = session.run.position_at
         self._rate_finders = callbacks_of(trainer, "LearningRateFinder")

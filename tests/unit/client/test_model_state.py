@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_swarm.client.model_state import gather_optimizer, gather_weights
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
-from lightning_swarm.model.optimizer_state import renumbered
+from lightning_swarm.model.optimizer_state import as_state_dict
 from lightning_swarm.network import PeerId
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows
@@ -74,7 +74,7 @@ def test_gathered_and_renumbered_is_torchs_own_state_dict(make_swarm: MakeSwarm,
         optimizer.step()
 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found = renumbered(optimizer, names, state)
+    found = as_state_dict(optimizer, names, state)
     expected = optimizer.state_dict()
     assert_same(found["state"], expected["state"])
     assert found["param_groups"] == expected["param_groups"]
@@ -86,7 +86,7 @@ def test_before_the_first_step_there_is_no_optimizer_state(make_swarm: MakeSwarm
     swarm = make_swarm("a", "b", optimizer=two_groups)
     state = swarm.run(gather_optimizer(swarm.trainer, swarm.steps.run, 0, timeout=1.0))
     names = {id(parameter): name for name, parameter in swarm.module.named_parameters()}
-    assert renumbered(two_groups(swarm.module), names, state)["state"] == {}
+    assert as_state_dict(two_groups(swarm.module), names, state)["state"] == {}
 
 
 def test_a_stage_is_had_from_whoever_of_its_peers_is_left(make_swarm: MakeSwarm) -> None:
@@ -117,7 +117,7 @@ def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:
     names = {id(parameter): name for name, parameter in swarm.module.named_parameters()}
     own = swarm.servers[swarm.rosters[0][0]]._transport
     state = swarm.run(gather_optimizer(own, swarm.steps.run, 1, timeout=1.0))
-    snapshot = renumbered(two_groups(swarm.module), names, state)["state"]
+    snapshot = as_state_dict(two_groups(swarm.module), names, state)["state"]
     before = {index: one["exp_avg"].clone() for index, one in snapshot.items()}
 
     swarm.run(swarm.batch(rows(2)))

@@ -742,7 +742,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
         network.thaw(LEAD)
         coordinator = other.run.coordinator
         assert coordinator != A
-        books = swarm.servers[coordinator].admission.coordinator.books
+        books = swarm.servers[coordinator].admission.coordinator.step_state
         assert not books.order.plans, "the lead has not answered"
         request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
         await swarm.trainer.call(coordinator, REGISTER, encode(request), timeout=30.0)

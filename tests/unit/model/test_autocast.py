@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.model.autocast import capture, entered, entered_backward
+from lightning_swarm.model.autocast import capture, enter_backward_modes, enter_modes
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.wire import decode, encode
 
@@ -42,7 +42,7 @@ OTHER = ComputeMode(training=False, grad=False, autocast="bfloat16", default_dty
 
 def test_the_modes_flags_hold_inside_and_only_there() -> None:
     before = flags()
-    with entered(OTHER, "cpu"):
+    with enter_modes(OTHER, "cpu"):
         inside = flags()
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
     assert flags() == before
@@ -58,20 +58,20 @@ def test_the_modes_flags_hold_inside_and_only_there() -> None:
 
 
 def test_a_plain_mode_undoes_what_surrounds_it() -> None:
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), entered(PLAIN, "cpu"):
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), enter_modes(PLAIN, "cpu"):
         assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == (False, True)
         assert not torch.is_autocast_enabled("cpu")
         assert not torch.ones(1).is_inference()
 
 
-@pytest.mark.parametrize("enter", [lambda: entered(OTHER, "cpu"), lambda: entered_backward(OTHER)])
+@pytest.mark.parametrize("enter", [lambda: enter_modes(OTHER, "cpu"), lambda: enter_backward_modes(OTHER)])
 def test_an_error_inside_leaves_nothing_behind(enter: Callable[[], Any]) -> None:
     with pytest.raises(ZeroDivisionError), enter():
         raise ZeroDivisionError
 
 
 def test_backward_runs_outside_autocast() -> None:
-    with entered_backward(OTHER):
+    with enter_backward_modes(OTHER):
         assert not torch.is_autocast_enabled("cpu")
         assert torch.get_default_dtype() == torch.float64
 
@@ -82,12 +82,15 @@ def test_backward_runs_outside_autocast() -> None:
         (lambda: torch.autocast("cpu", torch.bfloat16), {"autocast": "bfloat16"}),
         (lambda: torch.autograd.set_detect_anomaly(True, check_nan=False), {"anomaly": True}),
         (
-            lambda: entered(ComputeMode(training=True, grad=True, default_dtype="float64"), "cpu"),
+            lambda: enter_modes(ComputeMode(training=True, grad=True, default_dtype="float64"), "cpu"),
             {"default_dtype": "float64"},
         ),
-        (lambda: entered(ComputeMode(training=True, grad=True, deterministic="on"), "cpu"), {"deterministic": "on"}),
         (
-            lambda: entered(ComputeMode(training=True, grad=True, deterministic="warn"), "cpu"),
+            lambda: enter_modes(ComputeMode(training=True, grad=True, deterministic="on"), "cpu"),
+            {"deterministic": "on"},
+        ),
+        (
+            lambda: enter_modes(ComputeMode(training=True, grad=True, deterministic="warn"), "cpu"),
             {"deterministic": "warn"},
         ),
     ],
@@ -100,7 +103,7 @@ def test_what_is_captured_travels_to_another_thread(surround: Callable[[], Any],
         there: list[dict[str, Any]] = []
 
         def compute() -> None:
-            with entered(mode, "cpu"):
+            with enter_modes(mode, "cpu"):
                 there.append(flags())
 
         thread = threading.Thread(target=compute)
@@ -115,5 +118,5 @@ def test_what_is_captured_travels_to_another_thread(surround: Callable[[], Any],
 @pytest.mark.parametrize("names", [{"default_dtype": "int8"}, {"autocast": "x"}])
 def test_a_dtype_that_no_mode_has_is_refused(names: dict[str, str]) -> None:
     mode = msgspec.structs.replace(PLAIN, **names)
-    with pytest.raises(ProtocolError, match="must be one of"), entered(mode, "cpu"):
+    with pytest.raises(ProtocolError, match="must be one of"), enter_modes(mode, "cpu"):
         pytest.fail("entered")

@@ -19,14 +19,14 @@ from lightning_swarm.model.boundary_layers import (
     Bottleneck,
     Boundary,
     Maxout,
-    adopt,
+    add_hooks,
+    adopt_layers,
     boundary_layers,
-    hook,
     insert_boundary,
+    remove_hooks,
     restore_boundary,
-    unhook,
 )
-from lightning_swarm.model.partition import choose_ranges, cut, find_blocks, insert_at_cuts, layers_behind
+from lightning_swarm.model.partition import build_stages, choose_ranges, find_blocks, insert_boundaries, layers_by_block
 
 KINDS: tuple[Callable[..., Boundary], ...] = (Bottleneck, Maxout)
 
@@ -161,10 +161,10 @@ def test_a_plain_forward_goes_through_the_layers() -> None:
         nn.init.zeros_(boundary_layers(other)["model.parts.h.1"].decompress.linear.weight)
         assert not torch.equal(other(x), with_layer), "a copy has layers of its own"
         assert torch.equal(outer(x), with_layer)
-    unhook(outer)
+    remove_hooks(outer)
     assert not torch.equal(outer(x), with_layer)
-    hook(outer)
-    hook(outer)
+    add_hooks(outer)
+    add_hooks(outer)
     assert torch.equal(outer(x), with_layer)
 
 
@@ -220,11 +220,11 @@ def test_a_peer_takes_the_layers_of_the_run_and_no_others() -> None:
     insert_boundary(run, Bottleneck(ratio=2), [places[0], places[2]])
     insert_boundary(peer, Bottleneck(ratio=2), [places[1], places[0]])
     kept = boundary_layers(peer)[places[0]]
-    adopt(peer, shapes(run))
+    adopt_layers(peer, shapes(run))
     assert shapes(peer) == shapes(run)
     assert list(boundary_layers(peer)) == [places[0], places[2]]
     assert boundary_layers(peer)[places[0]] is kept
-    adopt(peer, shapes(Wrapped()))
+    adopt_layers(peer, shapes(Wrapped()))
     assert shapes(peer) == shapes(Wrapped())
     x = torch.randn(2, 8)
     assert torch.equal(peer(x), Wrapped()(x)), "nothing of them is left"
@@ -249,7 +249,7 @@ def test_a_peer_takes_the_layers_of_the_run_and_no_others() -> None:
 def test_what_cannot_be_the_runs_layers_is_refused(state: dict[str, tuple[int, ...]], words: str) -> None:
     module = Wrapped()
     with pytest.raises(ConfigError, match=words):
-        adopt(module, state)
+        adopt_layers(module, state)
     assert shapes(module) == shapes(Wrapped())
 
 
@@ -311,8 +311,8 @@ def test_stages_together_compute_what_the_model_does(num_stages: int) -> None:
     blocks = find_blocks(module, "model.parts.h")
     for cuts in itertools.combinations((0, 1), num_stages - 1):
         begins = [0, *(place + 1 for place in cuts), 4]
-        unhook(module)
-        stages = cut(module, blocks, [range(*pair) for pair in itertools.pairwise(begins)])
+        remove_hooks(module)
+        stages = build_stages(module, blocks, [range(*pair) for pair in itertools.pairwise(begins)])
         held = [name for stage in stages for name, _ in stage.named_stage_parameters()]
         assert sorted(held) == sorted(shapes(module)), "each in one stage, none around"
         hidden, widths = x, []
@@ -321,7 +321,7 @@ def test_stages_together_compute_what_the_model_does(num_stages: int) -> None:
             widths.append(hidden.shape[-1])
         assert widths == [2] * (num_stages - 1) + [8]
         assert torch.equal(hidden, expected)
-        hook(module)
+        add_hooks(module)
 
 
 def test_a_layer_anywhere_else_is_refused() -> None:
@@ -330,7 +330,7 @@ def test_a_layer_anywhere_else_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"must stand after blocks of the pipeline, got .*\['model\.parts\.h\.1\.0'\]"
     ):
-        layers_behind(module, find_blocks(module, "model.parts.h"))
+        layers_by_block(module, find_blocks(module, "model.parts.h"))
 
 
 def test_a_model_is_cut_where_its_layers_stand() -> None:
@@ -351,18 +351,18 @@ def test_layers_are_inserted_once_and_at_every_cut() -> None:
     blocks = find_blocks(module, "model.parts.h")
     halves = (range(2), range(2, 4))
     with pytest.raises(ConfigError, match=r"must be at least 2, got 1\. Raise `num_stages`"):
-        insert_at_cuts(module, blocks, (range(4),), Bottleneck(ratio=2))
-    insert_at_cuts(module, blocks, halves, Bottleneck(ratio=2))
+        insert_boundaries(module, blocks, (range(4),), Bottleneck(ratio=2))
+    insert_boundaries(module, blocks, halves, Bottleneck(ratio=2))
     layers = boundary_layers(module)
     assert list(layers) == ["model.parts.h.1"]
-    insert_at_cuts(module, blocks, halves, Bottleneck(ratio=2))
-    insert_at_cuts(module, blocks, (range(4),), Bottleneck(ratio=2))
+    insert_boundaries(module, blocks, halves, Bottleneck(ratio=2))
+    insert_boundaries(module, blocks, (range(4),), Bottleneck(ratio=2))
     assert boundary_layers(module) == layers
     with pytest.raises(ConfigError, match=r"after blocks \['1'\], got cuts after \['0'\]\. Correct `split`"):
-        insert_at_cuts(module, blocks, (range(1), range(1, 4)), Bottleneck(ratio=2))
+        insert_boundaries(module, blocks, (range(1), range(1, 4)), Bottleneck(ratio=2))
     for other in (Bottleneck(ratio=4), Maxout(ratio=2)):
         with pytest.raises(ConfigError, match=r"Bottleneck\(ratio=2, features=8\) stands after .* got \w+\(ratio=\d\)"):
-            insert_at_cuts(module, blocks, halves, other)
+            insert_boundaries(module, blocks, halves, other)
 
 
 class Made(nn.Module):
@@ -379,12 +379,12 @@ class Made(nn.Module):
 def test_blocks_that_nothing_can_stand_after_are_refused() -> None:
     made = Made()
     with pytest.raises(ConfigError, match=r"after a part of the model, got block '0', a Sequential that is none"):
-        insert_at_cuts(made, find_blocks(made, None), (range(1), range(1, 2)), Bottleneck(ratio=2))
+        insert_boundaries(made, find_blocks(made, None), (range(1), range(1, 2)), Bottleneck(ratio=2))
     shared = nn.Linear(8, 8)
     outer = nn.Module()
     outer.net = nn.Sequential(shared, shared, nn.Linear(8, 8))
     with pytest.raises(ConfigError, match=r"a block that comes once, got 'net\.0', which comes again"):
-        insert_at_cuts(outer, find_blocks(outer, None), (range(2), range(2, 3)), Bottleneck(ratio=2))
+        insert_boundaries(outer, find_blocks(outer, None), (range(2), range(2, 3)), Bottleneck(ratio=2))
 
 
 def test_the_one_sequential_is_still_found() -> None:

@@ -48,7 +48,7 @@ class Starter:
         model = self.swarm._model
         servers = self.lead.find_servers(spec, lambda: None)
         me = Member(peer_id=self.swarm.trainer.peer_id, boot_id=1)
-        self.lead.begin_run(spec, model, me, model.cut(self.swarm.ranges), servers)
+        self.lead.begin_run(spec, model, me, model.build_stages(self.swarm.ranges), servers)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_swarm.coordinator.takeover import appoint, choose_heir, seniority
+from lightning_swarm.coordinator.takeover import appoint, choose_standby_lead, seniority
 from lightning_swarm.core.errors import Busy, ProtocolError, Replaced, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
@@ -160,7 +160,7 @@ WHOLE = held([], (3, 0), (3, 1), (5, 0), (5, 1))
 def test_the_newest_version_that_is_whole_and_the_oldest_who_has_its_loop(
     found: dict[PeerId, HeldSnapshots], chosen: tuple[PeerId, int] | None
 ) -> None:
-    assert choose_heir(found, [A, B, C], 2) == chosen
+    assert choose_standby_lead(found, [A, B, C], 2) == chosen
 
 
 # ---------------------------------------------------------------------- in a run

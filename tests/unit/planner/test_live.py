@@ -24,7 +24,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.bandwidth import LinkEstimate, LinkEstimates, TransferSample
 from lightning_swarm.network.simulated_link import Direction, SimulatedLink
-from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
+from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
 from lightning_swarm.planner.machine_files import TransferCost
 from lightning_swarm.planner.plan import make_plan, predict
 from lightning_swarm.planner.report import describe_now
@@ -104,7 +104,7 @@ def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
     L.Trainer(**options, strategy=strategy, callbacks=[onlooker]).fit(Wide(), data)
     (began_s, before, _), (ended_s, after, reports) = onlooker.seen
     pace = (after - before) / (ended_s - began_s)
-    return read(reports, dict.fromkeys(reports, PeerThroughput(pace, 0.0)), ASSUMED), reports
+    return read_swarm(reports, dict.fromkeys(reports, PeerThroughput(pace, 0.0)), ASSUMED), reports
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def report(one: ServerReport | None, links: Mapping[str, float] | None = None) -
 
 def put_together(reports: Mapping[str, PeerReport]) -> LiveRates:
     by_id = {PeerId(peer): one for peer, one in reports.items()}
-    return read(by_id, dict.fromkeys(by_id, PeerThroughput(3.0, 1e6)), ASSUMED)
+    return read_swarm(by_id, dict.fromkeys(by_id, PeerThroughput(3.0, 1e6)), ASSUMED)
 
 
 def changed(held: HeldStage, **changes: Any) -> HeldStage:

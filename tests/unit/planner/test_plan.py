@@ -20,7 +20,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.cost_model import block, stage_profiles, transformer
-from lightning_swarm.planner.machine_files import TransferCost, read_machines, read_travel
+from lightning_swarm.planner.machine_files import TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged_bytes, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
@@ -656,13 +656,13 @@ def test_a_list_cannot_say_so(tmp_path: Path, line: str, words: str) -> None:
     file = written(tmp_path, GOOD)
     file.write_text(f"{file.read_text()}{line}\n")
     with pytest.raises(ConfigError, match=words):
-        read_travel(file)
+        read_compression(file)
 
 
 def test_a_bare_list_says_nothing_of_it(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text(f"- {GOOD}\n")
-    assert read_travel(file) == TransferCost()
+    assert read_compression(file) == TransferCost()
 
 
 @pytest.mark.parametrize("measured", [False, True])

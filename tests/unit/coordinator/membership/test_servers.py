@@ -180,7 +180,7 @@ def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(
     """Nobody was asked for the hash that its weights are compared with."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
-    waiting = swarm.coordinator.gate._waiting[J]
+    waiting = swarm.coordinator.server_membership._waiting[J]
     waiting.ready = False
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
     freeze = handlers[FREEZE]
@@ -311,7 +311,7 @@ def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) ->
     joiner._transport.stream = slow_download  # type: ignore[method-assign]
     task = entering(swarm, joiner)
     swarm.run(asyncio.sleep(0.5))
-    stage = swarm.coordinator.gate.targets[joiner.admission.me.peer_id]
+    stage = swarm.coordinator.server_membership.targets[joiner.admission.me.peer_id]
     others = [entering(swarm, swarm.add_server(name)) for name in "klm"]
 
     async def go() -> None:

@@ -65,7 +65,7 @@ class Run:
 
         return StepClient(
             transport,
-            RunState.seen(view, view.version),
+            RunState.from_view(view, view.version),
             patience=coordinator_client.Patience(answer_s=30.0, successor_s=600.0),
             on_record=note,
             events=EventLog(),

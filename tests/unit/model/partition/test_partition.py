@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import StageSpec, balanced_ranges, cut, find_blocks, named_ranges, parameter_costs
+from lightning_swarm.model.partition import (
+    StageSpec,
+    balanced_ranges,
+    build_stages,
+    find_blocks,
+    named_ranges,
+    parameter_costs,
+)
 
 
 def all_cuts(num_blocks: int, num_stages: int) -> list[tuple[range, ...]]:
@@ -259,7 +266,7 @@ def test_a_block_must_not_contain_what_it_replaces() -> None:
 
 def cut_into(model: nn.Module, num_stages: int, pipeline: str | None = None) -> Any:
     blocks = find_blocks(model, pipeline)
-    return cut(model, blocks, balanced_ranges([1] * len(blocks.modules), num_stages))
+    return build_stages(model, blocks, balanced_ranges([1] * len(blocks.modules), num_stages))
 
 
 def test_costs_count_elements_once() -> None:
@@ -477,7 +484,7 @@ def test_what_cannot_be_trained_in_stages_is_refused(model: nn.Module, pipeline:
     blocks = find_blocks(model, pipeline)
 
     with pytest.raises(ConfigError) as error:
-        cut(model, blocks, balanced_ranges([1] * len(blocks.modules), 2))
+        build_stages(model, blocks, balanced_ranges([1] * len(blocks.modules), 2))
 
     assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -502,4 +509,4 @@ def test_ranges_must_cover_the_blocks(ranges: tuple[range, ...]) -> None:
     model = Net()
 
     with pytest.raises(ConfigError, match=r"cover blocks 0\.\.2 in order, none empty, got .*Cut the same model"):
-        cut(model, find_blocks(model, None), ranges)
+        build_stages(model, find_blocks(model, None), ranges)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.partition import balanced_ranges, cut, find_blocks, parameter_costs
+from lightning_swarm.model.partition import balanced_ranges, build_stages, find_blocks, parameter_costs
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom, checkpoint_contexts
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.server.optimizer import StageOptimizer
@@ -136,7 +136,7 @@ class Trial:
         torch.manual_seed(0)
         module = nn.Sequential(block())
         blocks = find_blocks(module, None)
-        (spec,) = cut(module, blocks, balanced_ranges(parameter_costs(blocks), 1))
+        (spec,) = build_stages(module, blocks, balanced_ranges(parameter_costs(blocks), 1))
         self.block: Any = module[0]
         self.stage = Stage(spec, StageOptimizer(None, {}), CPU)
         self.stage._train(list(module.parameters()))

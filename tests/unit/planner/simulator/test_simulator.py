@@ -29,7 +29,7 @@ PEERS = "stages: 4\nhours: 100\npeers: {number: 40, samples_per_s: [1, 10], stay
 
 def test_made_up_peers_are_as_the_file_says(tmp_path: Path) -> None:
     runs = ScenarioRuns(write(tmp_path, PEERS))
-    [none, paper, gain] = [scenario for _, scenario in runs.of_seed(0)]
+    [none, paper, gain] = [scenario for _, scenario in runs.scenarios(0)]
     assert none.changes is paper.changes is gain.changes
     assert none.offset_s == gain.offset_s < 300.0
     rates = [change.samples_per_s for change in none.changes if change.samples_per_s]
@@ -38,13 +38,13 @@ def test_made_up_peers_are_as_the_file_says(tmp_path: Path) -> None:
     assert sorted(rates)[len(rates) // 2] == pytest.approx(10.0**0.5, rel=0.2)
     assert sum(change.at_s == 0.0 for change in none.changes) == 40
     assert len(rates) == pytest.approx(40 * 100 / 5.5, rel=0.15)
-    others = next(scenario for _, scenario in runs.of_seed(1)).changes
+    others = next(scenario for _, scenario in runs.scenarios(1)).changes
     assert others != none.changes
 
 
 def test_peers_that_stay_for_good_are_no_more_and_no_fewer(tmp_path: Path) -> None:
     runs = ScenarioRuns(write(tmp_path, "{stages: 2, hours: 1, peers: {number: 6}, rules: [gain]}"))
-    [(rule, scenario)] = runs.of_seed(0)
+    [(rule, scenario)] = runs.scenarios(0)
     assert rule == "gain"
     assert [(span.samples_per_s, span.best) for span in simulate(scenario)] == [(3.0, 3.0)] * len(simulate(scenario))
 
@@ -52,13 +52,13 @@ def test_peers_that_stay_for_good_are_no_more_and_no_fewer(tmp_path: Path) -> No
 def test_a_trace_is_what_happened(tmp_path: Path) -> None:
     """Two peers of two stages each: of one stage one goes, and the other becomes slow."""
     runs = ScenarioRuns(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none, gain], join_s: 0}"))
-    none, gain = (simulate(scenario) for _, scenario in runs.of_seed(0))
+    none, gain = (simulate(scenario) for _, scenario in runs.scenarios(0))
     assert (none[0].begin_s, none[-1].end_s) == (0.0, 7200.0)
     assert [span.samples_per_s for span in none if span.begin_s in (0.0, 3600.0)] == [4.0, 1.0]
     assert none[-1].best == gain[-1].best == 2.0
     assert (none[-1].fewest, none[-1].most) == (1, 2)
     longer = ScenarioRuns(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none], hours: 5}"))
-    assert [simulate(scenario)[-1].end_s for _, scenario in longer.of_seed(0)] == [5 * 3600.0]
+    assert [simulate(scenario)[-1].end_s for _, scenario in longer.scenarios(0)] == [5 * 3600.0]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lightning_swarm.protocol.messages.state import HeldSnapshot, HeldSnapshots,
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
-from lightning_swarm.protocol.queries import newest_complete, newest_through, worth_keeping
+from lightning_swarm.protocol.queries import newest_complete, newest_safe, version_to_keep
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, make_module, rows
@@ -92,23 +92,23 @@ def test_where_a_trainer_may_be_replaced_a_server_keeps_what_it_holds() -> None:
 def test_a_snapshot_is_through_when_no_stage_dies_with_its_servers(
     held: dict[PeerId, HeldSnapshots], through: int | None, complete: int | None
 ) -> None:
-    assert newest_through(held, rosters("a", "b"), [False, False]) == through
+    assert newest_safe(held, rosters("a", "b"), [False, False]) == through
     assert newest_complete(held, 2) == complete
 
 
 def test_what_all_servers_hold_needs_no_other() -> None:
     held = holding(a=[(1, 0), (1, 1)], b=[(1, 0)])
-    assert newest_through(held, rosters("a b", "a"), [False, False]) is None
-    assert newest_through(holding(a=[(1, 0), (1, 1)], b=[(1, 0), (1, 1)]), rosters("a b", "a"), [False, False]) == 1
-    assert newest_through(holding(a=[(1, 0), (1, 1)], b=[(1, 0)]), rosters("a b", "a b"), [False, False]) == 1
+    assert newest_safe(held, rosters("a b", "a"), [False, False]) is None
+    assert newest_safe(holding(a=[(1, 0), (1, 1)], b=[(1, 0), (1, 1)]), rosters("a b", "a"), [False, False]) == 1
+    assert newest_safe(holding(a=[(1, 0), (1, 1)], b=[(1, 0)]), rosters("a b", "a b"), [False, False]) == 1
 
 
 def test_when_a_keeper_is_gone_what_is_whole_is_kept() -> None:
     """`b` held the first stage alone and kept the second one; the newer snapshot had not come to anyone else."""
     held = holding(a=[(5, 0), (5, 1), (10, 1)], c=[(5, 1), (10, 1)])
-    assert newest_through(held, rosters("b", "a c"), [False, False]) is None
-    assert worth_keeping(held, rosters("b", "a c"), [False, False]) == 5
-    assert worth_keeping(holding(a=[(10, 1)]), rosters("b", "a c"), [False, False]) is None
+    assert newest_safe(held, rosters("b", "a c"), [False, False]) is None
+    assert version_to_keep(held, rosters("b", "a c"), [False, False]) == 5
+    assert version_to_keep(holding(a=[(10, 1)]), rosters("b", "a c"), [False, False]) is None
 
 
 # ---------------------------------------------------------------------- in a run
