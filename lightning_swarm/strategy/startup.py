@@ -186,8 +186,7 @@ class Startup:
             trainer,
             ranges,
             selection,
-            # For so many the run waits; further servers that are there serve, too.
-            num_servers=max(1, len(strategy._devices) - (not serves)),
+            num_servers=strategy.num_awaited_servers,
             num_trainers=strategy.num_trainers if serves else 0,
             open_to_trainers=checks.may_be_shared(trainer, config),
             # Lightning restores its own counter only after this.

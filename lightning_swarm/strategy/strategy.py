@@ -244,6 +244,11 @@ class SwarmStrategy(RankHooks):
         with staying_on_meta():
             self._own_module.to(self.root_device)
 
+    @property
+    def num_awaited_servers(self) -> int:
+        """The number of servers that a run waits for; further servers that are there by then serve, too."""
+        return max(1, len(self._devices) - (self.config.role == "trainer"))
+
     # ------------------------------------------------------------------ starting
 
     @override

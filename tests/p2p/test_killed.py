@@ -52,7 +52,7 @@ class Strategy(SwarmStrategy):
 
     @property
     @override
-    def _num_servers(self) -> int:
+    def num_awaited_servers(self) -> int:
         return NUM_SERVERS
 
     @property
