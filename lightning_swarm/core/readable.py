@@ -1,11 +1,13 @@
-"""Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes."""
+"""Messages for people: short names of peers, short lists, errors in one line without libp2p's chains of causes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 _SHORT_LENGTH: Final = 6
+_MAX_NAMED: Final = 5
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
 _DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
 _NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
@@ -15,12 +17,18 @@ _BACKOFF: Final = "dial backoff"  # libp2p tried a moment ago, and does not try 
 
 
 def short_name(peer_id: str) -> str:
-    """The end of a peer's id: all ids begin alike."""
+    """Return the end of a peer's id: all ids begin alike."""
     return peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id
 
 
+def few(names: Sequence[str]) -> str:
+    """List the first names, and say how many there are if these are not all."""
+    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
+
+
 def shorten(text: str) -> str:
-    """A message as one line: short names of peers, and of a failed connection only its innermost cause."""
+    """Write a message as one line, with short names of peers, and only the innermost cause of a failed connection."""
     line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(text.split()))
     return _ERROR_NUMBER.sub("", _DIAL.sub(_cause, line))
 

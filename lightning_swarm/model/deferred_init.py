@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import few
 from lightning_swarm.model.init_record import InitRecord, StorageView
-from lightning_swarm.model.naming import few
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 

@@ -24,13 +24,13 @@ from lightning_swarm.network import (
     MAX_STREAM_BYTES,
     SMALL_BYTES,
     CallHandler,
+    LinkEstimates,
     Message,
     PeerId,
     StreamHandler,
     Traffic,
     Transport,
 )
-from lightning_swarm.network.bandwidth import LinkEstimates
 from lightning_swarm.network.framing import (
     Head,
     Kind,

@@ -20,9 +20,8 @@ from lightning_swarm.cli import status as status_module
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import LinkEstimate, LinkEstimates, PeerId, TransferSample
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.network.bandwidth import LinkEstimate, LinkEstimates, TransferSample
 from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
 from lightning_swarm.planner.machine_files import TransferCost
