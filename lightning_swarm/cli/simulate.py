@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.planner.simulator import microbatches, report
+from lightning_swarm.planner import report
+from lightning_swarm.planner.simulator import microbatches
 from lightning_swarm.planner.simulator.fluid import Span, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.protocol.settings import Rebalancing
@@ -61,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and draw; returns the exit status."""
     found = simulated(ScenarioRuns(arguments.scenario))
-    print(report.table(found))  # noqa: T201 - a command
+    print(report.span_table(found))  # noqa: T201 - a command
     if arguments.picture is not None:
-        report.draw(found, arguments.picture)
+        report.draw_spans(found, arguments.picture)
         print(f"{arguments.picture}: drawn, of the first seed")  # noqa: T201 - a command
     return 0
 
