@@ -46,10 +46,10 @@ DESCRIPTION: Final = """\
 The file lists the machines. The first one starts the run: it trains, and holds a stage.
 
     machines:
-      - name: desk               # all but the rate, the memory and the line may be left out
+      - name: desk               # all but the rate, the memory and the link may be left out
         tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
         memory_gb: 24            # where it computes
-        up_mbit: 40              # its line
+        up_mbit: 40              # its link
         down_mbit: 100
         latency_ms: 15           # to another machine, one way
         count: 3                 # as many of them
@@ -233,7 +233,7 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=100.0,
         metavar="MBIT",
-        help="Mb/s, each way, of peers whose lines were not measured (default: %(default)g)",
+        help="Mb/s, each way, of peers whose links were not measured (default: %(default)g)",
     )
     live.add_argument(
         "--bus-gb-per-s",

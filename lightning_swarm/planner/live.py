@@ -20,7 +20,7 @@ from lightning_swarm.protocol.settings import Compression
 class Assumption:
     """The rates that are assumed where a swarm has not measured them."""
 
-    line_bytes_per_s: float  # each way, of peers that have sent, or received, nothing long enough to tell
+    line_bytes_per_s: float  # of the links, each way, of peers that have sent, or received, nothing long enough to tell
     bus_bytes_per_s: float  # between a GPU and its host, each way
 
 
@@ -180,7 +180,7 @@ _UNKNOWN_MEMORY_BYTES: Final = 1e18
 """Memory that limits nothing."""
 
 _FASTEST_BYTES_PER_S: Final = 1e12
-"""The highest rate of a line that is believed."""
+"""The highest rate of a link that is believed."""
 
 _MOST_ROUND_TRIP: Final = 8.0
 """A transfer counts as at least its duration divided by this, however much of it was the round trip."""
@@ -192,7 +192,7 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
         name=name,
         flop_per_s=flop_per_s,
         memory_bytes=(machine.memory_bytes if machine else None) or _UNKNOWN_MEMORY_BYTES,
-        # Peers measure tensors' bytes, and the planner takes lines' bytes.
+        # Peers measure tensors' bytes, and the planner takes links' bytes.
         up_bytes_per_s=line.up_bytes_per_s / GOODPUT if line.up_bytes_per_s else assumed.line_bytes_per_s,
         down_bytes_per_s=line.down_bytes_per_s / GOODPUT if line.down_bytes_per_s else assumed.line_bytes_per_s,
         latency_s=statistics.median(line.round_trips_s) / 2 if line.round_trips_s else 0.0,
@@ -222,7 +222,7 @@ class _LinkUsage:
 
 
 def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
-    """Read each peer's line from what both ends of its links report."""
+    """Find each peer's link to all others from what both ends of its exchanges report."""
     lines: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
     trips = _round_trips(reports)
     for ends, trip_s in trips.items():

@@ -89,8 +89,8 @@ class _Key:
 
 _NUMBERS: Final = {
     "memory_gb": _Key("memory_bytes", "GB of memory where it computes", _GB),
-    "up_mbit": _Key("up_bytes_per_s", "Mb/s that its line sends", _MBIT),
-    "down_mbit": _Key("down_bytes_per_s", "Mb/s that its line receives", _MBIT),
+    "up_mbit": _Key("up_bytes_per_s", "Mb/s that its link sends", _MBIT),
+    "down_mbit": _Key("down_bytes_per_s", "Mb/s that its link receives", _MBIT),
     "latency_ms": _Key(
         "latency_s", "milliseconds from it to another machine, half of a round trip", 1e-3, 0.0, zero=True
     ),

@@ -103,7 +103,7 @@ STEP_TRIPS: Final = 6
 
 
 # A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
-# Stages work at the same time; a machine's line and its processor take turns.
+# Stages work at the same time; a machine's link and its processor take turns.
 class Predictor:
     """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches.
 
@@ -212,7 +212,7 @@ def _trains(model: ModelProfile, starter: Machine) -> bool:
 
 
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
-    """Bytes that each machine sends over its line in a step, without snapshots and control messages."""
+    """Bytes that each machine sends over its link in a step, without snapshots and control messages."""
     sent = [0.0] * len(swarm.machines)
     for index, kinds in enumerate(swarm.kinds):
         for same in kinds:

@@ -81,7 +81,7 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 WIDTHS: Final = tuple(2**power for power in range(7, 15))
 """Features of a token, from 128 to 16384."""
 
-_LINES_MBIT: Final = (20, 100, 500, 1000)
+_LINKS_MBIT: Final = (20, 100, 500, 1000)
 _LATENCIES_MS: Final = (0, 50, 200)
 
 
@@ -90,7 +90,7 @@ _LATENCIES_MS: Final = (0, 50, 200)
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
     """The share of its time for which a machine with one block as its stage computes, one sample at a time.
 
-    An activation arrives and one leaves, and so do two gradients; the two directions of the line work at once, but not
+    An activation arrives and one leaves, and so do two gradients; the two directions of the link work at once, but not
     together with computing. Nothing hides the latency, so a swarm with many microbatches under way does better.
     """
     costs = block(width, sequence)
@@ -99,20 +99,20 @@ def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: f
 
 
 def draw_law(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
-    """Draw how busy a machine is with one block, by the block's width: for some lines, and for some latencies.
+    """Draw how busy a machine is with one block, by the block's width: for some links, and for some latencies.
 
     The model's own `width` is marked, if it is known.
     """
     figure = new_figure((10, 4), layout="constrained")
-    lines, delays = figure.subplots(1, 2, sharey=True)
+    rates, delays = figure.subplots(1, 2, sharey=True)
     slower = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
-    by_line = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINES_MBIT}
+    by_rate = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINKS_MBIT}
     by_delay = {f"{delay_ms} ms": (slower, delay_ms / 1e3) for delay_ms in _LATENCIES_MS}
-    lines.set_title(f"{machine.name}, by its line's rate")
+    rates.set_title(f"{machine.name}, by its link's rate")
     delays.set_title(f"{machine.name}, {slower * 8 / 1e6:g} Mb/s, by latency")
-    lines.set_ylabel("share of its time that it computes")
-    for axes, links in ((lines, by_line), (delays, by_delay)):
-        for label, link in links.items():
+    rates.set_ylabel("share of its time that it computes")
+    for axes, curves_by_label in ((rates, by_rate), (delays, by_delay)):
+        for label, link in curves_by_label.items():
             axes.plot(WIDTHS, [busy_share(one, sequence, machine.flop_per_s, *link) for one in WIDTHS], label=label)
         if width is not None:
             axes.axvline(width, color="tab:gray", linestyle="--", label="this model")
@@ -127,7 +127,7 @@ def draw_law(path: Path, machine: Machine, sequence: int, width: int | None) -> 
 
 
 def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
-    """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of lines that were not measured."""
+    """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of links that were not measured."""
     if now.setting is None:
         parts = ["Now", "  no step was decided yet"]
     else:
@@ -142,7 +142,7 @@ def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
         )
     if now.assumed_lines:
         remarks.append(
-            f"Nothing long enough to tell has gone over the lines of {', '.join(now.assumed_lines)}; they are taken "
+            f"Nothing long enough to tell has gone over the links of {', '.join(now.assumed_lines)}; they are taken "
             f"for {line_bytes_per_s * 8 / 1e6:.4g} Mb/s. If that is wrong, say so with --line-mbit."
         )
     return _wrapped("\n".join([*parts, *(["", *remarks] if remarks else [])]))
@@ -265,7 +265,7 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     lines = [
         "Why",
         f"  {share(times.forward_s + times.backward_s)} goes by at the pace of the slowest machine: {best.slowest}.",
-        f"  {100 * best.line_share:.0f} % of its time it waits for its line, the rest it computes. {_remedy(best)}",
+        f"  {100 * best.line_share:.0f} % of its time it waits for its link, the rest it computes. {_remedy(best)}",
     ]
     if len(best.stages) > 1:
         lines.append(
@@ -283,7 +283,7 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
 
 def _remedy(best: Prediction) -> str:
     if best.line_share > 0.5:
-        return "Faster lines would help most, or a wider model."
+        return "Faster links would help most, or a wider model."
     return "More machines would help most, or faster ones."
 
 

@@ -20,7 +20,7 @@ HANDLING_S_PER_BYTE: Final = 2.4e-9
 """Seconds of a core for each byte sent or received: half of what both ends and their daemons take."""
 
 GOODPUT: Final = 0.94
-"""Share of a line's bytes that are tensors, and not headers, encryption or acknowledgements."""
+"""Share of a link's bytes that are tensors, and not headers, encryption or acknowledgements."""
 
 MICROBATCH_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 2e-9, "accelerator": 5e-11}
 """Seconds for each backward beyond what its samples take: a gradient of each weight is written and added up, and few
@@ -41,14 +41,14 @@ class StagePhase:
 
     flop: float
     parameters: int  # get a gradient, once for each microbatch
-    received_bytes: float  # over the line
+    received_bytes: float  # over the link
     sent_bytes: float
     coding_s: float  # seconds of a core for coding these tensors; a GPU does it in passing
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The seconds of some work, the line's part of them, and what does the work, in words."""
+    """The seconds of some work, the link's part of them, and what does the work, in words."""
 
     seconds: float
     line_s: float
@@ -78,7 +78,7 @@ def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePha
 def sample_time(machine: Machine, phase: StagePhase, microbatch_size: int) -> PhaseTime:
     """The time that a machine needs for a sample.
 
-    Its line and its processor take turns: all microbatches under way share the line, so most of them arrive late, and
+    Its link and its processor take turns: all microbatches under way share the link, so most of them arrive late, and
     then there is much to compute at once.
     """
     computing_s = phase.flop / machine.flop_per_s
@@ -129,7 +129,7 @@ class Swarm:
     def phase(self, index: int, number: int, direction: int, batch_size: int) -> StagePhase:
         """A sample's forward (0) or backward (1) at a machine of a stage.
 
-        The starter's server and trainer share a machine: nothing goes over the line between them.
+        The starter's server and trainer share a machine: nothing goes over the link between them.
         """
         stage = self.stages[index]
         if number == 0:
