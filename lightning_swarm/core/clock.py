@@ -83,7 +83,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def next_number(self) -> int:
-        """Number the task or future that is being made."""
+        """Return the number of the task or future that is being made."""
         self._num_futures += 1
         return self._num_futures
 

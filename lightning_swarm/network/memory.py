@@ -57,7 +57,7 @@ class MemoryNetwork:
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
-        self._wires: dict[_MemoryStream, None] = {}
+        self._wires: dict[_Wire, None] = {}
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
         self._numbers = itertools.count(1)
 
@@ -154,13 +154,13 @@ class MemoryNetwork:
         """Return each peer's announcement under `key`, and when it expires."""
         return self._records.setdefault(key, {})
 
-    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _MemoryStream:
+    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _Wire:
         """Make a wire in one direction. It breaks if either end is removed."""
-        wire = _MemoryStream(self, sender, receiver)
+        wire = _Wire(self, sender, receiver)
         self._wires[wire] = None
         return wire
 
-    def drop_wire(self, wire: _MemoryStream) -> None:
+    def drop_wire(self, wire: _Wire) -> None:
         """Forget a wire that has been closed."""
         self._wires.pop(wire, None)
 
@@ -175,7 +175,7 @@ class MemoryNetwork:
                 wire.break_off()
 
 
-class _MemoryStream(asyncio.ReadTransport):
+class _Wire(asyncio.ReadTransport):
     """A wire that carries bytes in one direction, through a bounded buffer."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
@@ -304,7 +304,7 @@ class MemoryTransport(BaseTransport):
             _hang_up(request, answer)
             self._count(peer, method, channel)
 
-    def accept(self, caller: PeerId, request: _MemoryStream, answer: _MemoryStream) -> None:
+    def accept(self, caller: PeerId, request: _Wire, answer: _Wire) -> None:
         """Serve the requests that come over a new pair of wires."""
 
         async def serve_wires() -> None:
@@ -334,7 +334,7 @@ def _body(answer: bytes) -> bytes:
     return head.body if head.kind is Kind.ANSWER else b""
 
 
-def _hang_up(*wires: _MemoryStream) -> None:
+def _hang_up(*wires: _Wire) -> None:
     for wire in wires:
         wire.hang_up()
 

@@ -221,18 +221,13 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
                 for direction in (0, 1)
             )
             for number in same:
-                sent[number] = sample_bytes * batch_size + averaged_bytes(swarm, index)
+                sent[number] = sample_bytes * batch_size + averaged(swarm, index).num_bytes
     sent[0] += sum(trainer_bytes(swarm, direction)[1] for direction in (0, 1)) * batch_size
     return sent
 
 
-def averaged_bytes(swarm: Swarm, index: int) -> float:
-    """Bytes that each machine of a stage sends, and receives, to average."""
-    return _averaged(swarm, index).num_bytes
-
-
-def _averaged(swarm: Swarm, index: int) -> TransferSize:
-    """Size one machine's part of an all-reduce: reduce-scatter of the sums, then all-gather of the mean."""
+def averaged(swarm: Swarm, index: int) -> TransferSize:
+    """Size what a machine of a stage sends, and receives: reduce-scatter of sums, all-gather of the mean."""
     num_machines, number_bytes = len(swarm.held[index]), sum_bytes(swarm.model)
     numbers = 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters
     return encoded_size(numbers * number_bytes, number_bytes, swarm.model.wire.averaging)
@@ -242,14 +237,13 @@ def _averaging_s(swarm: Swarm) -> float:
     """Seconds of the slowest machine to average; all send and receive at the same time."""
     slowest_s = 0.0
     for index, kinds in enumerate(swarm.kinds):
-        averaged = _averaged(swarm, index)
-        num_bytes = averaged.num_bytes
+        size = averaged(swarm, index)
         for same in kinds:
             machine = swarm.machines[same[0]]
-            line_s = num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
-            busy_s = 2 * num_bytes * HANDLING_S_PER_BYTE
+            line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
+            busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE
             busy_s += swarm.stages[index].parameters * STEP_S_PER_PARAMETER[machine.processor]
-            busy_s += averaged.coding_s if machine.processor == "cpu" else 0.0
+            busy_s += size.coding_s if machine.processor == "cpu" else 0.0
             slowest_s = max(slowest_s, line_s + busy_s)
     return slowest_s
 

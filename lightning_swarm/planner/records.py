@@ -17,10 +17,6 @@ class Code:
     cpu_s: float  # seconds of a core for writing and reading a number
     smallest: int = 1  # numbers of the smallest tensor that is encoded
 
-    def takes(self, numbers: float, number_bytes: int) -> bool:
-        """Return whether the codec makes tensors of that many numbers shorter."""
-        return numbers >= self.smallest and self.bits < 8 * number_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
@@ -47,10 +43,8 @@ class TransferSize:
 
 def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
     """Size a sample's tensor as it travels; `number_bytes` of 0: it holds no numbers that a codec takes."""
-    if code is None or not number_bytes:
-        return TransferSize(num_bytes, 0.0)
-    numbers = num_bytes / number_bytes
-    if not code.takes(numbers * USUAL_MICROBATCH, number_bytes):
+    numbers = num_bytes / number_bytes if number_bytes else 0.0
+    if code is None or numbers * USUAL_MICROBATCH < code.smallest or code.bits >= 8 * number_bytes:
         return TransferSize(num_bytes, 0.0)
     return TransferSize(numbers * code.bits / 8, numbers * code.cpu_s)
 

@@ -50,7 +50,7 @@ class StageModule(nn.Module):
     """A run of the user's blocks, with the boundary layers between them, and the halves of those at its ends."""
 
     def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex") -> None:
-        """Hold blocks; see `cut`."""
+        """Hold blocks; see `build_stages`."""
         super().__init__()
         self.spec = spec
         self._names, blocks = [name for name, _ in run], [block for _, block in run]

@@ -128,7 +128,6 @@ def _initial_rates(scenario: Scenario) -> dict[PeerId, float]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the logs and warnings of a simulated run."""
     logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_swarm")]
     levels = [log.level for log in logs]
     try:
@@ -162,7 +161,6 @@ class _ScenarioEvents(L.Callback):
 
     @property
     def _now_s(self) -> float:
-        """The time in the scenario."""
         assert self._start_s is not None
         return self._strategy.virtual_loop.time() - self._start_s + self._scenario.changes[0].at_s
 

@@ -21,7 +21,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.cost_model import block, stage_profiles, transformer
 from lightning_swarm.planner.machine_files import TransferCost, read_compression, read_machines
-from lightning_swarm.planner.plan import Predictor, alone, assign, averaged_bytes, make_plan
+from lightning_swarm.planner.plan import Predictor, alone, assign, averaged, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
 from lightning_swarm.planner.report import busy_share, describe
@@ -113,14 +113,14 @@ def test_averaging_sends_what_a_butterfly_sends(num_machines: int) -> None:
     # As little as there is to send: `test_each_peer_sends_as_little_as_there_is_to_send` measures it.
     machines = [machine()] * num_machines
     swarm = Swarm(MODEL, machines, stage_profiles(MODEL, 1), [list(range(num_machines))], Limits())
-    assert averaged_bytes(swarm, 0) == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
+    assert averaged(swarm, 0).num_bytes == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("none", 32), *((name, kind.bits) for name, kind in CODECS.items())])
 def test_sums_take_their_codecs_bits(codec: str, bits: float) -> None:
     model = by(averaging=codec, activations="float16")
     swarm = Swarm(model, [machine()] * 3, stage_profiles(model, 1), [[0, 1, 2]], Limits())
-    assert averaged_bytes(swarm, 0) == pytest.approx(2 * 2 / 3 * MODEL.parameters * bits / 8)
+    assert averaged(swarm, 0).num_bytes == pytest.approx(2 * 2 / 3 * MODEL.parameters * bits / 8)
 
 
 def test_only_real_numbers_in_large_tensors_are_encoded() -> None:
@@ -162,7 +162,7 @@ def test_what_is_not_counted_is_said() -> None:
     assert "What powersgd leaves is not counted" in said
     assert "  bits of a number            activations 8.125\n" in said
     assert (
-        averaged_bytes(Swarm(model, machines, stage_profiles(model, 1), [[0, 1, 2]], Limits()), 0)
+        averaged(Swarm(model, machines, stage_profiles(model, 1), [[0, 1, 2]], Limits()), 0).num_bytes
         > MODEL.parameters * 4
     )
     assert "not counted" not in describe(MODEL, make_plan(MODEL, machines))
