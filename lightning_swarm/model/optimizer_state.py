@@ -108,12 +108,12 @@ def as_state_dict(
     result may share memory with `state`.
     """
     copy = dict if shared else _copied
-    states = {one: copy(state[names[id(one)]]) for one in _all(optimizer) if names[id(one)] in state}
-    group_values = {one: values.pop(GROUP) for one, values in states.items() if GROUP in values}
+    states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
+    group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
     before = dict(optimizer.state)
     try:
         # The optimizer's own code saves it: some, like those of bitsandbytes, save their state in another form.
-        _replace(optimizer.state, {one: values for one, values in states.items() if values or one not in group_values})
+        _replace(optimizer.state, {p: values for p, values in states.items() if values or p not in group_values})
         state_dict = optimizer.state_dict()
     finally:
         _replace(optimizer.state, before)
@@ -138,7 +138,7 @@ def as_saved(
 ) -> dict[str, dict[str, Any]]:
     """Convert state by parameter name to the form in which the optimizer saves it; the result shares memory."""
     saved = as_state_dict(optimizer, names, state, shared=True)["state"]
-    found = {names[id(one)]: saved[number] for number, one in enumerate(_all(optimizer)) if number in saved}
+    found = {names[id(p)]: saved[number] for number, p in enumerate(_all(optimizer)) if number in saved}
     group_values = {name: {GROUP: values[GROUP]} for name, values in state.items() if GROUP in values}
     return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}
 

@@ -42,8 +42,8 @@ _RECOMPUTING = 4 / 3
 
 def fastest_alone(model: ModelProfile, machines: Iterable[Machine], batch_size: int) -> OneMachine | None:
     """Predict the fastest machine by itself, or None if none holds the model in any memory."""
-    possible = [one for one in (alone(model, machine, batch_size) for machine in machines) if one is not None]
-    return max(possible, key=lambda one: one.samples_per_s, default=None)
+    possible = filter(None, (alone(model, machine, batch_size) for machine in machines))
+    return max(possible, key=lambda machine: machine.samples_per_s, default=None)
 
 
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
@@ -295,11 +295,11 @@ def make_plan(
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
     size = best.setting.target_batch_size if best else sizes[-1]
-    compared = [one for one in predictions if one.setting.target_batch_size == size]
+    compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
     return Plan(
         best=best,
         alone=fastest_alone(model, machines, size),
-        by_stages=tuple((one.setting.num_stages, one.samples_per_s) for one in compared),
+        by_stages=tuple((prediction.setting.num_stages, prediction.samples_per_s) for prediction in compared),
     )
 
 
@@ -352,8 +352,12 @@ def _best(predictions: Sequence[Prediction]) -> Prediction | None:
     """Choose the smallest target batch that is fast enough, then the fewest stages that are nearly as fast."""
     if not predictions:
         return None
-    enough = _ENOUGH * max(one.samples_per_s for one in predictions)
-    size = min(one.setting.target_batch_size for one in predictions if one.samples_per_s >= enough)
-    compared = [one for one in predictions if one.setting.target_batch_size == size]
-    enough = _SAME * max(one.samples_per_s for one in compared)
-    return min((one for one in compared if one.samples_per_s >= enough), key=lambda one: one.setting.num_stages)
+    fast = _fast(predictions, _ENOUGH)
+    size = min(prediction.setting.target_batch_size for prediction in fast)
+    compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
+    return min(_fast(compared, _SAME), key=lambda prediction: prediction.setting.num_stages)
+
+
+def _fast(predictions: Sequence[Prediction], share: float) -> list[Prediction]:
+    fastest = max(prediction.samples_per_s for prediction in predictions)
+    return [prediction for prediction in predictions if prediction.samples_per_s >= share * fastest]

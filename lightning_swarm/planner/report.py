@@ -113,7 +113,7 @@ def draw_law(path: Path, machine: Machine, sequence: int, width: int | None) -> 
     rates.set_ylabel("share of its time that it computes")
     for axes, curves_by_label in ((rates, by_rate), (delays, by_delay)):
         for label, link in curves_by_label.items():
-            axes.plot(WIDTHS, [busy_share(one, sequence, machine.flop_per_s, *link) for one in WIDTHS], label=label)
+            axes.plot(WIDTHS, [busy_share(size, sequence, machine.flop_per_s, *link) for size in WIDTHS], label=label)
         if width is not None:
             axes.axvline(width, color="tab:gray", linestyle="--", label="this model")
         axes.set(xlabel="width of the model", ylim=(0.0, 1.0))
@@ -300,7 +300,7 @@ def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
 
 
 def _by_stages(plan: Plan) -> str:
-    fastest = sorted(plan.by_stages, key=lambda one: -one[1])[:5]
+    fastest = sorted(plan.by_stages, key=lambda pair: -pair[1])[:5]
     return ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))
 
 
