@@ -22,7 +22,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
-from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_compression, read_machines
+from lightning_swarm.planner.machine_files import NOT_GIVEN, TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import ModelProfile, Now
 from lightning_swarm.planner.report import describe, describe_now, draw_law
@@ -70,7 +70,7 @@ class _Subject:
     measure: Callable[[], float]  # FLOP/s of this machine with the model
     sequence: int = 1024  # tokens of a sample
     width: int | None = None  # features of a token
-    travel: TransferCost = NOTHING_SAID
+    travel: TransferCost = NOT_GIVEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

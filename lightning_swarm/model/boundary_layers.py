@@ -96,11 +96,7 @@ class Boundary(ABC):
         return f"{type(self).__name__}(ratio={self.ratio}{features})"
 
     def width(self, features: int) -> int:
-        """The number of features that travel instead of `features`.
-
-        Raises:
-            ConfigError: `ratio` does not divide them.
-        """
+        """Return the number of features that travel instead of `features`, which `ratio` must divide."""
         if features % self.ratio:
             divisors = [number for number in range(2, features + 1) if features % number == 0]
             raise ConfigError(

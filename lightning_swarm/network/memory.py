@@ -35,20 +35,14 @@ class WireTap(Tap, Protocol):
 
 
 class MemoryNetwork:
-    """Wires between peers of one process, and the faults that can happen to them.
-
-    Args:
-        latency_s: Seconds that each request and each answer is on its way.
-        silence_s: Seconds without a sign of life after which peers count another one as gone.
-        lines: Links of single peers, whose latency comes on top.
-    """
+    """Wires between peers of one process, and the faults that can happen to them."""
 
     def __init__(
         self,
         *,
-        latency_s: float = 0.0,
-        silence_s: float = SILENCE_S,
-        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),
+        latency_s: float = 0.0,  # of each request, and of each answer
+        silence_s: float = SILENCE_S,  # without a sign of life, after which peers count another one as gone
+        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # of single peers; their latency comes on top
     ) -> None:
         self._tap: WireTap | None = None
         self.silence_s = silence_s
@@ -124,8 +118,8 @@ class MemoryNetwork:
 
     async def depart(self, sender: PeerId, receiver: PeerId) -> None:
         """Wait for the latency between two peers."""
-        lines = [self._links[peer] for peer in {sender, receiver} & self._links.keys()]
-        await asyncio.sleep(self._latency_s + sum(line.latency_s for line in lines))
+        links = [self._links[peer] for peer in {sender, receiver} & self._links.keys()]
+        await asyncio.sleep(self._latency_s + sum(link.latency_s for link in links))
 
     async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
         """Carry one buffer across, or raise `ConnectionError` if either peer is gone.

@@ -61,7 +61,7 @@ class TransferCost:
         return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
 
 
-NOTHING_SAID: Final = TransferCost()
+NOT_GIVEN: Final = TransferCost()
 
 
 def _code(name: str) -> Code | None:
@@ -127,7 +127,7 @@ def read_compression(path: Path) -> TransferCost:
     """Read the compression of tensors from a file of machines."""
     content = _content(path)
     if not isinstance(content, Mapping):
-        return NOTHING_SAID
+        return NOT_GIVEN
     unknown = [key for key in content if key not in _TOP]
     if unknown:
         raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")
