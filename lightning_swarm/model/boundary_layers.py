@@ -309,8 +309,7 @@ def add_hooks(module: nn.Module) -> None:
         _submodule(module, name).register_forward_hook(layer.follow)
 
 
-_SMALL: Final = 1 << 24
-"""Numbers for which there is always memory."""
+_SMALL: Final = 1 << 24  # numbers for which there is always memory
 
 
 def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:

@@ -147,8 +147,7 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
 # ---------------------------------------------------------------------- the machines
 
 
-_TOO_LITTLE: Final = 0.01
-"""Share of a mean stage's work: a peer's rate at less work says nothing of its rate at more."""
+_TOO_LITTLE: Final = 0.01  # share of a mean stage's work: a peer's rate at less work says nothing of its rate at more
 
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
@@ -176,12 +175,8 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
     return max(1.0 / stage.samples_per_s - added_s, 0.5 / stage.samples_per_s)
 
 
-_UNKNOWN_MEMORY_BYTES: Final = 1e18
-"""Memory that limits nothing."""
-
-_FASTEST_BYTES_PER_S: Final = 1e12
-"""The highest rate of a link that is believed."""
-
+_UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
+_FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believed
 _MOST_ROUND_TRIP: Final = 8.0
 """A transfer counts as at least its duration divided by this, however much of it was the round trip."""
 

@@ -36,8 +36,7 @@ from lightning_swarm.planner.timeline import (
     trainer_bytes,
 )
 
-_RECOMPUTING = 4 / 3
-"""A machine that offloads keeps no graph, and computes each forward twice."""
+_RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice
 
 
 def fastest_alone(model: ModelProfile, machines: Iterable[Machine], batch_size: int) -> OneMachine | None:
@@ -270,9 +269,7 @@ LARGEST_BATCH: Final = 4096
 _ENOUGH: Final = 0.9
 """Share of the best rate of any batch: a larger batch than needed for that is not worth its fewer steps."""
 
-_SAME: Final = 0.98
-"""Share of a rate that counts as the same rate: no reason for more stages, or larger microbatches."""
-
+_SAME: Final = 0.98  # share of a rate that counts as the same rate: no reason for more stages, or larger microbatches
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_DATALOADER_BATCH: Final = 1024

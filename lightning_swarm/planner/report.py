@@ -306,9 +306,7 @@ def _by_stages(plan: Plan) -> str:
 
 # ---------------------------------------------------------------------- simulated swarms
 
-_POINTS: Final = 400
-"""Points of a curve, each an average."""
-
+_POINTS: Final = 400  # points of a curve, each an average
 _SPAN_HEAD: Final = (
     "rule",
     "samples/s",

@@ -31,8 +31,7 @@ STEP_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 4e-8, "accelera
 """Seconds for each step: mean, optimizer, comparison of the replicas. The CPU's is the time that a million parameters
 add in `python -m benchmarks.steps`, without sending; the accelerator's follows from the bandwidths."""
 
-_FORWARD: Final = 1 / 3
-"""Share of the forward in the time that a block computes."""
+_FORWARD: Final = 1 / 3  # share of the forward in the time that a block computes
 
 
 @dataclass(frozen=True)
