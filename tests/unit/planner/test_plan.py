@@ -387,7 +387,7 @@ def test_codecs_make_the_page_s_plan_so_much_faster(
     assert cli.main() == 0
     best = json.loads(capsys.readouterr().out)["best"]
     gb_per_hour = best["sent_bytes_per_s"] * 3600 / 1e9
-    assert f"it is {best['samples_per_s']:.3g} samples/s, and {gb_per_hour:.4g} GB an hour." in page
+    assert f"it is {best['samples_per_s']:.3g} samples/s and {gb_per_hour:.4g} GB an hour." in page
 
 
 # ---------------------------------------------------------------------- models
