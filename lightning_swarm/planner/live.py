@@ -10,8 +10,8 @@ from typing import Final
 
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
+from lightning_swarm.planner.cost_model import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Now, Setting
-from lightning_swarm.planner.timeline import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.protocol.messages.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
 from lightning_swarm.protocol.settings import Compression
 

@@ -10,7 +10,22 @@ from typing import Final
 from lightning_swarm.coordinator.rebalancing.policy import MoveCosts, StageRates, plan
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import ADAM, graph_capacity, stage_profiles, state_bytes, sum_bytes
+from lightning_swarm.planner.cost_model import (
+    ADAM,
+    GOODPUT,
+    HANDLING_S_PER_BYTE,
+    STEP_S_PER_PARAMETER,
+    PipelinePass,
+    Swarm,
+    graph_capacity,
+    phases,
+    pipeline_pass,
+    sample_time,
+    stage_profiles,
+    state_bytes,
+    sum_bytes,
+    trainer_bytes,
+)
 from lightning_swarm.planner.records import (
     USUAL_MICROBATCH,
     Machine,
@@ -23,17 +38,6 @@ from lightning_swarm.planner.records import (
     Times,
     TransferSize,
     encoded_size,
-)
-from lightning_swarm.planner.timeline import (
-    GOODPUT,
-    HANDLING_S_PER_BYTE,
-    STEP_S_PER_PARAMETER,
-    PipelinePass,
-    Swarm,
-    phases,
-    pipeline_pass,
-    sample_time,
-    trainer_bytes,
 )
 
 _RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice

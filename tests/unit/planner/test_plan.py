@@ -19,13 +19,12 @@ from lightning_swarm.coordinator.rebalancing.policy import best_rate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import block, stage_profiles, transformer
+from lightning_swarm.planner.cost_model import Swarm, block, stage_profiles, trainer_bytes, transformer
 from lightning_swarm.planner.machine_files import TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
 from lightning_swarm.planner.report import busy_share, describe
-from lightning_swarm.planner.timeline import Swarm, trainer_bytes
 from lightning_swarm.protocol.compression import CODECS
 from lightning_swarm.protocol.settings import Compression
 from tests.unit.conftest import MakeSwarm
