@@ -25,7 +25,7 @@ from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, 
 from lightning_swarm.planner.machine_files import NOT_GIVEN, TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import ModelProfile, Now
-from lightning_swarm.planner.report import describe, describe_now, draw_law
+from lightning_swarm.planner.report import describe, describe_now, draw
 from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.strategy.framework import LIGHTNING
 from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
     print(text)  # noqa: T201 - a command
     if arguments.picture:
-        draw_law(arguments.picture, machines[0], subject.sequence, subject.width)
+        draw(arguments.picture, machines[0], subject.sequence, subject.width)
     return 0 if plan.possible else 1
 
 

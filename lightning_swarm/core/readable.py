@@ -1,4 +1,4 @@
-"""Messages for people: short names of peers, short lists, errors in one line without libp2p's chains of causes."""
+"""Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final
 
 _SHORT_LENGTH: Final = 6
-_MAX_NAMED: Final = 5
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
 _DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
 _NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
@@ -17,18 +16,12 @@ _BACKOFF: Final = "dial backoff"  # libp2p tried a moment ago, and does not try 
 
 
 def short_name(peer_id: str) -> str:
-    """Return the end of a peer's id: all ids begin alike."""
+    """The end of a peer's id: all ids begin alike."""
     return peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id
 
 
-def few(names: Sequence[str]) -> str:
-    """List the first names, and say how many there are if these are not all."""
-    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
-
-
 def shorten(text: str) -> str:
-    """Write a message as one line, with short names of peers, and only the innermost cause of a failed connection."""
+    """A message as one line: short names of peers, and of a failed connection only its innermost cause."""
     line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(text.split()))
     return _ERROR_NUMBER.sub("", _DIAL.sub(_cause, line))
 
@@ -38,3 +31,12 @@ def _cause(chain: re.Match[str]) -> str:
     known = [cause for cause in causes[1:] or causes if cause != _BACKOFF]
     cause = known[-1] if known else "it could not be reached a moment ago"
     return f"{cause}." if chain[0].endswith(".") else cause
+
+
+_MAX_NAMED: Final = 5
+
+
+def few(names: Sequence[str]) -> str:
+    """List the first names, and say how many there are if these are not all."""
+    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

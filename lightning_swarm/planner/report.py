@@ -98,7 +98,7 @@ def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: f
     return computing_s / (computing_s + 2 * (costs.output_bytes / line_bytes_per_s + latency_s))
 
 
-def draw_law(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
+def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
     """Draw how busy a machine is with one block, by the block's width: for some links, and for some latencies.
 
     The model's own `width` is marked, if it is known.
