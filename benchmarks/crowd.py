@@ -27,8 +27,8 @@ from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.model.partition import find_blocks
-from lightning_swarm.model.selection import read_selection
 from lightning_swarm.network import Directory, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery

@@ -22,7 +22,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
-from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_compression, read_machines
+from lightning_swarm.planner.machine_files import NOT_GIVEN, TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import ModelProfile, Now
 from lightning_swarm.planner.report import describe, describe_now, draw
@@ -46,10 +46,10 @@ DESCRIPTION: Final = """\
 The file lists the machines. The first one starts the run: it trains, and holds a stage.
 
     machines:
-      - name: desk               # all but the rate, the memory and the line may be left out
+      - name: desk               # all but the rate, the memory and the link may be left out
         tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
         memory_gb: 24            # where it computes
-        up_mbit: 40              # its line
+        up_mbit: 40              # its link
         down_mbit: 100
         latency_ms: 15           # to another machine, one way
         count: 3                 # as many of them
@@ -70,7 +70,7 @@ class _Subject:
     measure: Callable[[], float]  # FLOP/s of this machine with the model
     sequence: int = 1024  # tokens of a sample
     width: int | None = None  # features of a token
-    travel: TransferCost = NOTHING_SAID
+    travel: TransferCost = NOT_GIVEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -233,7 +233,7 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=100.0,
         metavar="MBIT",
-        help="Mb/s, each way, of peers whose lines were not measured (default: %(default)g)",
+        help="Mb/s, each way, of peers whose links were not measured (default: %(default)g)",
     )
     live.add_argument(
         "--bus-gb-per-s",

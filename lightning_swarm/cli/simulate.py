@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.planner.simulator import microbatches, report
+from lightning_swarm.planner import report
+from lightning_swarm.planner.simulator import microbatches
 from lightning_swarm.planner.simulator.fluid import Span, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.protocol.settings import Rebalancing
@@ -43,8 +44,8 @@ moves or comes then downloads its stage, and `move_s` and `join_s` mean nothing.
       size: 1                # samples of each
       boundary_mb: 0.5       # of a sample, from a stage to the next
       stage_mb: 2            # of a stage's weights; its optimizer has twice as many
-      mbit: [20, 200]        # of the slowest line and the fastest, each way; or one number; 0: no limit
-      latency_ms: 10         # of each line
+      mbit: [20, 200]        # of the slowest link and the fastest, each way; or one number; 0: no limit
+      latency_ms: 10         # of each link
 
 Instead of `peers`, `trace: file.csv` has what happened, in lines of `seconds,peer,samples_per_s`: from then on a peer
 does so much, and 0 is one that is gone. The table's percentages are of what the best assignment of the peers alive at
@@ -61,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and draw; returns the exit status."""
     found = simulated(ScenarioRuns(arguments.scenario))
-    print(report.table(found))  # noqa: T201 - a command
+    print(report.span_table(found))  # noqa: T201 - a command
     if arguments.picture is not None:
-        report.draw(found, arguments.picture)
+        report.draw_spans(found, arguments.picture)
         print(f"{arguments.picture}: drawn, of the first seed")  # noqa: T201 - a command
     return 0
 

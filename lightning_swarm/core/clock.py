@@ -51,18 +51,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def run_until_complete(self, future: Generator[Any, None, _T] | Awaitable[_T]) -> _T:
-        """Run until `future` is done, and return its result.
-
-        Raises:
-            Deadlock: It can never be done. If it is a coroutine, it has been cancelled.
-        """
+        """Run until `future` is done. If it never can be, cancel a coroutine, and raise `Deadlock`."""
         owned = not asyncio.isfuture(future)
         task = asyncio.ensure_future(cast(Awaitable[_T], future), loop=self)
         try:
             return super().run_until_complete(task)
         except Deadlock:
             if owned and not task.done():
-                # Nobody else holds this task: leave no half-run coroutine behind for a later call to trip over.
+                # No other code holds this task: leave no half-run coroutine behind for a later call to trip over.
                 task.cancel()
                 super().run_until_complete(asyncio.wait([task]))
             raise
@@ -78,12 +74,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future: asyncio.Future[_T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001  # as an executor does: it belongs to whoever awaits the future
+        except Exception as error:  # noqa: BLE001  # as an executor does: the error is raised where the future is awaited
             future.set_exception(error)
         return future
 
     def next_number(self) -> int:
-        """Number the task or future that is being made."""
+        """Return the number of the task or future that is being made."""
         self._num_futures += 1
         return self._num_futures
 

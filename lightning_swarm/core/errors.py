@@ -125,32 +125,11 @@ class NotCoordinator(PeerError):
     """The peer does not coordinate the run, or not any more. This is no fault: the coordinator can be asked."""
 
 
+# All but `LeftOut` and `WentBack`: a peer finds these out for itself, and no other one can tell it.
 _BY_NAME: dict[str, type[SwarmError]] = {
-    kind.__name__: kind
-    for kind in (
-        SwarmError,
-        ConfigError,
-        ProtocolError,
-        StageError,
-        StepError,
-        StageLost,
-        TrainerFailed,
-        Replaced,
-        LeaseRevoked,
-        RunOver,
-        PeerError,
-        Unreachable,
-        DeadlineExceeded,
-        Busy,
-        NotMember,
-        NotEnlisted,
-        Damaged,
-        TicketGone,
-        GradientGone,
-        InputMissing,
-        GradientMissing,
-        NotCoordinator,
-    )
+    name: kind
+    for name, kind in list(vars().items())
+    if isinstance(kind, type) and issubclass(kind, SwarmError) and kind not in (LeftOut, WentBack)
 }
 
 

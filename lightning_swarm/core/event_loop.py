@@ -138,37 +138,37 @@ class UntilRunEnds(_InterruptibleRuntime):
     def __init__(
         self,
         runtime: Runtime,
-        over: asyncio.Event,
-        back: asyncio.Event,
+        run_ended: asyncio.Event,
+        rolled_back: asyncio.Event,
         *,
-        end: Callable[[], SwarmError],
-        deaf: Callable[[], bool],
+        ending_error: Callable[[], SwarmError],
+        is_cut_off: Callable[[], bool],
         grace_s: float,
     ) -> None:
         super().__init__(runtime)
-        self._over = over  # set when the run has ended
-        self._back = back  # set when the run rolls back to an earlier step
-        self._end = end  # makes the error to raise at the end
-        self._deaf = deaf  # whether no message can reach this peer any more
+        self._run_ended = run_ended
+        self._rolled_back = rolled_back
+        self._ending_error = ending_error  # makes the error to raise when the run has ended
+        self._is_cut_off = is_cut_off  # tells whether no message can reach this peer any more
         # Other peers that leave may be noticed before the end is announced: seconds to wait for the announcement.
         self._grace_s = grace_s
 
     @override
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.ensure_future(work)
-        over = asyncio.ensure_future(self._over.wait())
-        back = asyncio.ensure_future(self._back.wait())
+        end = asyncio.ensure_future(self._run_ended.wait())
+        rollback = asyncio.ensure_future(self._rolled_back.wait())
         try:
-            await asyncio.wait({task, over, back}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and isinstance(task.exception(), PeerError) and not self._deaf():
-                await asyncio.wait({over, back}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
-            if over.done():
-                raise self._end()
-            if back.done():
-                raise WentBack("the run goes back to a snapshot, and this trainer's loop with it")
+            await asyncio.wait({task, end, rollback}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and isinstance(task.exception(), PeerError) and not self._is_cut_off():
+                await asyncio.wait({end, rollback}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                raise self._ending_error()
+            if rollback.done():
+                raise WentBack("the run rolls back to a snapshot, and this trainer's loop with it")
             return task.result()
         finally:
-            await ended([task, over, back])
+            await ended([task, end, rollback])
 
 
 class UntilStageLost(_InterruptibleRuntime):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 _SHORT_LENGTH: Final = 6
@@ -30,3 +31,12 @@ def _cause(chain: re.Match[str]) -> str:
     known = [cause for cause in causes[1:] or causes if cause != _BACKOFF]
     cause = known[-1] if known else "it could not be reached a moment ago"
     return f"{cause}." if chain[0].endswith(".") else cause
+
+
+_MAX_NAMED: Final = 5
+
+
+def few(names: Sequence[str]) -> str:
+    """List the first names, and say how many there are if these are not all."""
+    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

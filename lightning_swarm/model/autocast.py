@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.model.naming import dtype_name
+from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}

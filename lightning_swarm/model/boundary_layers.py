@@ -96,11 +96,7 @@ class Boundary(ABC):
         return f"{type(self).__name__}(ratio={self.ratio}{features})"
 
     def width(self, features: int) -> int:
-        """The number of features that travel instead of `features`.
-
-        Raises:
-            ConfigError: `ratio` does not divide them.
-        """
+        """Return the number of features that travel instead of `features`, which `ratio` must divide."""
         if features % self.ratio:
             divisors = [number for number in range(2, features + 1) if features % number == 0]
             raise ConfigError(
@@ -313,8 +309,7 @@ def add_hooks(module: nn.Module) -> None:
         _submodule(module, name).register_forward_hook(layer.follow)
 
 
-_SMALL: Final = 1 << 24
-"""Numbers for which there is always memory."""
+_SMALL: Final = 1 << 24  # numbers for which there is always memory
 
 
 def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import few
 from lightning_swarm.model.init_record import InitRecord, StorageView
-from lightning_swarm.model.naming import few
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 
@@ -105,7 +105,7 @@ class InitialWeights:
         return {**tensors, **dict(zip(dict(on_meta), self._values(on_meta, torch.device("cpu")), strict=True))}
 
     def mark_used(self, module: nn.Module, *, trains: bool) -> None:
-        """Forget a checkpoint's values when a run begins; if it `trains`, the initial values hold no longer."""
+        """Forget a checkpoint's values when a run begins; after these, or if it `trains`, the record is outdated."""
         had_checkpoint = self._record.forget_sources()
         if is_on_meta(module) and (had_checkpoint or trains):
             self._trained = weakref.ref(module)

@@ -17,8 +17,7 @@ from lightning_swarm.model.random.philox import long_bits
 _ROW: Final = 1 << 15
 _MASK: Final = (1 << 64) - 1
 _PRIME: Final = 0x9E3779B97F4A7C15
-_PIECE: Final = 1 << 21
-"""Words that are hashed at once, in some milliseconds."""
+_PIECE: Final = 1 << 21  # words that are hashed at once, in some milliseconds
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:

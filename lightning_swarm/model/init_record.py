@@ -338,7 +338,7 @@ def _written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among an operator's arguments that it writes to."""
     parameters = function._schema.arguments
     given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
-    written = [one.name for one in parameters if one.alias_info is not None and one.alias_info.is_write]
+    written = [item.name for item in parameters if item.alias_info is not None and item.alias_info.is_write]
     return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
 
 

@@ -1,14 +1,18 @@
-"""Converts the state of an optimizer over a whole model: in use or as saved, by parameters' names or numbers."""
+"""An optimizer over a whole model: the parameters that it trains, and its state, in use or saved, by name or number."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.boundary_layers import boundary_layers
+from lightning_swarm.protocol.messages.run import Selection
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -17,6 +21,42 @@ def kind_of(optimizer: Optimizer) -> str:
     The hyperparameters' values do not count: each record brings the lead's.
     """
     return f"{type(optimizer).__qualname__}({', '.join(sorted(optimizer.defaults))})"
+
+
+def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
+    """Read the selection from the whole model and its optimizer.
+
+    Raises `ConfigError` if the optimizer holds a parameter that is not the module's, which no stage could train, or if
+    it leaves out one of a boundary layer.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if shapes:
+            raise ConfigError(
+                "an optimizer must hold parameters of the LightningModule only, the others are on no server: parameter "
+                f"group {index} has foreign ones of the shapes {shapes[:5]}. Make their module an attribute of the "
+                "LightningModule, in a block of the pipeline."
+            )
+    _check_boundaries(module, {id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+    return Selection(
+        num_groups=len(optimizer.param_groups),
+        groups={
+            names[id(parameter)]: index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        },
+        frozen=[name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+    )
+
+
+def _check_boundaries(module: nn.Module, held: Collection[int]) -> None:
+    for after, layer in boundary_layers(module).items():
+        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters()):
+            raise ConfigError(
+                f"`configure_optimizers` must train the boundary layers, got an optimizer without the one after "
+                f"{after!r}. Give it `self.parameters()`, which has them, or `requires_grad_(False)` them."
+            )
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -68,12 +108,12 @@ def as_state_dict(
     result may share memory with `state`.
     """
     copy = dict if shared else _copied
-    states = {one: copy(state[names[id(one)]]) for one in _all(optimizer) if names[id(one)] in state}
-    group_values = {one: values.pop(GROUP) for one, values in states.items() if GROUP in values}
+    states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
+    group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
     before = dict(optimizer.state)
     try:
         # The optimizer's own code saves it: some, like those of bitsandbytes, save their state in another form.
-        _replace(optimizer.state, {one: values for one, values in states.items() if values or one not in group_values})
+        _replace(optimizer.state, {p: values for p, values in states.items() if values or p not in group_values})
         state_dict = optimizer.state_dict()
     finally:
         _replace(optimizer.state, before)
@@ -98,7 +138,7 @@ def as_saved(
 ) -> dict[str, dict[str, Any]]:
     """Convert state by parameter name to the form in which the optimizer saves it; the result shares memory."""
     saved = as_state_dict(optimizer, names, state, shared=True)["state"]
-    found = {names[id(one)]: saved[number] for number, one in enumerate(_all(optimizer)) if number in saved}
+    found = {names[id(p)]: saved[number] for number, p in enumerate(_all(optimizer)) if number in saved}
     group_values = {name: {GROUP: values[GROUP]} for name, values in state.items() if GROUP in values}
     return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}
 

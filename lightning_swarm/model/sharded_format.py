@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.model.naming import dtype_name, few
+from lightning_swarm.core.readable import few
 from lightning_swarm.model.optimizer_state import GROUP
+from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.state import WrittenValue
 
 REST: Final = "meta.pt"

@@ -206,10 +206,7 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     views = [to_bytes(tensor) for tensor in message.tensors]
     specs = tuple(map(spec_of, message.tensors))
     control = _encoder.encode(_Control(method, message.body, specs))
-    if len(control) > _MAX_CONTROL_BYTES:
-        raise ProtocolError(
-            f"A message describes itself in {len(control)} bytes, at most {_MAX_CONTROL_BYTES} are taken."
-        )
+    _check_control_size(len(control))
     payload_bytes = sum(view.nbytes for view in views)
     fixed = _FIXED.pack(_MAGIC, _VERSION, kind, 0, exchange_id, len(control), payload_bytes, crc32(control))
     head = fixed + _CHECKSUM.pack(crc32(fixed)) + control
@@ -353,11 +350,13 @@ def _parse_fixed_header(data: bytes) -> FixedHeader:
         raise Damaged("The header of a message is damaged.")
     if kind not in _KINDS or reserved:
         raise ProtocolError(f"Unknown kind of message: {kind}, {reserved}.")
-    if control_bytes > _MAX_CONTROL_BYTES:
-        raise ProtocolError(
-            f"A message describes itself in {control_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken."
-        )
+    _check_control_size(control_bytes)
     return FixedHeader(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum)
+
+
+def _check_control_size(num_bytes: int) -> None:
+    if num_bytes > _MAX_CONTROL_BYTES:
+        raise ProtocolError(f"A message describes itself in {num_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken.")
 
 
 def _parse_control(fixed: FixedHeader, data: bytes) -> Head:

@@ -35,20 +35,14 @@ class WireTap(Tap, Protocol):
 
 
 class MemoryNetwork:
-    """Wires between peers of one process, and the faults that can happen to them.
-
-    Args:
-        latency_s: Seconds that each request and each answer is on its way.
-        silence_s: Seconds without a sign of life after which peers count another one as gone.
-        lines: Links of single peers, whose latency comes on top.
-    """
+    """Wires between peers of one process, and the faults that can happen to them."""
 
     def __init__(
         self,
         *,
-        latency_s: float = 0.0,
-        silence_s: float = SILENCE_S,
-        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),
+        latency_s: float = 0.0,  # of each request, and of each answer
+        silence_s: float = SILENCE_S,  # without a sign of life, after which peers count another one as gone
+        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # of single peers; their latency comes on top
     ) -> None:
         self._tap: WireTap | None = None
         self.silence_s = silence_s
@@ -57,7 +51,7 @@ class MemoryNetwork:
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
-        self._wires: dict[_MemoryStream, None] = {}
+        self._wires: dict[_Wire, None] = {}
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
         self._numbers = itertools.count(1)
 
@@ -124,8 +118,8 @@ class MemoryNetwork:
 
     async def depart(self, sender: PeerId, receiver: PeerId) -> None:
         """Wait for the latency between two peers."""
-        lines = [self._links[peer] for peer in {sender, receiver} & self._links.keys()]
-        await asyncio.sleep(self._latency_s + sum(line.latency_s for line in lines))
+        links = [self._links[peer] for peer in {sender, receiver} & self._links.keys()]
+        await asyncio.sleep(self._latency_s + sum(link.latency_s for link in links))
 
     async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
         """Carry one buffer across, or raise `ConnectionError` if either peer is gone.
@@ -154,13 +148,13 @@ class MemoryNetwork:
         """Return each peer's announcement under `key`, and when it expires."""
         return self._records.setdefault(key, {})
 
-    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _MemoryStream:
+    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _Wire:
         """Make a wire in one direction. It breaks if either end is removed."""
-        wire = _MemoryStream(self, sender, receiver)
+        wire = _Wire(self, sender, receiver)
         self._wires[wire] = None
         return wire
 
-    def drop_wire(self, wire: _MemoryStream) -> None:
+    def drop_wire(self, wire: _Wire) -> None:
         """Forget a wire that has been closed."""
         self._wires.pop(wire, None)
 
@@ -175,7 +169,7 @@ class MemoryNetwork:
                 wire.break_off()
 
 
-class _MemoryStream(asyncio.ReadTransport):
+class _Wire(asyncio.ReadTransport):
     """A wire that carries bytes in one direction, through a bounded buffer."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
@@ -304,7 +298,7 @@ class MemoryTransport(BaseTransport):
             _hang_up(request, answer)
             self._count(peer, method, channel)
 
-    def accept(self, caller: PeerId, request: _MemoryStream, answer: _MemoryStream) -> None:
+    def accept(self, caller: PeerId, request: _Wire, answer: _Wire) -> None:
         """Serve the requests that come over a new pair of wires."""
 
         async def serve_wires() -> None:
@@ -334,7 +328,7 @@ def _body(answer: bytes) -> bytes:
     return head.body if head.kind is Kind.ANSWER else b""
 
 
-def _hang_up(*wires: _MemoryStream) -> None:
+def _hang_up(*wires: _Wire) -> None:
     for wire in wires:
         wire.hang_up()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from lightning_swarm.core.errors import NotCoordinator
 from lightning_swarm.network import MAX_STREAM_BYTES, CallHandler, Message, PeerId, StreamHandler, Transport
@@ -23,18 +24,16 @@ class Role(Transport):
         self._idle = idle  # says in the error what a peer that does not play the role does not do
         self.traffic = transport.traffic
         self._transport = transport
+        self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
         # The role's methods are registered now, so that they are refused with a clear error before it is first played.
-        self._calls: dict[str, CallHandler | None] = {}
-        self._streams: dict[str, StreamHandler | None] = {}
         for method in calls:
-            self._add_call(method)
+            self._set_call(method, None)
         for method, max_bytes in streams.items():
-            self._add_stream(method, max_bytes)
+            self._set_stream(method, None, max_bytes)
 
     def retire(self) -> None:
         """End the role: refuse its methods from now on."""
-        self._calls = dict.fromkeys(self._calls)
-        self._streams = dict.fromkeys(self._streams)
+        self._handlers = dict.fromkeys(self._handlers)
 
     @property
     def peer_id(self) -> PeerId:
@@ -48,15 +47,11 @@ class Role(Transport):
 
     def handle_call(self, method: str, handler: CallHandler) -> None:
         """Answer until the role ends."""
-        if method not in self._calls:
-            self._add_call(method)
-        self._calls[method] = handler
+        self._set_call(method, handler)
 
     def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
         """Answer until the role ends."""
-        if method not in self._streams:
-            self._add_stream(method, max_bytes)
-        self._streams[method] = handler
+        self._set_stream(method, handler, max_bytes)
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
@@ -84,25 +79,21 @@ class Role(Transport):
         """End the role, and leave the peer's transport open."""
         self.retire()
 
-    def _add_call(self, method: str) -> None:
-        self._calls[method] = None
-        self._transport.handle_call(method, partial(self._on_call, method))
+    def _set_call(self, method: str, handler: CallHandler | None) -> None:
+        if method not in self._handlers:
+            self._transport.handle_call(method, partial(self._answer, method))
+        self._handlers[method] = handler
 
-    def _add_stream(self, method: str, max_bytes: int) -> None:
-        self._streams[method] = None
-        self._transport.handle_stream(method, partial(self._on_stream, method), max_bytes=max_bytes)
+    def _set_stream(self, method: str, handler: StreamHandler | None, max_bytes: int) -> None:
+        if method not in self._handlers:
+            self._transport.handle_stream(method, partial(self._answer, method), max_bytes=max_bytes)
+        self._handlers[method] = handler
 
-    async def _on_call(self, method: str, caller: PeerId, body: bytes) -> bytes:
-        handler = self._calls[method]
+    async def _answer(self, method: str, caller: PeerId, request: Any) -> Any:
+        handler = self._handlers[method]
         if handler is None:
             raise self._refusal(method)
-        return await handler(caller, body)
-
-    async def _on_stream(self, method: str, caller: PeerId, message: Message) -> Message:
-        handler = self._streams[method]
-        if handler is None:
-            raise self._refusal(method)
-        return await handler(caller, message)
+        return await handler(caller, request)
 
     def _refusal(self, method: str) -> NotCoordinator:
         return NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")

@@ -109,7 +109,7 @@ async def ask(
             answer = Message(head.body, await read_tensors(channel, head))
         except (OSError, EOFError) as error:
             raise Unreachable(f"The connection broke during `{method}`: {_text_of(error)}.") from error
-        # A server answers after it has read everything, so the request has gone out, even if the task has not ended.
+        # A server that answers before it has read everything refuses the request: the channel is of no more use then.
         return answer, sending.done() and not sending.cancelled() and sending.exception() is None
 
 

@@ -16,11 +16,7 @@ FIRST_WINDOW_BYTES: Final = 1 << 18  # of a stream
 
 @dataclass
 class Direction:
-    """One direction of a link. What is sent later waits for what was sent before.
-
-    Args:
-        bytes_per_s: Bandwidth.
-    """
+    """One direction of a link. What is sent later waits for what was sent before."""
 
     bytes_per_s: float = math.inf
     _free_s: float = 0.0
@@ -59,17 +55,11 @@ class FlowWindow:
 
 @dataclass(frozen=True)
 class SimulatedLink:
-    """A peer's link to the point where all links meet.
+    """A peer's link to the point where all links meet."""
 
-    Args:
-        up: Carries what the peer sends.
-        down: Carries what the peer receives.
-        latency_s: Seconds from the peer to the meeting point, or back.
-    """
-
-    up: Direction = field(default_factory=Direction)
-    down: Direction = field(default_factory=Direction)
-    latency_s: float = 0.0
+    up: Direction = field(default_factory=Direction)  # from the peer
+    down: Direction = field(default_factory=Direction)  # to the peer
+    latency_s: float = 0.0  # from the peer to the meeting point, or back
 
 
 async def cross(sender: SimulatedLink | None, receiver: SimulatedLink | None, num_bytes: int) -> None:

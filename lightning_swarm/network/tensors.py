@@ -17,8 +17,14 @@ if sys.byteorder != "little":
 
 MAX_DIMS: Final = 64
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.bool,
         torch.uint8,

@@ -24,13 +24,13 @@ from lightning_swarm.network import (
     MAX_STREAM_BYTES,
     SMALL_BYTES,
     CallHandler,
+    LinkEstimates,
     Message,
     PeerId,
     StreamHandler,
     Traffic,
     Transport,
 )
-from lightning_swarm.network.bandwidth import LinkEstimates
 from lightning_swarm.network.framing import (
     Head,
     Kind,
@@ -82,8 +82,7 @@ class BaseTransport(Transport):
         self._stream_handlers: dict[str, tuple[StreamHandler, int]] = {}
         self._deadlines: dict[asyncio.Timeout, None] = {}  # ordered, so that a run repeats exactly
         self._serving: set[asyncio.Task[Any]] = set()
-        # 0 is the answer to what could not be understood.
-        self._exchange_ids = itertools.count(1)
+        self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
         self.handle_call(PING, _answer_ping)
 
@@ -195,7 +194,6 @@ class BaseTransport(Transport):
         return answer
 
     def _find(self, caller: PeerId, head: Head) -> Endpoint:
-        """Find the function that answers a request."""
         max_bytes, respond = self._handler(caller, head)
         return max_bytes, respond if self.tap is None else self.tap.answer(caller, self._peer_id, head, respond)
 

@@ -17,9 +17,8 @@ from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilStageLo
 from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
-from lightning_swarm.network import Directory, Transport
+from lightning_swarm.network import Directory, LinkEstimate, TransferSample, Transport
 from lightning_swarm.network.addresses import Address, widest
-from lightning_swarm.network.bandwidth import LinkEstimate, TransferSample
 from lightning_swarm.peer import lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory

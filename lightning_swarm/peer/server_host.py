@@ -169,8 +169,8 @@ class ServerHost:
             runtime,
             admission.left,
             rolled_back or asyncio.Event(),
-            end=lambda: admission.ending_error,
-            deaf=lambda: self._transport.closed,
+            ending_error=lambda: admission.ending_error,
+            is_cut_off=lambda: self._transport.closed,
             grace_s=grace_s,
         )
 

@@ -1,16 +1,21 @@
-"""Costs of a model and of its stages: what they compute, keep and send. Pure."""
+"""Costs of a model and of its stages: what they compute, keep and send, and how long a batch takes. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.partition.policy import balanced_ranges
 from lightning_swarm.planner.records import (
+    USUAL_MICROBATCH,
     BlockProfile,
     Machine,
     ModelProfile,
+    Processor,
     StageProfile,
     TransferSize,
     encoded_size,
@@ -164,3 +169,202 @@ def graph_capacity(stage: StageProfile, machine: Machine) -> float:
 def kept_samples(stage: StageProfile, machine: Machine, limits: Limits) -> float:
     """The number of samples whose graphs a server keeps until backward; it computes the forward of others again."""
     return min(graph_capacity(stage, machine), limits.cache_bytes / max(1, stage.graph_bytes))
+
+
+# ---------------------------------------------------------------------- the time of a batch
+
+CALL_S: Final = 0.0016
+"""Seconds of a core for a microbatch's calls at a stage, forward and backward: as many at its server as at the trainer.
+It is 1.6 ms of wall time where two cores do both, `python -m benchmarks.hops`."""
+
+HANDLING_S_PER_BYTE: Final = 2.4e-9
+"""Seconds of a core for each byte sent or received: half of what both ends and their daemons take."""
+
+GOODPUT: Final = 0.94
+"""Share of a link's bytes that are tensors, and not headers, encryption or acknowledgements."""
+
+MICROBATCH_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 2e-9, "accelerator": 5e-11}
+"""Seconds for each backward beyond what its samples take: a gradient of each weight is written and added up, and few
+rows make slow products. The CPU's is measured (blocks of width 512, a core, 1 to 32 samples of 64 tokens); the
+accelerator's is the CPU's divided by the ratio of their memory bandwidths."""
+
+STEP_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 4e-8, "accelerator": 2e-9}
+"""Seconds for each step: mean, optimizer, comparison of the replicas. The CPU's is the time that a million parameters
+add in `python -m benchmarks.steps`, without sending; the accelerator's follows from the bandwidths."""
+
+_FORWARD: Final = 1 / 3  # share of the forward in the time that a block computes
+
+
+@dataclass(frozen=True)
+class StagePhase:
+    """The work and traffic of one sample's forward or backward at a stage."""
+
+    flop: float
+    parameters: int  # get a gradient, once for each microbatch
+    received_bytes: float  # over the link
+    sent_bytes: float
+    coding_s: float  # seconds of a core for coding these tensors; a GPU does it in passing
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """The seconds of some work, the link's part of them, and what does the work, in words."""
+
+    seconds: float
+    line_s: float
+    what: str
+
+
+@dataclass(frozen=True)
+class PipelinePass:
+    """The time of all microbatches of a batch through all stages, in one direction."""
+
+    slowest: PhaseTime
+    fill_s: float
+
+
+def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePhase]:
+    """Forward and backward of a sample, where backward repeats the forward of a share `recomputed` of all samples."""
+    backward_flop = stage.flop * (1.0 - _FORWARD + recomputed * _FORWARD)
+    into_bytes = stage.input_bytes + stage.extra_bytes
+    return (
+        StagePhase(stage.flop * _FORWARD, 0, into_bytes, stage.output_bytes, stage.coding_s[0]),
+        StagePhase(
+            backward_flop, stage.parameters, stage.output_gradient_bytes, stage.gradient_bytes, stage.coding_s[1]
+        ),
+    )
+
+
+def sample_time(machine: Machine, phase: StagePhase, microbatch_size: int) -> PhaseTime:
+    """The time that a machine needs for a sample.
+
+    Its link and its processor take turns: all microbatches under way share the link, so most of them arrive late, and
+    then there is much to compute at once.
+    """
+    computing_s = phase.flop / machine.flop_per_s
+    computing_s += phase.parameters * MICROBATCH_S_PER_PARAMETER[machine.processor] / microbatch_size
+    handling_s = (phase.received_bytes + phase.sent_bytes) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size
+    both_s = computing_s + phase.coding_s + handling_s
+    busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
+    line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
+    return PhaseTime(line_s + busy_s, line_s, machine.name)
+
+
+def _line_s(machine: Machine, received_bytes: float, sent_bytes: float) -> float:
+    return max(received_bytes / machine.down_bytes_per_s, sent_bytes / machine.up_bytes_per_s) / GOODPUT
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """Machines at their stages."""
+
+    model: ModelProfile
+    machines: Sequence[Machine]  # the starter first
+    stages: tuple[StageProfile, ...]
+    held: list[list[int]]  # by stage, the indices of its machines
+    limits: Limits  # of the servers
+
+    @property
+    def starter(self) -> Machine:
+        """The machine that trains, and holds the last stage with others."""
+        return self.machines[0]
+
+    @cached_property
+    def kinds(self) -> list[list[list[int]]]:
+        """The machines of each stage, in groups of equal ones. The starter is a group of its own."""
+        found: list[list[list[int]]] = []
+        for numbers in self.held:
+            kinds: dict[tuple[int, bool], list[int]] = {}
+            for number in numbers:
+                kinds.setdefault((id(self.machines[number]), number == 0), []).append(number)
+            found.append(list(kinds.values()))
+        return found
+
+    def recomputed(self, index: int, batch_size: int) -> float:
+        """The share of forwards whose graph does not fit, of the worst machine of a stage."""
+        stage = self.stages[index]
+        kept = (kept_samples(stage, self.machines[same[0]], self.limits) for same in self.kinds[index])
+        return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
+
+    def phase(self, index: int, number: int, direction: int, batch_size: int) -> StagePhase:
+        """A sample's forward (0) or backward (1) at a machine of a stage.
+
+        The starter's server and trainer share a machine: nothing goes over the link between them.
+        """
+        stage = self.stages[index]
+        if number == 0:
+            alone = len(self.stages) == 1
+            stage = replace(
+                stage,
+                input_bytes=0.0 if alone else stage.input_bytes,
+                extra_bytes=0,
+                gradient_bytes=0.0 if alone else stage.gradient_bytes,
+                output_bytes=0.0,
+                output_gradient_bytes=0.0,
+            )
+        return phases(stage, self.recomputed(index, batch_size))[direction]
+
+    def share(self, index: int, number: int, direction: int) -> float:
+        """The share of a stage's microbatches that one of its machines takes, in proportion to its speed."""
+
+        def rate(machine: int) -> float:
+            phase = self.phase(index, machine, direction, 1)
+            return 1.0 / sample_time(self.machines[machine], phase, USUAL_MICROBATCH).seconds
+
+        return rate(number) / sum(len(same) * rate(same[0]) for same in self.kinds[index])
+
+
+def trainer_bytes(swarm: Swarm, direction: int) -> tuple[float, float]:
+    """Bytes that the trainer receives and sends for a sample, without those of the server on its own machine."""
+    first, last = swarm.stages[0], swarm.stages[-1]
+    elsewhere = 1.0 - swarm.share(len(swarm.stages) - 1, 0, direction)
+    to_first = 1.0 if len(swarm.stages) > 1 else elsewhere
+    if direction == 0:
+        return elsewhere * last.output_bytes, to_first * first.input_bytes + elsewhere * last.extra_bytes
+    return to_first * first.gradient_bytes, elsewhere * last.output_gradient_bytes
+
+
+def pipeline_pass(swarm: Swarm, direction: int, microbatch_size: int, batch_size: int) -> PipelinePass:
+    """The time of a batch's forward (0) or backward (1) through all stages."""
+    size = min(microbatch_size, batch_size)
+    stage_times, first_s = [], []
+    for index, kinds in enumerate(swarm.kinds):
+        times = [
+            (sample_time(swarm.machines[same[0]], swarm.phase(index, same[0], direction, batch_size), size), len(same))
+            for same in kinds
+        ]
+        stage_times.append(_stage_time(times, size, batch_size))
+        mean_s = sum(count * time.seconds for time, count in times) / len(swarm.held[index])
+        first_s.append(size * mean_s + max(swarm.machines[same[0]].latency_s for same in kinds))
+    slowest = max(stage_times, key=lambda time: time.seconds)
+    # From the trainer to the first stage, and from the last one back.
+    fill_s = sum(first_s) - first_s[stage_times.index(slowest)] + 2 * swarm.starter.latency_s
+    starter = _starter_time(swarm, direction, size, batch_size)
+    return PipelinePass(max(slowest, starter, key=lambda time: time.seconds), fill_s)
+
+
+def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, batch_size: int) -> PhaseTime:
+    """The time of a batch at a stage with so many machines of each speed; a machine takes whole microbatches."""
+    fastest_s = min(time.seconds for time, _ in times)
+    slots = sum(count * fastest_s / time.seconds for time, count in times)
+    rounds = max(1.0, math.ceil(batch_size / microbatch_size) / slots)
+    if slots == sum(count for _, count in times):
+        rounds = math.ceil(rounds)
+    slowest = max((time for time, _ in times), key=lambda time: time.seconds)
+    seconds = rounds * microbatch_size * fastest_s
+    return PhaseTime(seconds, seconds * slowest.line_s / slowest.seconds, slowest.what)
+
+
+def _starter_time(swarm: Swarm, direction: int, microbatch_size: int, batch_size: int) -> PhaseTime:
+    """The time of a batch at the starter's machine, for its stage and for the trainer beside it."""
+    starter, last = swarm.starter, len(swarm.stages) - 1
+    share, phase = swarm.share(last, 0, direction), swarm.phase(last, 0, direction, batch_size)
+    received, sent = trainer_bytes(swarm, direction)
+    received, sent = received + share * phase.received_bytes, sent + share * phase.sent_bytes
+    line_s = _line_s(starter, received, sent)
+    stage_s = share * sample_time(starter, replace(phase, received_bytes=0.0, sent_bytes=0.0), microbatch_size).seconds
+    calls_s = (received + sent) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size * len(swarm.stages)
+    busy_s = stage_s + calls_s if starter.processor == "cpu" else max(stage_s, calls_s)
+    return PhaseTime(
+        batch_size * (line_s + busy_s), batch_size * line_s, f"{starter.name}, which trains and holds a stage"
+    )

@@ -10,8 +10,8 @@ from typing import Final
 
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
+from lightning_swarm.planner.cost_model import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Now, Setting
-from lightning_swarm.planner.timeline import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.protocol.messages.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
 from lightning_swarm.protocol.settings import Compression
 
@@ -20,7 +20,7 @@ from lightning_swarm.protocol.settings import Compression
 class Assumption:
     """The rates that are assumed where a swarm has not measured them."""
 
-    line_bytes_per_s: float  # each way, of peers that have sent, or received, nothing long enough to tell
+    line_bytes_per_s: float  # of the links, each way, of peers that have sent, or received, nothing long enough to tell
     bus_bytes_per_s: float  # between a GPU and its host, each way
 
 
@@ -147,8 +147,7 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
 # ---------------------------------------------------------------------- the machines
 
 
-_TOO_LITTLE: Final = 0.01
-"""Share of a mean stage's work: a peer's rate at less work says nothing of its rate at more."""
+_TOO_LITTLE: Final = 0.01  # share of a mean stage's work: a peer's rate at less work says nothing of its rate at more
 
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
@@ -176,12 +175,8 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
     return max(1.0 / stage.samples_per_s - added_s, 0.5 / stage.samples_per_s)
 
 
-_UNKNOWN_MEMORY_BYTES: Final = 1e18
-"""Memory that limits nothing."""
-
-_FASTEST_BYTES_PER_S: Final = 1e12
-"""The highest rate of a line that is believed."""
-
+_UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
+_FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believed
 _MOST_ROUND_TRIP: Final = 8.0
 """A transfer counts as at least its duration divided by this, however much of it was the round trip."""
 
@@ -192,7 +187,7 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
         name=name,
         flop_per_s=flop_per_s,
         memory_bytes=(machine.memory_bytes if machine else None) or _UNKNOWN_MEMORY_BYTES,
-        # Peers measure tensors' bytes, and the planner takes lines' bytes.
+        # Peers measure tensors' bytes, and the planner takes links' bytes.
         up_bytes_per_s=line.up_bytes_per_s / GOODPUT if line.up_bytes_per_s else assumed.line_bytes_per_s,
         down_bytes_per_s=line.down_bytes_per_s / GOODPUT if line.down_bytes_per_s else assumed.line_bytes_per_s,
         latency_s=statistics.median(line.round_trips_s) / 2 if line.round_trips_s else 0.0,
@@ -222,7 +217,7 @@ class _LinkUsage:
 
 
 def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
-    """Read each peer's line from what both ends of its links report."""
+    """Find each peer's link to all others from what both ends of its exchanges report."""
     lines: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
     trips = _round_trips(reports)
     for ends, trip_s in trips.items():

@@ -61,7 +61,7 @@ class TransferCost:
         return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
 
 
-NOTHING_SAID: Final = TransferCost()
+NOT_GIVEN: Final = TransferCost()
 
 
 def _code(name: str) -> Code | None:
@@ -89,8 +89,8 @@ class _Key:
 
 _NUMBERS: Final = {
     "memory_gb": _Key("memory_bytes", "GB of memory where it computes", _GB),
-    "up_mbit": _Key("up_bytes_per_s", "Mb/s that its line sends", _MBIT),
-    "down_mbit": _Key("down_bytes_per_s", "Mb/s that its line receives", _MBIT),
+    "up_mbit": _Key("up_bytes_per_s", "Mb/s that its link sends", _MBIT),
+    "down_mbit": _Key("down_bytes_per_s", "Mb/s that its link receives", _MBIT),
     "latency_ms": _Key(
         "latency_s", "milliseconds from it to another machine, half of a round trip", 1e-3, 0.0, zero=True
     ),
@@ -127,7 +127,7 @@ def read_compression(path: Path) -> TransferCost:
     """Read the compression of tensors from a file of machines."""
     content = _content(path)
     if not isinstance(content, Mapping):
-        return NOTHING_SAID
+        return NOT_GIVEN
     unknown = [key for key in content if key not in _TOP]
     if unknown:
         raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")

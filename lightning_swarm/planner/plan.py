@@ -10,7 +10,22 @@ from typing import Final
 from lightning_swarm.coordinator.rebalancing.policy import MoveCosts, StageRates, plan
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import ADAM, graph_capacity, stage_profiles, state_bytes, sum_bytes
+from lightning_swarm.planner.cost_model import (
+    ADAM,
+    GOODPUT,
+    HANDLING_S_PER_BYTE,
+    STEP_S_PER_PARAMETER,
+    PipelinePass,
+    Swarm,
+    graph_capacity,
+    phases,
+    pipeline_pass,
+    sample_time,
+    stage_profiles,
+    state_bytes,
+    sum_bytes,
+    trainer_bytes,
+)
 from lightning_swarm.planner.records import (
     USUAL_MICROBATCH,
     Machine,
@@ -24,26 +39,14 @@ from lightning_swarm.planner.records import (
     TransferSize,
     encoded_size,
 )
-from lightning_swarm.planner.timeline import (
-    GOODPUT,
-    HANDLING_S_PER_BYTE,
-    STEP_S_PER_PARAMETER,
-    PipelinePass,
-    Swarm,
-    phases,
-    pipeline_pass,
-    sample_time,
-    trainer_bytes,
-)
 
-_RECOMPUTING = 4 / 3
-"""A machine that offloads keeps no graph, and computes each forward twice."""
+_RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice
 
 
 def fastest_alone(model: ModelProfile, machines: Iterable[Machine], batch_size: int) -> OneMachine | None:
     """Predict the fastest machine by itself, or None if none holds the model in any memory."""
-    possible = [one for one in (alone(model, machine, batch_size) for machine in machines) if one is not None]
-    return max(possible, key=lambda one: one.samples_per_s, default=None)
+    possible = filter(None, (alone(model, machine, batch_size) for machine in machines))
+    return max(possible, key=lambda machine: machine.samples_per_s, default=None)
 
 
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
@@ -103,7 +106,7 @@ STEP_TRIPS: Final = 6
 
 
 # A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
-# Stages work at the same time; a machine's line and its processor take turns.
+# Stages work at the same time; a machine's link and its processor take turns.
 class Predictor:
     """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches.
 
@@ -212,7 +215,7 @@ def _trains(model: ModelProfile, starter: Machine) -> bool:
 
 
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
-    """Bytes that each machine sends over its line in a step, without snapshots and control messages."""
+    """Bytes that each machine sends over its link in a step, without snapshots and control messages."""
     sent = [0.0] * len(swarm.machines)
     for index, kinds in enumerate(swarm.kinds):
         for same in kinds:
@@ -221,18 +224,13 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
                 for direction in (0, 1)
             )
             for number in same:
-                sent[number] = sample_bytes * batch_size + averaged_bytes(swarm, index)
+                sent[number] = sample_bytes * batch_size + averaged(swarm, index).num_bytes
     sent[0] += sum(trainer_bytes(swarm, direction)[1] for direction in (0, 1)) * batch_size
     return sent
 
 
-def averaged_bytes(swarm: Swarm, index: int) -> float:
-    """Bytes that each machine of a stage sends, and receives, to average."""
-    return _averaged(swarm, index).num_bytes
-
-
-def _averaged(swarm: Swarm, index: int) -> TransferSize:
-    """Size one machine's part of an all-reduce: reduce-scatter of the sums, then all-gather of the mean."""
+def averaged(swarm: Swarm, index: int) -> TransferSize:
+    """Size what a machine of a stage sends, and receives: reduce-scatter of sums, all-gather of the mean."""
     num_machines, number_bytes = len(swarm.held[index]), sum_bytes(swarm.model)
     numbers = 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters
     return encoded_size(numbers * number_bytes, number_bytes, swarm.model.wire.averaging)
@@ -242,14 +240,13 @@ def _averaging_s(swarm: Swarm) -> float:
     """Seconds of the slowest machine to average; all send and receive at the same time."""
     slowest_s = 0.0
     for index, kinds in enumerate(swarm.kinds):
-        averaged = _averaged(swarm, index)
-        num_bytes = averaged.num_bytes
+        size = averaged(swarm, index)
         for same in kinds:
             machine = swarm.machines[same[0]]
-            line_s = num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
-            busy_s = 2 * num_bytes * HANDLING_S_PER_BYTE
+            line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
+            busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE
             busy_s += swarm.stages[index].parameters * STEP_S_PER_PARAMETER[machine.processor]
-            busy_s += averaged.coding_s if machine.processor == "cpu" else 0.0
+            busy_s += size.coding_s if machine.processor == "cpu" else 0.0
             slowest_s = max(slowest_s, line_s + busy_s)
     return slowest_s
 
@@ -276,9 +273,7 @@ LARGEST_BATCH: Final = 4096
 _ENOUGH: Final = 0.9
 """Share of the best rate of any batch: a larger batch than needed for that is not worth its fewer steps."""
 
-_SAME: Final = 0.98
-"""Share of a rate that counts as the same rate: no reason for more stages, or larger microbatches."""
-
+_SAME: Final = 0.98  # share of a rate that counts as the same rate: no reason for more stages, or larger microbatches
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_DATALOADER_BATCH: Final = 1024
@@ -301,11 +296,11 @@ def make_plan(
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
     size = best.setting.target_batch_size if best else sizes[-1]
-    compared = [one for one in predictions if one.setting.target_batch_size == size]
+    compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
     return Plan(
         best=best,
         alone=fastest_alone(model, machines, size),
-        by_stages=tuple((one.setting.num_stages, one.samples_per_s) for one in compared),
+        by_stages=tuple((prediction.setting.num_stages, prediction.samples_per_s) for prediction in compared),
     )
 
 
@@ -358,8 +353,12 @@ def _best(predictions: Sequence[Prediction]) -> Prediction | None:
     """Choose the smallest target batch that is fast enough, then the fewest stages that are nearly as fast."""
     if not predictions:
         return None
-    enough = _ENOUGH * max(one.samples_per_s for one in predictions)
-    size = min(one.setting.target_batch_size for one in predictions if one.samples_per_s >= enough)
-    compared = [one for one in predictions if one.setting.target_batch_size == size]
-    enough = _SAME * max(one.samples_per_s for one in compared)
-    return min((one for one in compared if one.samples_per_s >= enough), key=lambda one: one.setting.num_stages)
+    fast = _fast(predictions, _ENOUGH)
+    size = min(prediction.setting.target_batch_size for prediction in fast)
+    compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
+    return min(_fast(compared, _SAME), key=lambda prediction: prediction.setting.num_stages)
+
+
+def _fast(predictions: Sequence[Prediction], share: float) -> list[Prediction]:
+    fastest = max(prediction.samples_per_s for prediction in predictions)
+    return [prediction for prediction in predictions if prediction.samples_per_s >= share * fastest]

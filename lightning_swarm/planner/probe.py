@@ -19,9 +19,7 @@ from lightning_swarm.planner.records import BlockProfile, ModelProfile
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import number_bytes
 
-_ROWS: Final = 4
-"""Samples of the measurement, if the model brings no example."""
-
+_ROWS: Final = 4  # samples of the measurement, if the model brings no example
 _REPEATS: Final = 3
 
 

@@ -17,10 +17,6 @@ class Code:
     cpu_s: float  # seconds of a core for writing and reading a number
     smallest: int = 1  # numbers of the smallest tensor that is encoded
 
-    def takes(self, numbers: float, number_bytes: int) -> bool:
-        """Return whether the codec makes tensors of that many numbers shorter."""
-        return numbers >= self.smallest and self.bits < 8 * number_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
@@ -39,7 +35,7 @@ PLAIN: Final = WireFormat()
 
 @dataclass(frozen=True)
 class TransferSize:
-    """One sample's share of a tensor on a line."""
+    """One sample's share of a tensor on a link."""
 
     num_bytes: float
     coding_s: float  # seconds of a core for writing and reading it, half of them at either end
@@ -47,10 +43,8 @@ class TransferSize:
 
 def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
     """Size a sample's tensor as it travels; `number_bytes` of 0: it holds no numbers that a codec takes."""
-    if code is None or not number_bytes:
-        return TransferSize(num_bytes, 0.0)
-    numbers = num_bytes / number_bytes
-    if not code.takes(numbers * USUAL_MICROBATCH, number_bytes):
+    numbers = num_bytes / number_bytes if number_bytes else 0.0
+    if code is None or numbers * USUAL_MICROBATCH < code.smallest or code.bits >= 8 * number_bytes:
         return TransferSize(num_bytes, 0.0)
     return TransferSize(numbers * code.bits / 8, numbers * code.cpu_s)
 
@@ -61,7 +55,7 @@ Processor: TypeAlias = Literal["cpu", "accelerator"]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine, and its line to all others."""
+    """One machine, and its link to all others."""
 
     name: str
     flop_per_s: float  # measured, not its data sheet's
@@ -136,7 +130,7 @@ class StageProfile:
 class Times:
     """The seconds of a step, by what they are spent on."""
 
-    forward_s: float  # the slowest stage, or line, with all microbatches of the batch
+    forward_s: float  # the slowest stage, or link, with all microbatches of the batch
     backward_s: float  # likewise
     fill_s: float  # waiting until the last stage has its first microbatch, and the first stage its last
     around_s: float  # the trainer with what is in no stage
@@ -167,7 +161,7 @@ class Prediction:
     samples_per_s: float
     times: Times
     slowest: str  # what the forward and the backward wait for, in words
-    line_share: float  # share of that time for which its line is the reason
+    line_share: float  # share of that time for which its link is the reason
     utilisation: float  # computed, as a share of what all machines of the list could compute
     stages: tuple[tuple[str, ...], ...]  # names of machines
     left_out: tuple[str, ...]  # machines that cannot hold a stage
@@ -198,7 +192,7 @@ class Now:
     sent_bytes_per_s: float  # by all peers together
     predicted_samples_per_s: float | None = None  # None: there is no setting, or the machines cannot do it
     unmeasured: tuple[str, ...]  # peers that the plan leaves out, as their rate is not known yet
-    assumed_lines: tuple[str, ...]  # peers of the plan whose lines were not measured
+    assumed_lines: tuple[str, ...]  # peers of the plan whose links were not measured
 
 
 ENOUGH: Final = 1.3

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.cost_model import block
 from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, Setting, WireFormat
+from lightning_swarm.planner.simulator.fluid import Span, share_of_best
+from lightning_swarm.protocol.settings import Rebalancing
 
 HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
-    """Align the columns of a table; with `numbers`, all but the first are aligned to the right."""
+    """Align the columns of a table; with `numbers`, all but the first to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [
@@ -76,7 +81,7 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 WIDTHS: Final = tuple(2**power for power in range(7, 15))
 """Features of a token, from 128 to 16384."""
 
-_LINES_MBIT: Final = (20, 100, 500, 1000)
+_LINKS_MBIT: Final = (20, 100, 500, 1000)
 _LATENCIES_MS: Final = (0, 50, 200)
 
 
@@ -85,7 +90,7 @@ _LATENCIES_MS: Final = (0, 50, 200)
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
     """The share of its time for which a machine with one block as its stage computes, one sample at a time.
 
-    An activation arrives and one leaves, and so do two gradients; the two directions of the line work at once, but not
+    An activation arrives and one leaves, and so do two gradients; the two directions of the link work at once, but not
     together with computing. Nothing hides the latency, so a swarm with many microbatches under way does better.
     """
     costs = block(width, sequence)
@@ -94,21 +99,21 @@ def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: f
 
 
 def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
-    """Draw how busy a machine is with one block, by the block's width: for some lines, and for some latencies.
+    """Draw how busy a machine is with one block, by the block's width: for some links, and for some latencies.
 
     The model's own `width` is marked, if it is known.
     """
     figure = new_figure((10, 4), layout="constrained")
-    lines, delays = figure.subplots(1, 2, sharey=True)
+    rates, delays = figure.subplots(1, 2, sharey=True)
     slower = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
-    by_line = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINES_MBIT}
+    by_rate = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINKS_MBIT}
     by_delay = {f"{delay_ms} ms": (slower, delay_ms / 1e3) for delay_ms in _LATENCIES_MS}
-    lines.set_title(f"{machine.name}, by its line's rate")
+    rates.set_title(f"{machine.name}, by its link's rate")
     delays.set_title(f"{machine.name}, {slower * 8 / 1e6:g} Mb/s, by latency")
-    lines.set_ylabel("share of its time that it computes")
-    for axes, links in ((lines, by_line), (delays, by_delay)):
-        for label, link in links.items():
-            axes.plot(WIDTHS, [busy_share(one, sequence, machine.flop_per_s, *link) for one in WIDTHS], label=label)
+    rates.set_ylabel("share of its time that it computes")
+    for axes, curves_by_label in ((rates, by_rate), (delays, by_delay)):
+        for label, link in curves_by_label.items():
+            axes.plot(WIDTHS, [busy_share(size, sequence, machine.flop_per_s, *link) for size in WIDTHS], label=label)
         if width is not None:
             axes.axvline(width, color="tab:gray", linestyle="--", label="this model")
         axes.set(xlabel="width of the model", ylim=(0.0, 1.0))
@@ -122,7 +127,7 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
 
 
 def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
-    """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of lines that were not measured."""
+    """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of links that were not measured."""
     if now.setting is None:
         parts = ["Now", "  no step was decided yet"]
     else:
@@ -137,7 +142,7 @@ def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
         )
     if now.assumed_lines:
         remarks.append(
-            f"Nothing long enough to tell has gone over the lines of {', '.join(now.assumed_lines)}; they are taken "
+            f"Nothing long enough to tell has gone over the links of {', '.join(now.assumed_lines)}; they are taken "
             f"for {line_bytes_per_s * 8 / 1e6:.4g} Mb/s. If that is wrong, say so with --line-mbit."
         )
     return _wrapped("\n".join([*parts, *(["", *remarks] if remarks else [])]))
@@ -260,7 +265,7 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     lines = [
         "Why",
         f"  {share(times.forward_s + times.backward_s)} goes by at the pace of the slowest machine: {best.slowest}.",
-        f"  {100 * best.line_share:.0f} % of its time it waits for its line, the rest it computes. {_remedy(best)}",
+        f"  {100 * best.line_share:.0f} % of its time it waits for its link, the rest it computes. {_remedy(best)}",
     ]
     if len(best.stages) > 1:
         lines.append(
@@ -278,7 +283,7 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
 
 def _remedy(best: Prediction) -> str:
     if best.line_share > 0.5:
-        return "Faster lines would help most, or a wider model."
+        return "Faster links would help most, or a wider model."
     return "More machines would help most, or faster ones."
 
 
@@ -295,5 +300,110 @@ def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
 
 
 def _by_stages(plan: Plan) -> str:
-    fastest = sorted(plan.by_stages, key=lambda one: -one[1])[:5]
+    fastest = sorted(plan.by_stages, key=lambda pair: -pair[1])[:5]
     return ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))
+
+
+# ---------------------------------------------------------------------- simulated swarms
+
+_POINTS: Final = 400  # points of a curve, each an average
+_SPAN_HEAD: Final = (
+    "rule",
+    "samples/s",
+    "% of best",
+    "first hour",
+    "last hour",
+    "moves/hour",
+    "hours below half of best",
+)
+_MICROBATCH_HEAD: Final = ("queued", "MB a sample")
+_MICROBATCH_CURVES: Final = MappingProxyType({"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"})
+"""Fields of a span, and their labels."""
+
+
+def span_table(results: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
+    """Write a table of means over the seeds, from the spans of each rule and seed."""
+    rows: list[tuple[str, ...]] = [_SPAN_HEAD, *((rule, *_span_cells(runs)) for rule, runs in results.items())]
+    if all(span.sent_bytes is not None for runs in results.values() for spans in runs for span in spans):
+        more = [_MICROBATCH_HEAD, *map(_microbatch_cells, results.values())]
+        rows = [row + cells for row, cells in zip(rows, more, strict=True)]
+    return "\n".join(table_lines(rows, numbers=True))
+
+
+def _microbatch_cells(runs: Sequence[Sequence[Span]]) -> tuple[str, ...]:
+    spans = [span for spans in runs for span in spans]
+    queued = statistics.fmean(span.queued or 0.0 for span in spans)
+    return f"{queued:.1f}", f"{sum(span.sent_bytes or 0 for span in spans) / _num_samples(spans) / 1e6:.3g}"
+
+
+def _span_cells(runs: Sequence[Sequence[Span]]) -> list[str]:
+    def mean(digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
+        known = [value for value in map(value_of, runs) if not math.isnan(value)]
+        return f"{statistics.fmean(known):.{digits}f}" if known else "-"
+
+    def low_hours(spans: Sequence[Span]) -> float:
+        return sum(span.length_s for span in spans if span.samples_per_s < 0.5 * span.best) / HOUR_S
+
+    return [
+        mean(2, lambda spans: _num_samples(spans) / _length_s(spans)),
+        mean(1, lambda spans: 100.0 * share_of_best(spans)),
+        mean(1, lambda spans: 100.0 * share_of_best(spans, spans[0].begin_s, spans[0].begin_s + HOUR_S)),
+        mean(1, lambda spans: 100.0 * share_of_best(spans, spans[-1].end_s - HOUR_S, spans[-1].end_s)),
+        mean(1, lambda spans: HOUR_S * sum(span.num_moves for span in spans) / _length_s(spans)),
+        mean(2, low_hours),
+    ]
+
+
+def _num_samples(spans: Sequence[Span]) -> float:
+    return sum(span.length_s * span.samples_per_s for span in spans)
+
+
+def _length_s(spans: Sequence[Span]) -> float:
+    return spans[-1].end_s - spans[0].begin_s
+
+
+def draw_spans(results: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> None:
+    """Draw samples/s beside the best, peers per stage, and moves, over the hours of the first seed.
+
+    Where microbatches were simulated, draw also how many wait at a peer, and what all peers send.
+    """
+    drawn = [curves(runs[0]) for runs in results.values()]
+    more = [name for name in _MICROBATCH_CURVES if all(name in lines for _, lines in drawn)]
+    figure = new_figure((6 * len(results), 7 + 2 * len(more)))
+    panels = figure.subplots(3 + len(more), len(results), sharex=True, sharey="row", squeeze=False)
+    for rule, (hours, lines), (rate, peers, moves, *others) in zip(results, drawn, panels.T, strict=True):
+        rate.set_title(f"rule: {rule}")
+        rate.plot(hours, lines["best"], color="tab:gray", label="best assignment")
+        rate.plot(hours, lines["samples_per_s"], color="tab:blue", label="swarm")
+        peers.fill_between(hours, lines["fewest"], lines["most"], step="mid", color="tab:blue", alpha=0.4)
+        moves.plot(hours, lines["moves"], color="tab:blue")
+        for axes, name in zip(others, more, strict=True):
+            axes.plot(hours, lines[name], color="tab:blue")
+        panels[-1, 0].set_xlabel("hours")
+    labels = ["samples/s", "peers a stage,\nfewest to most", "moves so far", *map(_MICROBATCH_CURVES.__getitem__, more)]
+    for axes, label in zip(panels[:, 0], labels, strict=True):
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0.0)
+    panels[0, 0].legend(loc="lower left")
+    save_figure(figure, path, bbox_inches="tight")
+
+
+def curves(spans: Sequence[Span]) -> tuple[list[float], dict[str, list[float]]]:
+    """Average spans over equal parts of the time, and count the moves up to the end of each part."""
+    begin_s, part_s = spans[0].begin_s, (spans[-1].end_s - spans[0].begin_s) / _POINTS
+    names = ["best", "samples_per_s", "fewest", "most"]
+    if spans[0].sent_bytes is not None:
+        names += _MICROBATCH_CURVES
+    sums = {name: [0.0] * _POINTS for name in names}
+    moves = [0.0] * _POINTS
+    for span in spans:
+        first = min(int((span.begin_s - begin_s) / part_s), _POINTS - 1)
+        last = min(int((span.end_s - begin_s) / part_s), _POINTS - 1)
+        moves[first] += span.num_moves
+        for part in range(first, last + 1):
+            from_s, to_s = begin_s + part * part_s, begin_s + (part + 1) * part_s
+            share = max(0.0, min(span.end_s, to_s) - max(span.begin_s, from_s)) / part_s
+            for name, values in sums.items():
+                values[part] += share * getattr(span, name)
+    so_far = [sum(moves[: part + 1]) for part in range(_POINTS)]
+    return [(part + 0.5) * part_s / HOUR_S for part in range(_POINTS)], {**sums, "moves": so_far}

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
-from lightning_swarm.model.optimizer_state import set_hyperparameters
-from lightning_swarm.model.selection import read_selection
+from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.data import SharedData

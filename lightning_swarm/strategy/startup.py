@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_swarm.client.pipeline.interception import Interception
 from lightning_swarm.client.session import Session
 from lightning_swarm.model.deferred_init import is_on_meta
+from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.model.partition import find_blocks
-from lightning_swarm.model.selection import read_selection
 from lightning_swarm.protocol.messages.run import Selection, ranges_of
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup

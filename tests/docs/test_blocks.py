@@ -22,8 +22,8 @@ from lightning_swarm import cli
 from lightning_swarm.cli import SwarmCLI, simulate
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.process import invitation
+from lightning_swarm.planner import report
 from lightning_swarm.planner.machine_files import read_machines
-from lightning_swarm.planner.simulator import report
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.testing import InMemoryStrategy
@@ -223,7 +223,7 @@ def peers_can_join(block: Block) -> None:
 def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
     runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
-    assert report.table(simulate.simulated(runs)) == block.text.rstrip("\n")
+    assert report.span_table(simulate.simulated(runs)) == block.text.rstrip("\n")
 
 
 def planned(block: Block) -> None:

@@ -19,8 +19,8 @@ from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.model.partition import StageModule, find_blocks
-from lightning_swarm.model.selection import read_selection
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport

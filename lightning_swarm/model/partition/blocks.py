@@ -7,8 +7,8 @@ from typing import Final
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import few
 from lightning_swarm.model.boundary_layers import boundary_layers
-from lightning_swarm.model.naming import few
 from lightning_swarm.model.nn import Sequential
 
 _HOOK: Final = "configure_stages"

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.naming import few
+from lightning_swarm.core.readable import few
 from lightning_swarm.model.partition.blocks import Blocks
 from lightning_swarm.model.partition.stages import Named, Run, Slot
 

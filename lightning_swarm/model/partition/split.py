@@ -91,7 +91,7 @@ def _full_name(model: nn.Module, blocks: Blocks, index: int) -> str:
             f"{type(block).__name__} that is none: without a swarm nobody would go through the layer. Make it an "
             "attribute of the model, or cut elsewhere with `split=...`."
         )
-    if sum(one is block for one in blocks.modules) > 1:
+    if sum(other is block for other in blocks.modules) > 1:
         raise ConfigError(
             f"a boundary layer must stand after a block that comes once, got {name!r}, which comes again. Cut "
             "elsewhere, with `split=...`."

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from lightning_swarm.model.naming import dtype_name
 from lightning_swarm.model.nn import accepted_keywords, call_blocks
 from lightning_swarm.model.partition import call_binding
+from lightning_swarm.network.tensors import dtype_name
 
 Slot = tuple[str, nn.Module, str]
 """Full name of a tensor in the model, the module that holds it, and its name there."""
@@ -50,7 +50,7 @@ class StageModule(nn.Module):
     """A run of the user's blocks, with the boundary layers between them, and the halves of those at its ends."""
 
     def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex") -> None:
-        """Hold blocks; see `cut`."""
+        """Hold blocks; see `build_stages`."""
         super().__init__()
         self.spec = spec
         self._names, blocks = [name for name, _ in run], [block for _, block in run]

@@ -64,7 +64,6 @@ def example_arguments(example: Any) -> Arguments:
 
 
 def _inputs(model: nn.Module, blocks: Blocks, example: Arguments) -> list[Arguments]:
-    """Find the arguments of each block's call."""
     if blocks.root is model:
         return _chained(blocks, example)
     if not blocks.one_by_one:

@@ -205,7 +205,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 _T = TypeVar("_T")
 
 _MAX_ALARMS: Final = 3
-"""Alarms of one kind. If another thread draws while a stage computes, everything would be computed twice."""
+"""False alarms after which a kind of computation stays in the mode: if another thread draws so often while the stage
+computes, it would be computed twice each time."""
 
 
 # Every operation inside `KeyedRandom` passes through Python, which takes a few per cent of a stage's time on a CPU.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
@@ -59,7 +58,7 @@ class OutgoingCalls:
         opening = self._streams.get(peer)
         if opening is None or _has_ended(opening):
             opening = self._streams[peer] = self._spawn(self._open(peer))
-            opening.add_done_callback(partial(self._forget_failed, peer))
+            opening.add_done_callback(lambda _: self._forget_ended(peer))
         if not opening.done():
             # Not awaited itself, for a cancelled call must not end it: other calls may need the same stream.
             await asyncio.wait({opening})
@@ -80,11 +79,6 @@ class OutgoingCalls:
         self._spawn(opened.read()).add_done_callback(lambda _: self._forget_ended(peer))
         return opened
 
-    def _forget_failed(self, peer: PeerId, opening: asyncio.Task[_PeerStream]) -> None:
-        # `exception()` also marks the failure as retrieved: perhaps no call waits for it any more.
-        if (opening.cancelled() or opening.exception() is not None) and self._streams.get(peer) is opening:
-            del self._streams[peer]
-
     def _forget_ended(self, peer: PeerId) -> None:
         opening = self._streams.get(peer)
         if opening is not None and _has_ended(opening):
@@ -94,6 +88,7 @@ class OutgoingCalls:
 def _has_ended(opening: asyncio.Task[_PeerStream]) -> bool:
     if not opening.done():
         return False
+    # `exception()` also marks a failure as retrieved: perhaps no call waits for it any more.
     return opening.cancelled() or opening.exception() is not None or opening.result().ended
 
 

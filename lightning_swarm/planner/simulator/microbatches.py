@@ -1,7 +1,7 @@
 """Simulates a swarm microbatch by microbatch, with the code of real swarms on virtual time.
 
 Peers route, average, decide records, download and move as real ones do, over the in-memory network. Only their
-computing is replaced by waiting, and their lines are simulated.
+computing is replaced by waiting, and their links are simulated.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ class Work:
     size: int = 1  # samples of a microbatch
     boundary_bytes: int = 1 << 12  # of a sample, from a stage to the next
     stage_bytes: int = 1 << 12  # of a stage's weights; its optimizer's state is twice as large
-    # Makes the line of each peer; a peer without one sends anything at once.
+    # Makes the link of each peer; a peer without one sends anything at once.
     lines: Mapping[PeerId, Callable[[], SimulatedLink]] = field(default_factory=dict)
-    latency_s: float = 1e-4  # of each message, beside that of its lines
+    latency_s: float = 1e-4  # of each message, beside that of their links
 
     def line(self, peer: PeerId) -> SimulatedLink:
-        """Make a new line for a peer."""
+        """Make a new link for a peer."""
         return self.lines.get(peer, SimulatedLink)()
 
 
 def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
     """Simulate a scenario, and return a span for each step, also for steps on which a run rolls back.
 
-    A trainer that holds no stage, and whose line has no limits, has all data. `Scenario.move_s` and `join_s` mean
+    A trainer that holds no stage, and whose link has no limits, has all data. `Scenario.move_s` and `join_s` mean
     nothing here: a peer that moves or joins downloads its stage. The seed decides how pipelines are wired.
     """
     first = _initial_rates(scenario)
@@ -128,7 +128,6 @@ def _initial_rates(scenario: Scenario) -> dict[PeerId, float]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the logs and warnings of a simulated run."""
     logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_swarm")]
     levels = [log.level for log in logs]
     try:
@@ -162,7 +161,6 @@ class _ScenarioEvents(L.Callback):
 
     @property
     def _now_s(self) -> float:
-        """The time in the scenario."""
         assert self._start_s is not None
         return self._strategy.virtual_loop.time() - self._start_s + self._scenario.changes[0].at_s
 

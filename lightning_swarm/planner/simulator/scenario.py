@@ -42,8 +42,8 @@ class Microbatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     size: int = 1  # samples of each
     boundary_mb: float = 0.004  # of a sample, from a stage to the next
     stage_mb: float = 0.004  # of a stage's weights; its optimizer's state is twice as large
-    mbit: _Range = 0.0  # of each peer's line, in Mb/s and each way; 0: no limit; or a range as of `samples_per_s`
-    latency_ms: float = 0.0  # of each peer's line
+    mbit: _Range = 0.0  # of each peer's link, in Mb/s and each way; 0: no limit; or a range as of `samples_per_s`
+    latency_ms: float = 0.0  # of each peer's link
 
 
 class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.model.selection import read_selection
+from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.protocol.messages.run import Selection, StageManifest, check_selection, first_trained
 from lightning_swarm.protocol.messages.step import Record, SettleRequest
 from lightning_swarm.protocol.messages.wire import encode

@@ -227,8 +227,8 @@ def test_a_trainers_loop_ends_with_the_error(make_swarm: MakeSwarm) -> None:
         InlineRuntime(swarm.loop),
         admission.left,
         admission.released,
-        deaf=lambda: False,
-        end=lambda: admission.ending_error,
+        is_cut_off=lambda: False,
+        ending_error=lambda: admission.ending_error,
         grace_s=0.0,
     )
     swarm.network.kill(LEAD)

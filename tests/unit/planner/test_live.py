@@ -20,9 +20,8 @@ from lightning_swarm.cli import status as status_module
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import LinkEstimate, LinkEstimates, PeerId, TransferSample
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.network.bandwidth import LinkEstimate, LinkEstimates, TransferSample
 from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
 from lightning_swarm.planner.machine_files import TransferCost
@@ -89,7 +88,7 @@ Watched = tuple[LiveRates, dict[PeerId, PeerReport]]
 
 
 def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
-    """A swarm of two peers whose speed, lines and latency are given, as seen from outside."""
+    """A swarm of two peers whose speed, links and latency are given, as seen from outside."""
     lines = [SimulatedLink(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in mbits]
     strategy = InMemoryStrategy(
         compression=compression,
@@ -121,7 +120,7 @@ def test_the_machines_are_as_they_were_given(watched: tuple[LiveRates, Any]) -> 
     for number, rate in enumerate(SAMPLES_PER_S):
         found = machines[f"peer-{number}"]
         assert found.flop_per_s == pytest.approx(rate * stage_flop, rel=0.01)
-        assert found.latency_s == pytest.approx(0.002, rel=0.2)  # up the one line, down the other
+        assert found.latency_s == pytest.approx(0.002, rel=0.2)  # up the one link, down the other
         assert found.up_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)  # the slower end's
         assert found.down_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)
         assert found.memory_bytes > 1e8
@@ -243,7 +242,7 @@ def test_who_was_not_measured_is_left_out_and_named() -> None:
     said = describe_now(make_plan(live.model, live.machines), live.now, ASSUMED.line_bytes_per_s)
     assert "no step was decided yet" in said
     assert "too little is measured of what they compute: c, d." in said
-    assert "lines of b, a" in said
+    assert "links of b, a" in said
     assert "100 Mb/s" in said
 
 
@@ -344,7 +343,7 @@ def test_the_command_says_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ):
         assert words in said
     assert "batch_size         32 " in said
-    assert "lines of BTrN-a, BTrN-b; they are taken for 50 Mb/s" in said
+    assert "links of BTrN-a, BTrN-b; they are taken for 50 Mb/s" in said
     assert typed(monkeypatch, "--swarm", ADDRESS, "--json", "--target-batch-size", "16") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["best"]["setting"]["target_batch_size"] == 16

@@ -19,13 +19,12 @@ from lightning_swarm.coordinator.rebalancing.policy import best_rate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import block, stage_profiles, transformer
+from lightning_swarm.planner.cost_model import Swarm, block, stage_profiles, trainer_bytes, transformer
 from lightning_swarm.planner.machine_files import TransferCost, read_compression, read_machines
-from lightning_swarm.planner.plan import Predictor, alone, assign, averaged_bytes, make_plan
+from lightning_swarm.planner.plan import Predictor, alone, assign, averaged, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
 from lightning_swarm.planner.report import busy_share, describe
-from lightning_swarm.planner.timeline import Swarm, trainer_bytes
 from lightning_swarm.protocol.compression import CODECS
 from lightning_swarm.protocol.settings import Compression
 from tests.unit.conftest import MakeSwarm
@@ -113,14 +112,14 @@ def test_averaging_sends_what_a_butterfly_sends(num_machines: int) -> None:
     # As little as there is to send: `test_each_peer_sends_as_little_as_there_is_to_send` measures it.
     machines = [machine()] * num_machines
     swarm = Swarm(MODEL, machines, stage_profiles(MODEL, 1), [list(range(num_machines))], Limits())
-    assert averaged_bytes(swarm, 0) == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
+    assert averaged(swarm, 0).num_bytes == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("none", 32), *((name, kind.bits) for name, kind in CODECS.items())])
 def test_sums_take_their_codecs_bits(codec: str, bits: float) -> None:
     model = by(averaging=codec, activations="float16")
     swarm = Swarm(model, [machine()] * 3, stage_profiles(model, 1), [[0, 1, 2]], Limits())
-    assert averaged_bytes(swarm, 0) == pytest.approx(2 * 2 / 3 * MODEL.parameters * bits / 8)
+    assert averaged(swarm, 0).num_bytes == pytest.approx(2 * 2 / 3 * MODEL.parameters * bits / 8)
 
 
 def test_only_real_numbers_in_large_tensors_are_encoded() -> None:
@@ -162,7 +161,7 @@ def test_what_is_not_counted_is_said() -> None:
     assert "What powersgd leaves is not counted" in said
     assert "  bits of a number            activations 8.125\n" in said
     assert (
-        averaged_bytes(Swarm(model, machines, stage_profiles(model, 1), [[0, 1, 2]], Limits()), 0)
+        averaged(Swarm(model, machines, stage_profiles(model, 1), [[0, 1, 2]], Limits()), 0).num_bytes
         > MODEL.parameters * 4
     )
     assert "not counted" not in describe(MODEL, make_plan(MODEL, machines))
@@ -387,7 +386,7 @@ def test_codecs_make_the_page_s_plan_so_much_faster(
     assert cli.main() == 0
     best = json.loads(capsys.readouterr().out)["best"]
     gb_per_hour = best["sent_bytes_per_s"] * 3600 / 1e9
-    assert f"it is {best['samples_per_s']:.3g} samples/s, and {gb_per_hour:.4g} GB an hour." in page
+    assert f"it is {best['samples_per_s']:.3g} samples/s and {gb_per_hour:.4g} GB an hour." in page
 
 
 # ---------------------------------------------------------------------- models

@@ -1,4 +1,4 @@
-"""A swarm microbatch by microbatch, on virtual time: rates, lines, and peers that come, go, move and change."""
+"""A swarm microbatch by microbatch, on virtual time: rates, links, and peers that come, go, move and change."""
 
 from __future__ import annotations
 

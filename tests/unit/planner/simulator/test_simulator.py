@@ -10,7 +10,7 @@ import pytest
 
 from lightning_swarm import cli
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.planner.simulator import report
+from lightning_swarm.planner import report
 from lightning_swarm.planner.simulator.fluid import Span, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 
@@ -111,11 +111,11 @@ def test_the_table_has_means_over_the_seeds() -> None:
     def run(*rates: float) -> list[Span]:
         return [Span(7200.0 * i, 7200.0 * (i + 1), rate, 2.0, 3, 1, 2) for i, rate in enumerate(rates)]
 
-    head, line = report.table({"gain": [run(2.0, 0.5), run(2.0, 1.5)]}).splitlines()
+    head, line = report.span_table({"gain": [run(2.0, 0.5), run(2.0, 1.5)]}).splitlines()
     assert line.split() == ["gain", "1.50", "75.0", "100.0", "50.0", "1.5", "1.00"]
     assert len(head) == len(line)
     nothing = [Span(0.0, 60.0, 0.0, 0.0, 0, 0, 0)]
-    assert report.table({"none": [nothing]}).splitlines()[1].split()[1:3] == ["0.00", "-"]
+    assert report.span_table({"none": [nothing]}).splitlines()[1].split()[1:3] == ["0.00", "-"]
 
 
 def test_curves_are_averages_over_equal_parts() -> None:
