@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, ShortText, SmallCount, WireMessage
-from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
+from lightning_swarm.protocol.settings import WithCompression
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """Bytes or numbers that a planner computes with, bounded so that no sum of them overflows."""
@@ -86,7 +86,7 @@ class LinkReport(WireMessage, frozen=True):
     received: CarriedReport | None = None
 
 
-class ServerReport(WireMessage, frozen=True):
+class ServerReport(WithCompression, frozen=True):
     """A server's part in a run, as part of a peer's report. Counts begin when the server was admitted."""
 
     lead: ShortText  # peer ids
@@ -104,7 +104,6 @@ class ServerReport(WireMessage, frozen=True):
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or the newest was skipped
     peak_bytes: Bytes | None = None  # the most memory that this peer has held; None: unknown
-    compression: Compression = NO_COMPRESSION  # of the run's tensors
 
 
 class PeerReport(WireMessage, frozen=True):
