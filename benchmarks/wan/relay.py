@@ -69,7 +69,7 @@ class Relayed(MicrobatchRun):
     ) -> serialization.Tree:
         if not self.relays:
             return await super().backward(gradients, sent=sent)
-        calls, link = self._calls, self.link
+        calls, link = self._calls, self.context
         with link.under_way():
             try:
                 for stage in range(calls.last_stage, -1, -1):
@@ -92,7 +92,7 @@ class Relayed(MicrobatchRun):
         request = ForwardRequest(
             key=self.microbatch.key, stage_index=stage, mode=self._mode(stage), source=None, structure=structure
         )
-        await self.link.send(self._calls.peer(stage), FORWARD, request, tensors)
+        await self.context.send(self._calls.peer(stage), FORWARD, request, tensors)
 
     async def _send_backward(self, stage: int, gradients: serialization.Tree) -> None:
         structure, tensors = serialization.flatten((gradients, None))
@@ -105,4 +105,4 @@ class Relayed(MicrobatchRun):
             source=None,
             structure=structure,
         )
-        await self.link.send(self._calls.peer(stage), BACKWARD, request, tensors)
+        await self.context.send(self._calls.peer(stage), BACKWARD, request, tensors)

@@ -92,13 +92,13 @@ class BatchJournal:
         entry = self._entries.get((step, lease))
         return 0 if entry is None else entry.grant.first
 
-    def through(self, step: int) -> list[JournalEntry]:
+    def finished(self, step: int) -> list[JournalEntry]:
         """Return the batches of an open step that are through and count, as far as this trainer knows."""
-        return [entry for (its_step, _), entry in self._entries.items() if its_step == step and _is_through(entry)]
+        return [entry for (its_step, _), entry in self._entries.items() if its_step == step and _is_finished(entry)]
 
-    def through_from(self, step: int) -> list[JournalEntry]:
+    def finished_from(self, step: int) -> list[JournalEntry]:
         """Return the batches of a step, and of later ones, that are through and count, as far as this trainer knows."""
-        return [entry for (its_step, _), entry in self._entries.items() if its_step >= step and _is_through(entry)]
+        return [entry for (its_step, _), entry in self._entries.items() if its_step >= step and _is_finished(entry)]
 
     def decided(self, step: int, counted: Collection[int]) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """Note that a step's record is known, which counts the batches at the places `counted`.
@@ -107,7 +107,7 @@ class BatchJournal:
             Batches of the step that are through and do not count; and batches of earlier steps whose records this
             trainer never saw, so that nothing is known of them here.
         """
-        found = [entry for entry in self._entries.values() if _is_through(entry) and entry.grant.step > self._decided]
+        found = [entry for entry in self._entries.values() if _is_finished(entry) and entry.grant.step > self._decided]
         lost = [entry for entry in found if entry.grant.step == step and entry.grant.first not in counted]
         unknown = [entry for entry in found if entry.grant.step < step]
         self._entries = {key: entry for key, entry in self._entries.items() if key[0] >= step}
@@ -146,5 +146,5 @@ class BatchJournal:
         return entry.metrics
 
 
-def _is_through(entry: JournalEntry) -> bool:
+def _is_finished(entry: JournalEntry) -> bool:
     return entry.completed is not None and not entry.withdrawn

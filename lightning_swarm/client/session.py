@@ -98,7 +98,7 @@ class Session:
         self._steps.enter_generation(request)
         self.pipeline.enter_generation(request.generation, request.first_step)
         # The open step will not be decided, and decided steps will be open again.
-        self._runtime.run(self.pipeline.context.copies.clear())
+        self._runtime.run(self.pipeline.context.replay_buffer.clear())
         if self.local_layers is not None:
             self.local_layers.enter_generation()
 

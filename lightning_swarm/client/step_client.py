@@ -111,7 +111,7 @@ class StepClient:
     @property
     def completed_leases(self) -> list[int]:
         """The places of batches that are through since the newest record, and that count as far as is known here."""
-        return [entry.grant.first for entry in self._journal.through_from(self.version)]
+        return [entry.grant.first for entry in self._journal.finished_from(self.version)]
 
     @property
     def _journal(self) -> BatchJournal:
@@ -350,7 +350,7 @@ class StepClient:
         if not reply.closing:
             generation.journal.reopened(step)
             generation.hyperparameters.pop(step, None)  # the lead may step with others by then
-            await self._confirm(generation.journal.through(step))
+            await self._confirm(generation.journal.finished(step))
             return False
         return None
 
@@ -374,7 +374,7 @@ class StepClient:
         self.events.learn(reply.noted)  # once: a trainer that knows of the record is not told again
         metrics: list[Metrics] = []
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # whatever becomes of the rest
-        counted = {entry.grant.first for entry in generation.journal.through(record.step)}
+        counted = {entry.grant.first for entry in generation.journal.finished(record.step)}
         counted = {first for first in counted if record.closing.counts(first)}
         lost, unknown = generation.journal.decided(record.step, counted)
         for entry in lost:

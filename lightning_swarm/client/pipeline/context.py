@@ -46,7 +46,7 @@ class PipelineContext:
     routers: Sequence[StageRouter]  # one for each stage
     timeout: float  # most seconds for a call, its input included; and for how long a microbatch tries to get through
     events: EventLog
-    copies: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
+    replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
     check: Callable[[], Awaitable[None]] = _nothing  # raises what the run broke off with, if it did
     count: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
@@ -65,7 +65,7 @@ class PipelineContext:
         A trainer that skips records has to meet the newcomers of these some other way. The lead skips none. A trainer
         that also serves met each newcomer before it came in. For others, `TrainerRole` connects to them.
         """
-        await self.copies.release(record.step)
+        await self.replay_buffer.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in members]
         self._note_changes(rosters, step=record.step + 1)
         again = self._due_again(rosters)
@@ -168,7 +168,7 @@ class PipelineContext:
         """Return True if `peer` failed a moment ago."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
 
-    def heard(self, peer: PeerId, *, step: int) -> None:
+    def note_answer(self, peer: PeerId, *, step: int) -> None:
         """Note that a peer did what it was asked for."""
         if self._silent.pop(peer, None) is not None:
             self._outage_wait.stage_found(step=step)

@@ -50,7 +50,7 @@ class GradientHolderGone(PeerError):
 class Recovery:
     """Counts failures and replaces peers, in a forward as in a backward."""
 
-    link: PipelineContext
+    context: PipelineContext
     calls: StageCalls
     microbatch: Microbatch
     holders: Mapping[int, PeerId] = field(default_factory=dict)  # by stage, peers whose place no other takes
@@ -68,23 +68,25 @@ class Recovery:
             StepError: It was one failure too many.
             Unreachable: This peer itself has gone.
         """
-        if self.link.transport.closed:
+        if self.context.transport.closed:
             raise failure.error
         self.num_failures += 1
         key = self.microbatch.key
         if self._failing_since_s is None:
             self._failing_since_s = now_s()
         repeated = isinstance(failure.error, (TicketGone, InputMissing))
-        self.link.count["repeated" if repeated else "replaced"] += 1
-        self.link.events.note("retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error))
+        self.context.count["repeated" if repeated else "replaced"] += 1
+        self.context.events.note(
+            "retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error)
+        )
         self._repeats[failure.stage] += repeated
         trying_s = now_s() - self._failing_since_s
-        if trying_s > self.link.timeout and self._repeats[failure.stage] > _MAX_REPEATS:
+        if trying_s > self.context.timeout and self._repeats[failure.stage] > _MAX_REPEATS:
             raise StepError(
                 f"stage {failure.stage} did not finish {key} in {self._repeats[failure.stage]} attempts, "
                 f"{trying_s:.0f} s; the last: {failure.error}"
             ) from failure.error
-        if trying_s > self.link.timeout and self.num_failures > _MIN_FAILURES:
+        if trying_s > self.context.timeout and self.num_failures > _MIN_FAILURES:
             raise StepError(
                 f"no peer of stage {failure.stage} computed {key} in {self.num_failures} attempts, {trying_s:.0f} s; "
                 f"the last: {failure.error}. Start more servers for that stage, or raise `Limits.call_timeout`."
@@ -102,15 +104,15 @@ class Recovery:
             self._repeats[failure.stage] += 1
             if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
                 return  # it lives: perhaps a message was lost
-        self.link.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
+        self.context.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
         if self.calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)
         if isinstance(failure.error, DeadlineExceeded):
-            await self.link.check_reachable(failure.peer)
-        if self.link.is_empty(failure.stage):
-            await self.link.wait_for(failure.stage, step=self.microbatch.key.step)
+            await self.context.check_reachable(failure.peer)
+        if self.context.is_empty(failure.stage):
+            await self.context.wait_for(failure.stage, step=self.microbatch.key.step)
             self._failing_since_s = None  # no peer was tried meanwhile
-        if self.link.is_banned(failure.stage, self.calls.peer(failure.stage)):  # then all of them are
+        if self.context.is_banned(failure.stage, self.calls.peer(failure.stage)):  # then all of them are
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
@@ -134,7 +136,7 @@ class Recovery:
         if self._missing_inputs[pair] == 1:
             return []
         for stage in (failure.stage, *senders):
-            if stage not in self.holders and self.link.others(stage, self.calls.peer(stage)):
+            if stage not in self.holders and self.context.others(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
                 return [stage]
         return []
@@ -159,7 +161,7 @@ class ForwardRecovery(Recovery):
                 await self._stop(failure)
             await self._replace(failure)
         for stage in range(self.calls.last_stage + 1):  # other microbatches may have found more failures
-            if self.link.is_banned(stage, self.calls.peer(stage)):
+            if self.context.is_banned(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
 
     async def _first_failure(self) -> StageCallFailed | None:
