@@ -17,7 +17,7 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.reports import EventKind
 from lightning_swarm.protocol.messages.run import (
     BatchNumber,
     EpochPlan,

@@ -10,15 +10,21 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client import coordinator_client
 from lightning_swarm.client.coordinator_client import CoordinatorCalls, Patience
-from lightning_swarm.client.generation import DecidedRecord, Metrics, NextGrant, TrainerGeneration
-from lightning_swarm.client.journal import BatchJournal, JournalEntry
-from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver
+from lightning_swarm.client.generation import (
+    BatchJournal,
+    DecidedRecord,
+    JournalEntry,
+    Metrics,
+    NextGrant,
+    TrainerGeneration,
+)
+from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import methods
 from lightning_swarm.protocol.events import EventLog
@@ -51,11 +57,12 @@ from lightning_swarm.protocol.messages.run import (
     TakePlanRequest,
 )
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 _MAX_REASON: Final = 2000  # characters
+_T = TypeVar("_T")
 
 OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
 """Takes a record, and the rosters after it, before anything is sent for the next step."""
@@ -122,6 +129,21 @@ class StepClient:
         self.run.enter_generation(request)
         self.generation = TrainerGeneration(self.run)
 
+    async def _ask(self, method: str, request: WireMessage, kind: type[_T]) -> _T:
+        """Call the coordinator as a trainer of the run, and refuse an answer that comes in a later generation.
+
+        Raises:
+            WentBack: The run has rolled back meanwhile, so the answer is about steps that do not count.
+        """
+        generation = self.generation
+        reply = decode(await self._enlisted.call(method, encode(request)), kind)
+        self._check_current(generation)
+        return reply
+
+    def _check_current(self, generation: TrainerGeneration) -> None:
+        if generation is not self.generation:
+            raise WentBack(f"the run has rolled back to generation {self.generation.number} since this was asked for")
+
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
         await self.give_back()
@@ -138,7 +160,7 @@ class StepClient:
         """Wait until the lead has told the order of an epoch; None if all of it is through by then."""
         while True:
             request = TakePlanRequest(generation=self.generation.number, epoch=epoch)
-            reply = decode(await self._enlisted.call(methods.TAKE_PLAN, encode(request)), TakePlanReply)
+            reply = await self._ask(methods.TAKE_PLAN, request, TakePlanReply)
             if reply.plan is not None or reply.passed:
                 return reply.plan
 
@@ -199,7 +221,7 @@ class StepClient:
             return reserved
         while True:
             request = self.generation.grant_request(number, num_samples, gradient_scale, batch)
-            reply = decode(await self._enlisted.call(methods.GRANT, encode(request)), GrantReply)
+            reply = await self._ask(methods.GRANT, request, GrantReply)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
                 self._journal.granted(reply.grant, request)
@@ -282,7 +304,7 @@ class StepClient:
     async def _send_report(self, report: BatchDone) -> bool:
         generation = self.generation
         try:
-            reply = decode(await self._enlisted.call(methods.DONE, encode(report)), BatchDoneReply)
+            reply = await self._ask(methods.DONE, report, BatchDoneReply)
         except LeaseRevoked:
             if report.lease is not None:
                 generation.journal.withdrawn(report.step, report.lease)
@@ -332,8 +354,8 @@ class StepClient:
     async def _until(self, step: int, *, decided: bool) -> bool:
         while True:
             # Each poll is answered in time; the coordinator bounds how long they go on.
-            answer = await self._enlisted.call(methods.RECORD, encode(self._record_request(step, decided=decided)))
-            over = await self._learn_reply(step, decode(answer, RecordReply), decided=decided)
+            reply = await self._ask(methods.RECORD, self._record_request(step, decided=decided), RecordReply)
+            over = await self._learn_reply(step, reply, decided=decided)
             if over is not None:
                 return over
 
@@ -368,6 +390,7 @@ class StepClient:
         seats = reply.seats or self.run.members_after(record)
         self.run.check(record, seats)
         await self._on_record(record, seats.rosters)
+        self._check_current(generation)
         self.run.apply(record, seats)
         for step in [step for step in generation.hyperparameters if step <= record.step]:
             del generation.hyperparameters[step]
@@ -386,11 +409,12 @@ class StepClient:
 
     async def _confirm(self, entries: Sequence[JournalEntry]) -> None:
         """Ask whether batches that are through count still, by reporting them again."""
+        generation = self.generation
         for entry in entries:
             try:
                 await self._send_report(self._report_for(entry.grant, entry.completed or (), entry.logs))
             except LeaseRevoked:
-                self.generation.lost.append(entry.grant.lease)
+                generation.lost.append(entry.grant.lease)
 
     async def _fetch_metrics(self, step: int, first: int) -> list[Metrics]:
         """Fetch what a batch added to metrics. The coordinator may have lost it since it said that it has it."""

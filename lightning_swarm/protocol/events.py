@@ -14,7 +14,7 @@ from typing import Final
 from lightning_swarm.core.errors import StageLost, SwarmError
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.events import EventCounts, EventKind
+from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import events as events_module
 from lightning_swarm.protocol.events import Event, EventLog
-from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.reports import EventKind
 
 
 def test_what_happens_often_is_said_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,6 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.transport import PING
 from lightning_swarm.protocol import methods, serialization
 from lightning_swarm.protocol import plain_values as values
-from lightning_swarm.protocol.handshake import HELLO
 from lightning_swarm.protocol.messages.batches import (
     BatchArmed,
     BatchBegins,
@@ -36,7 +35,6 @@ from lightning_swarm.protocol.messages.batches import (
     SelectRequest,
 )
 from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
-from lightning_swarm.protocol.messages.events import EventCounts
 from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
     EnlistRequest,
@@ -47,6 +45,7 @@ from lightning_swarm.protocol.messages.membership import (
     PieceRequest,
     ReadyRequest,
 )
+from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
     CoordinatorTerm,
     EpochPlan,
@@ -140,6 +139,7 @@ from lightning_swarm.protocol.methods import (
     WATCH,
     WRITE,
 )
+from lightning_swarm.protocol.queries import HELLO
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.server.state_transfer.snapshots import copied
