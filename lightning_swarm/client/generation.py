@@ -114,9 +114,8 @@ class BatchJournal:
     def decided(self, step: int, counted: Collection[int]) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """Note that a step's record is known, which counts the batches at the places `counted`.
 
-        Returns:
-            Batches of the step that are through and do not count; and batches of earlier steps whose records this
-            trainer never saw, so that nothing is known of them here.
+        Returns batches of the step that are through and do not count; and batches of earlier steps whose records this
+        trainer never saw, so that nothing is known of them here.
         """
         found = [entry for entry in self._entries.values() if _is_finished(entry) and entry.grant.step > self._decided]
         lost = [entry for entry in found if entry.grant.step == step and entry.grant.first not in counted]

@@ -130,11 +130,7 @@ class StepClient:
         self.generation = TrainerGeneration(self.run)
 
     async def _ask(self, method: str, request: WireMessage, kind: type[_T]) -> _T:
-        """Call the coordinator as a trainer of the run, and refuse an answer that comes in a later generation.
-
-        Raises:
-            WentBack: The run has rolled back meanwhile, so the answer is about steps that do not count.
-        """
+        """Call the coordinator, and refuse an answer that comes after a rollback: its step does not count."""
         generation = self.generation
         reply = decode(await self._enlisted.call(method, encode(request)), kind)
         self._check_current(generation)
@@ -165,11 +161,7 @@ class StepClient:
                 return reply.plan
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
-        """Get a place in the open step, or in the next one when this one is full.
-
-        Raises:
-            RunOver: The run's last step is decided.
-        """
+        """Get a place in the open step, or in the next one when this one is full."""
         number = self.number_batch()
         while True:
             found = await self.request_grant(number, num_samples, gradient_scale)
@@ -211,10 +203,7 @@ class StepClient:
         """Get a place in the open step, or the step that has to be over first, or None if this batch needs none.
 
         `number` is by `number_batch`. Where trainers share an epoch, `batch` is the batch's number in the data, and the
-        place may be for another batch.
-
-        Raises:
-            RunOver: The run's last step is decided.
+        place may be for another batch. Raises `RunOver` if the run's last step is decided.
         """
         reserved = await self._take_reserved(num_samples, gradient_scale)
         if reserved is not None:
@@ -263,8 +252,7 @@ class StepClient:
     ) -> bool:
         """Report a finished batch; True if its step closes now. `BatchDone` and `NextGrant` explain the arguments.
 
-        Raises:
-            LeaseRevoked: The batch was struck from its step because this trainer fell silent. It may run again.
+        Raises `LeaseRevoked` if it was struck from its step because this trainer fell silent. It may run again.
         """
         ends = self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None
         following = None
@@ -334,20 +322,15 @@ class StepClient:
         """Wait for the record of `step` or a newer one; None if the step takes batches again.
 
         A batch that is through may be struck yet: what servers had added of it was lost with them and could not be
-        computed again, or a new coordinator never heard of it. So each answer brings `lost` up to date.
-
-        Raises:
-            StepError: The step could not be decided.
+        computed again, or a new coordinator never heard of it. So each answer brings `lost` up to date. Raises
+        `StepError` if the step could not be decided.
         """
         return self.newest if await self._until(step, decided=True) else None
 
     async def closed(self, step: int) -> bool:
         """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again.
 
-        Records that come meanwhile are applied, as in `record`.
-
-        Raises:
-            StepError: The step could not be decided.
+        Records that come meanwhile are applied, and errors are raised, as in `record`.
         """
         return await self._until(step, decided=False)
 
@@ -426,11 +409,7 @@ class StepClient:
         return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
     async def renew(self) -> None:
-        """Give a sign of life. While the lead validates or saves, the record goes on waiting for it.
-
-        Raises:
-            StepError: What the open step failed with, if it did.
-        """
+        """Give a sign of life, or raise what the open step failed with. The record waits while the lead validates."""
         await self._enlisted.call(methods.RENEW, b"")
 
     async def quit(self, reason: str) -> None:

@@ -151,7 +151,10 @@ class EventLog:
         """Return the events that were noted here, or learnt from other peers, since the last call."""
         new: Counter[EventKind] = Counter()
         with self._lock:
-            for log, counts in [*((one.log, one.counts) for one in self._others.values()), (self._id, self._counts)]:
+            for log, counts in [
+                *((other.log, other.counts) for other in self._others.values()),
+                (self._id, self._counts),
+            ]:
                 taken = self._taken.pop(log, Counter())  # so that the logs used last come last
                 fresh = Counter(counts) - taken
                 self._taken[log] = taken + fresh

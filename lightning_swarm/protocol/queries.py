@@ -54,8 +54,8 @@ def version_to_keep(held: Held, rosters: Sequence[Sequence[Member]], on_trainers
 
     After a keeper's death no version may outlive every stage, but the next death may need the rest.
     """
-    through = newest_safe(held, rosters, on_trainers)
-    return through if through is not None else newest_complete(held, len(rosters))
+    safe = newest_safe(held, rosters, on_trainers)
+    return safe if safe is not None else newest_complete(held, len(rosters))
 
 
 def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
@@ -145,9 +145,7 @@ async def greet(
 ) -> GreetingResult:
     """Greet a peer a few times, and keep the quickest answer, which compares the clocks best.
 
-    Raises:
-        PeerError: There is no answer within `timeout` seconds.
-        ProtocolError: The answer is none of a peer of this package.
+    Raises `PeerError` if there is no answer within `timeout` seconds, `ProtocolError` if it is none of this package.
     """
     loop = asyncio.get_running_loop()
     meetings = []

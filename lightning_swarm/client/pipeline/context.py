@@ -34,7 +34,7 @@ _DEFAULT_COPIES_BYTES = 4 << 30
 
 
 async def _nothing() -> None:
-    """Check nothing, where there is no run."""
+    pass
 
 
 @dataclass
@@ -120,9 +120,6 @@ class PipelineContext:
         """Send a small call if there are no tensors, and a stream if there are.
 
         A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
-
-        Raises:
-            SwarmError: The peer did not take it.
         """
         message = Message(encode(request), tuple(tensors))
         timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
@@ -185,12 +182,7 @@ class PipelineContext:
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
     async def wait_for(self, stage: int, *, step: int) -> None:
-        """Wait a while before a peer of an empty stage is asked again.
-
-        Raises:
-            StageLost: The stage was empty for too long.
-            StepError: The run broke off meanwhile.
-        """
+        """Wait before a peer of an empty stage is asked again; raise if it was empty for too long, or the run ended."""
         gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
         address = (await self.transport.addresses())[0]
         self._outage_wait.keep(stage, gone, step=step, address=address, now_s=now_s())

@@ -32,7 +32,7 @@ _MOMENT_S = 1.0
 
 
 async def _nothing() -> None:
-    """Do nothing where nobody waits for this."""
+    pass
 
 
 class MicrobatchRun:
@@ -46,9 +46,7 @@ class MicrobatchRun:
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Return the output of the last stage, as it travels, and which of its tensors require grad.
 
-        Raises:
-            StepError: No way through was found.
-            StageError: The model itself failed.
+        Raises `StepError` if no way through was found, `StageError` if the model itself failed.
         """
         calls, context = self._calls, self.context
         await context.wait_for_room()
@@ -97,12 +95,7 @@ class MicrobatchRun:
         """Have every stage add its gradients, and return the input's gradients if the mode asks for them.
 
         `gradients` has one or None for each output tensor, as they travel. `sent` is called once, when all stages have
-        accepted their calls.
-
-        Raises:
-            LeaseRevoked: The batch was struck from its step.
-            StepError: No way through was found.
-            StageError: The model itself failed.
+        accepted their calls. Raises what `forward` does, and `LeaseRevoked` if the batch was struck from its step.
         """
         calls, context = self._calls, self.context
         calls.gradients = gradients
@@ -133,9 +126,7 @@ async def replay(
 ) -> None:
     """Compute a microbatch again, so that the holders (peers by stage) add its gradients, without those to avoid.
 
-    Raises:
-        GradientHolderGone: One of the holders did not do it.
-        StepError: No way through the other stages was found.
+    Raises `GradientHolderGone` if a holder did not add it, `StepError` if no way through the other stages was found.
     """
     microbatch = copy.microbatch
     calls = StageCalls(context, microbatch, holders)
@@ -296,10 +287,10 @@ class _BackwardRun:
                 await self._receive(calls.last_stage, timeout=_MOMENT_S)
             return
         reports = [report, *report.others]
-        if [one.receipt for one in reports] != [calls.accumulates(stage) for stage in stages]:
+        if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
             return
-        for stage, one in zip(stages, reports, strict=True):
-            _settle(context, calls, stage, one)
+        for stage, stage_report in zip(stages, reports, strict=True):
+            _settle(context, calls, stage, stage_report)
             self._recovery.done.add(stage)
 
     async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
@@ -365,10 +356,9 @@ class Replayer:
             await replay(self._context, copy, work.holders, frozenset(request.avoid))
         except GradientHolderGone as error:
             unreached.add(error.peer)
-        except (
-            LeaseRevoked
-        ) as error:  # the sums are frozen again, perhaps by another coordinator, which asks again for what it misses
+        except (LeaseRevoked, StepError) as error:
             self._context.events.note("retry", step=request.step, reason=str(error))
-        except StepError as error:  # no way through the other stages: it will not count in this step
-            self._context.events.note("retry", step=request.step, reason=str(error))
-            lost.add(work.receipt)
+            # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which asks again for
+            # what it misses. Otherwise no way leads through the other stages, and it will not count in this step.
+            if isinstance(error, StepError):
+                lost.add(work.receipt)

@@ -64,9 +64,7 @@ class Recovery:
     async def _note(self, failure: StageCallFailed) -> None:
         """Count a failure, and pause before something is asked for once more, longer each time.
 
-        Raises:
-            StepError: It was one failure too many.
-            Unreachable: This peer itself has gone.
+        Raises `StepError` if it was one failure too many, and the failure itself if it is this peer that has gone.
         """
         if self.context.transport.closed:
             raise failure.error
@@ -116,20 +114,18 @@ class Recovery:
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
-        """Choose another peer for a stage, if there is one."""
         peer = self.calls.peer(stage)
         if stage in self.holders:
             raise GradientHolderGone(peer, error) from error
         neighbours = {self.calls.peer(near) for near in (stage - 1, stage + 1) if 0 <= near <= self.calls.last_stage}
-        unconnected = {peer for pair in self._missing_inputs if neighbours.intersection(pair) for peer in pair}
+        unconnected = {other for pair in self._missing_inputs if neighbours.intersection(pair) for other in pair}
         avoid = frozenset({peer, *self.avoid, *(unconnected - neighbours)})
         self.calls.reroute(stage, avoid)
 
     def _separate(self, failure: StageCallFailed, senders: list[int]) -> list[int]:
         """Have another peer wait for an input that did not come twice, or else have another peer send it.
 
-        Returns:
-            The stages that have another peer now; none the first time, when the senders are asked once more.
+        Returns the stages that have another peer now; none the first time, when the senders are asked once more.
         """
         pair = (failure.peer, *(self.calls.peer(stage) for stage in senders))
         self._missing_inputs[pair] += 1
@@ -146,11 +142,7 @@ class ForwardRecovery(Recovery):
     """Repairs a route so that all of it can be sent again; peers do not repeat what is done or under way."""
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find the peer that failed, and choose another one. Then all calls are to be sent again, in order.
-
-        Raises:
-            StepError: It was one failure too many.
-        """
+        """Find the peer that failed, and choose another one. Then all calls are to be sent again, in order."""
         if isinstance(failure.error, (InputMissing, DeadlineExceeded)):
             failure = await self._first_failure() or failure  # later stages only pass on what they got
         await self._note(failure)
@@ -190,12 +182,7 @@ class BackwardRecovery(Recovery):
     _late: set[tuple[int, PeerId]] = field(default_factory=set)
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find out what to send again, and to which peers.
-
-        Raises:
-            GradientHolderGone: The one peer that may do it failed.
-            StepError: It was one failure too many.
-        """
+        """Find out what to send again, and to which peers. Raises `GradientHolderGone` if no other may do it."""
         await self._note(failure)
         stage, last = failure.stage, self.calls.last_stage
         if isinstance(failure.error, (GradientGone, GradientMissing)):

@@ -152,7 +152,6 @@ class StageCalls:
             await self.context.send(now.peer, BACKWARD, request, tensors)
 
     def _own_input(self, stage: int) -> serialization.Tree:
-        """Return what the trainer itself sends to a stage."""
         return (None if stage else self.microbatch.inputs, self.microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
