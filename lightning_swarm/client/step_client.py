@@ -300,7 +300,7 @@ class StepClient:
         generation.imminent = generation.imminent if reply.imminent is None else reply.imminent
         if reply.ended is not None and reply.closing:
             over = await self._learn_reply(report.step, reply.ended, decided=False)
-            generation.step_ended = await self._until(report.step, decided=False) if over is None else over
+            generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
         elif reply.ended is not None and reply.imminent is not None:
             over = await self._learn_reply(reply.imminent, reply.ended, decided=True)
             generation.imminent = reply.imminent if over is None else None
@@ -325,16 +325,16 @@ class StepClient:
         computed again, or a new coordinator never heard of it. So each answer brings `lost` up to date. Raises
         `StepError` if the step could not be decided.
         """
-        return self.newest if await self._until(step, decided=True) else None
+        return self.newest if await self._wait_until_over(step, decided=True) else None
 
     async def closed(self, step: int) -> bool:
         """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again.
 
         Records that come meanwhile are applied, and errors are raised, as in `record`.
         """
-        return await self._until(step, decided=False)
+        return await self._wait_until_over(step, decided=False)
 
-    async def _until(self, step: int, *, decided: bool) -> bool:
+    async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
         while True:
             # Each poll is answered in time; the coordinator bounds how long they go on.
             reply = await self._ask(methods.RECORD, self._record_request(step, decided=decided), RecordReply)

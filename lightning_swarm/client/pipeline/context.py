@@ -49,7 +49,7 @@ class PipelineContext:
     replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
     check: Callable[[], Awaitable[None]] = _nothing  # raises what the run broke off with, if it did
-    count: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
+    fault_counts: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
     # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     num_under_way: int = 0  # microbatches
@@ -153,13 +153,13 @@ class PipelineContext:
     def patience_s(self, stage: int, charge: PeerCharge) -> float:
         """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it."""
         load = self.routers[stage].peers.get(charge.peer)
-        if load is None or load.samples_per_s is None or not self.others(stage, charge.peer):
+        if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
         return deadline_s(charge.expected_s, self.num_under_way + load.queued, longest_s=self.timeout)
 
-    def others(self, stage: int, peer: PeerId) -> bool:
+    def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return True if another peer may take the place of `peer`."""
-        return self.routers[stage].others(peer, now_s=now_s())
+        return self.routers[stage].has_other_peer(peer, now_s=now_s())
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """Return True if `peer` failed a moment ago."""
@@ -181,7 +181,7 @@ class PipelineContext:
         """Return True if no peer of a stage can be reached, and waiting for one is allowed."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
-    async def wait_for(self, stage: int, *, step: int) -> None:
+    async def wait_for_stage(self, stage: int, *, step: int) -> None:
         """Wait before a peer of an empty stage is asked again; raise if it was empty for too long, or the run ended."""
         gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
         address = (await self.transport.addresses())[0]

@@ -64,8 +64,8 @@ class MicrobatchRun:
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         calls, context = self._calls, self.context
         began_s = now_s()
-        sender = _ForwardSender(context, calls, self.microbatch)
-        recovery = ForwardRecovery(context, calls, self.microbatch)
+        sender = _ForwardSender(calls)
+        recovery = ForwardRecovery(calls)
         while True:
             try:
                 await sender.send_forwards(list(range(calls.last_stage + 1)), in_order=recovery.num_failures > 0)
@@ -99,7 +99,7 @@ class MicrobatchRun:
         """
         calls, context = self._calls, self.context
         calls.gradients = gradients
-        backward = _BackwardRun(context, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
+        backward = _BackwardRun(calls, wants_input_gradient=self.microbatch.mode.input_grad)
         with context.under_way():
             try:
                 found = await backward.run(sent=sent)
@@ -118,7 +118,7 @@ class MicrobatchRun:
         except StageCallFailed as failure:
             self.context.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
         else:
-            _settle(self.context, self._calls, stage, report)
+            self._calls.settle(stage, report)
 
 
 async def replay(
@@ -139,10 +139,10 @@ async def replay(
         else:  # the peer that computed it may hold its output still
             charge = router.charge(before, microbatch.num_rows)
         calls.route.append(charge)
-    backward = _BackwardRun(context, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
+    backward = _BackwardRun(calls, wants_input_gradient=False, avoid=avoid)
     with context.under_way():
         try:
-            await backward.run(anew=True)
+            await backward.run()
         finally:
             calls.release()
 
@@ -151,9 +151,7 @@ async def replay(
 class _ForwardSender:
     """Sends forwards, and finds other peers for those that meet busy ones."""
 
-    context: PipelineContext
     calls: StageCalls
-    microbatch: Microbatch
 
     async def send_forwards(self, stages: list[int], *, in_order: bool) -> None:
         """Send the calls of `stages`; where a peer is busy, replace it, and tell the next stage's peer.
@@ -161,8 +159,8 @@ class _ForwardSender:
         With `in_order` they go one after the other, so that a peer which begins again finds that the one before it has.
         """
         pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self.context.timeout
-        avoid: list[set[PeerId]] = [set() for _ in self.context.routers]
+        deadline = now_s() + self.calls.context.timeout
+        avoid: list[set[PeerId]] = [set() for _ in self.calls.context.routers]
         while stages:
             if in_order:
                 accepted = [await self.calls.send_forward(stage) for stage in stages]
@@ -171,26 +169,27 @@ class _ForwardSender:
             busy = [stage for stage, ok in zip(stages, accepted, strict=True) if not ok]
             if not busy:
                 return
-            self.context.count["busy"] += len(busy)
+            self.calls.context.fault_counts["busy"] += len(busy)
             for stage in busy:
                 avoid[stage].add(self.calls.peer(stage))
-            if any(len(avoid[stage]) >= len(self.context.routers[stage].peers) for stage in busy):
+            if any(len(avoid[stage]) >= len(self.calls.context.routers[stage].peers) for stage in busy):
                 pause_s = await self._pause(pause_s, deadline)  # all are busy: wait for one
             stages = self._reroute(busy, avoid)
 
     async def send_forward(self, stage: int) -> None:
         """Send one call to the peer that is on the route, again until it is not busy."""
         pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self.context.timeout
+        deadline = now_s() + self.calls.context.timeout
         while not await self.calls.send_forward(stage):
-            self.context.count["busy"] += 1
+            self.calls.context.fault_counts["busy"] += 1
             pause_s = await self._pause(pause_s, deadline)
 
     async def _pause(self, pause_s: float, deadline: float) -> float:
         """Wait for a busy peer, and return how long to wait the next time."""
         if now_s() >= deadline:
             raise DeadlineExceeded(
-                f"all peers of a stage were busy for {self.context.timeout:g} s; {self.microbatch.key} waits"
+                f"all peers of a stage were busy for {self.calls.context.timeout:g} s; "
+                f"{self.calls.microbatch.key} waits"
             )
         await asyncio.sleep(pause_s)
         return min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -198,7 +197,7 @@ class _ForwardSender:
     def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
         """Choose other peers for the busy stages, and return all stages whose call must be sent, perhaps again."""
         for stage in busy:
-            self.context.routers[stage].refund(self.calls.route[stage])
+            self.calls.context.routers[stage].refund(self.calls.route[stage])
             self.calls.reroute(stage, frozenset(avoid[stage]))
         return sorted({*busy, *(stage + 1 for stage in busy if stage < self.calls.last_stage)})
 
@@ -207,39 +206,29 @@ class _BackwardRun:
     """Runs the backward of a microbatch until the receipts of all stages are there."""
 
     def __init__(
-        self,
-        context: PipelineContext,
-        calls: StageCalls,
-        microbatch: Microbatch,
-        *,
-        wants_input_gradient: bool,
-        holders: Mapping[int, PeerId] | None = None,
-        avoid: frozenset[PeerId] = frozenset(),
+        self, calls: StageCalls, *, wants_input_gradient: bool, avoid: frozenset[PeerId] = frozenset()
     ) -> None:
-        self._context = context
         self._calls = calls
-        self._replays = holders is not None
+        self._replays = calls.holders is not None
         self._wants_input_gradient = wants_input_gradient
-        self._sender = _ForwardSender(context, calls, microbatch)
-        self._recovery = BackwardRecovery(context, calls, microbatch, holders=holders or {}, avoid=avoid)
+        self._sender = _ForwardSender(calls)
+        self._recovery = BackwardRecovery(calls, avoid)
 
-    async def run(self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
+    async def run(self, *, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
         """Return the input's gradients, as they travel, or None where they are not wanted.
 
-        With `anew`, no forward went before. `sent` is that of `MicrobatchRun.backward`.
+        `sent` is that of `MicrobatchRun.backward`.
         """
-        has_reported = False
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
-        if anew:
+        recovery.backwards.update(stages)
+        if self._replays:  # no forward went before
             recovery.forwards.update(range(calls.last_stage))
-            recovery.backwards.update(stages)
-        has_begun = anew
+        has_begun, has_reported = self._replays, False
         while True:
             try:
                 if not has_begun:
                     has_begun = True
-                    recovery.backwards.update(stages)
                     await gather(self._send_first(stage) for stage in stages)
                 await self._send_again()
                 if not has_reported:
@@ -275,7 +264,7 @@ class _BackwardRun:
 
         If it does not come within the time of one stage, each stage is asked for its own, to find the late one.
         """
-        calls, context = self._calls, self._context
+        calls, context = self._calls, self._calls.context
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
             return
@@ -290,7 +279,7 @@ class _BackwardRun:
         if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
             return
         for stage, stage_report in zip(stages, reports, strict=True):
-            _settle(context, calls, stage, stage_report)
+            calls.settle(stage, stage_report)
             self._recovery.done.add(stage)
 
     async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
@@ -304,17 +293,12 @@ class _BackwardRun:
             if not report.receipt:  # the result is of another replay, in which this peer was to add nothing
                 await calls.cancel(stage, "backward")
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
-        _settle(self._context, calls, stage, report)
+        calls.settle(stage, report)
         self._recovery.done.add(stage)
 
     async def _input_gradient(self) -> serialization.Tree:
         message, _ = await self._calls.fetch(0, "backward")
         return from_message(message)[0]
-
-
-def _settle(context: PipelineContext, calls: StageCalls, stage: int, report: StageReport) -> None:
-    context.routers[stage].settle(calls.route[stage], busy_s=report.busy_s, queued=report.queued)
-    context.note_answer(calls.peer(stage), step=calls.step)
 
 
 class Replayer:
@@ -324,7 +308,7 @@ class Replayer:
         self._context = context
         self._run = run
         self._max_in_flight = max_in_flight
-        self._one_by_one = asyncio.Lock()
+        self._lock = asyncio.Lock()
         context.transport.handle_call(REPLAY, self._handle)
 
     async def _handle(self, caller: PeerId, body: bytes) -> bytes:
@@ -340,7 +324,7 @@ class Replayer:
         # The lock is held for whole replays: a request that is repeated then finds all done, where two replays of one
         # microbatch at once would give up each other's calls. Each has its deadline, and nothing that it waits for asks
         # for a replay.
-        async with self._one_by_one:
+        async with self._lock:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, work, lost, unreached) for work in request.work]
             await gather_bounded(works, self._max_in_flight)

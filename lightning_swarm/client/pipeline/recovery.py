@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_swarm.client.pipeline.context import PipelineContext
-from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -50,16 +47,17 @@ class GradientHolderGone(PeerError):
 class Recovery:
     """Counts failures and replaces peers, in a forward as in a backward."""
 
-    context: PipelineContext
     calls: StageCalls
-    microbatch: Microbatch
-    holders: Mapping[int, PeerId] = field(default_factory=dict)  # by stage, peers whose place no other takes
     avoid: frozenset[PeerId] = frozenset()  # peers that are gone
     num_failures: int = 0
     _failing_since_s: float | None = None
     _pause_s: float = _FIRST_PAUSE_S
     _repeats: Counter[int] = field(default_factory=Counter)  # by stage
     _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # by the receiver and the senders
+
+    def __post_init__(self) -> None:
+        self.context, self.microbatch = self.calls.context, self.calls.microbatch
+        self.holders = self.calls.holders or {}  # by stage, peers whose place no other takes
 
     async def _note(self, failure: StageCallFailed) -> None:
         """Count a failure, and pause before something is asked for once more, longer each time.
@@ -73,7 +71,7 @@ class Recovery:
         if self._failing_since_s is None:
             self._failing_since_s = now_s()
         repeated = isinstance(failure.error, (TicketGone, InputMissing))
-        self.context.count["repeated" if repeated else "replaced"] += 1
+        self.context.fault_counts["repeated" if repeated else "replaced"] += 1
         self.context.events.note(
             "retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error)
         )
@@ -108,7 +106,7 @@ class Recovery:
         if isinstance(failure.error, DeadlineExceeded):
             await self.context.check_reachable(failure.peer)
         if self.context.is_empty(failure.stage):
-            await self.context.wait_for(failure.stage, step=self.microbatch.key.step)
+            await self.context.wait_for_stage(failure.stage, step=self.microbatch.key.step)
             self._failing_since_s = None  # no peer was tried meanwhile
         if self.context.is_banned(failure.stage, self.calls.peer(failure.stage)):  # then all of them are
             await self._pause()
@@ -132,7 +130,7 @@ class Recovery:
         if self._missing_inputs[pair] == 1:
             return []
         for stage in (failure.stage, *senders):
-            if stage not in self.holders and self.context.others(stage, self.calls.peer(stage)):
+            if stage not in self.holders and self.context.has_other_peer(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
                 return [stage]
         return []

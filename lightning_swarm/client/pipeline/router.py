@@ -314,7 +314,7 @@ class StageRouter:
         load = self.peers.get(peer)
         return load is not None and load.banned_until_s is not None and now_s < load.banned_until_s
 
-    def others(self, peer: PeerId, *, now_s: float) -> bool:
+    def has_other_peer(self, peer: PeerId, *, now_s: float) -> bool:
         """Return True if another peer of the stage may be chosen in place of `peer`."""
         self._readmit(now_s)
         is_free = peer in self.peers and self.peers[peer].banned_until_s is None

@@ -20,6 +20,7 @@ from lightning_swarm.protocol.messages.calls import (
     CancelRequest,
     Direction,
     ForwardRequest,
+    StageReport,
     Ticket,
 )
 from lightning_swarm.protocol.messages.wire import decode
@@ -98,6 +99,11 @@ class StageCalls:
         """Take the microbatch, which is done or given up, off its peers' accounts."""
         for router, charge in zip(self.context.routers, self.route, strict=False):
             router.release(charge)
+
+    def settle(self, stage: int, report: StageReport) -> None:
+        """Take a stage that is finished off its peer's account, with the time that it took."""
+        self.context.routers[stage].settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
+        self.context.note_answer(self.peer(stage), step=self.step)
 
     def unsent(self, end: int) -> list[int]:
         """Return the stages before `end` whose peers on the present route were never sent the forward."""

@@ -96,7 +96,7 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
 
     output = swarm.run(go())
 
-    assert context.count["busy"] >= 1
+    assert context.fault_counts["busy"] >= 1
     torch.testing.assert_close(output, swarm.module(x))
     assert_sums(swarm, [x])
 
@@ -140,7 +140,7 @@ def test_servers_that_keep_nothing_compute_again(make_swarm: MakeSwarm, cache_by
         await gather(through(make_run(context, x, i)) for i, x in enumerate(inputs))
 
     swarm.run(go())
-    assert context.count["repeated"] > 0
+    assert context.fault_counts["repeated"] > 0
     assert_sums(swarm, inputs)
 
 
@@ -160,7 +160,7 @@ def test_a_far_trainer_has_nothing_computed_again(make_swarm: MakeSwarm) -> None
         await gather(through(make_run(context, x, i)) for i, x in enumerate(inputs))
 
     swarm.run(go())
-    assert context.count["repeated"] == 0
+    assert context.fault_counts["repeated"] == 0
     assert [server.calls.num_forwards for server in swarm.servers.values()] == [4, 4, 4]
     assert_sums(swarm, inputs)
 
@@ -170,7 +170,7 @@ def test_the_models_error_is_no_reason_to_try_again(make_swarm: MakeSwarm) -> No
     context = make_context(swarm)
     with pytest.raises(StageError, match="stage 0 raised"):
         swarm.run(through(make_run(context, torch.ones(2, 17).double())))
-    assert not context.count
+    assert not context.fault_counts
 
 
 # ---------------------------------------------------------------------- servers that join

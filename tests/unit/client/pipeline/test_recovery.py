@@ -290,7 +290,7 @@ def test_an_only_peer_is_waited_for_however_late(make_swarm: MakeSwarm) -> None:
     assert held == ["forward"]
     assert 200.0 < route.swarm.loop.time() < 210.0
     assert not route.banned()
-    assert route.context.count["replaced"] == 0
+    assert route.context.fault_counts["replaced"] == 0
 
 
 def test_a_late_gradient_that_was_added_counts(make_swarm: MakeSwarm) -> None:
