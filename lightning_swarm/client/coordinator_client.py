@@ -257,9 +257,14 @@ class EnlistedCalls:
                 await self.enlist()
 
 
+def quit_message(reason: str) -> bytes:
+    """Encode that this trainer's loop has ended, and why."""
+    return encode(Quit(reason=reason[:_MAX_REASON]))
+
+
 async def retire(calls: CoordinatorCalls, reason: str) -> None:
     """Tell that no more batches will come, and return when a record has let this trainer go."""
-    request = encode(Quit(reason=reason[:_MAX_REASON]))
+    request = quit_message(reason)
     try:
         while not decode(await calls.call(RETIRE, request), RetireReply).retired:
             pass

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
 
@@ -39,7 +39,6 @@ from lightning_swarm.protocol.messages.batches import (
     LeaseMetricsRequest,
     LoggedValue,
     MetricsRequest,
-    Quit,
     RecordReply,
     RecordRequest,
     ReportRequest,
@@ -61,7 +60,6 @@ from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
-_MAX_REASON: Final = 2000  # characters
 _T = TypeVar("_T")
 
 OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
@@ -414,7 +412,7 @@ class StepClient:
 
     async def quit(self, reason: str) -> None:
         """Tell that this trainer's loop ended by an error."""
-        await self._coordinator.call(methods.QUIT, encode(Quit(reason=reason[:_MAX_REASON])))
+        await self._coordinator.call(methods.QUIT, coordinator_client.quit_message(reason))
 
     async def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches, and return when a record has let this trainer go."""
