@@ -76,7 +76,7 @@ class EventLog:
 
     @property
     def counts(self) -> Counter[EventKind]:
-        """How often each kind was noted so far, as a copy."""
+        """The number of events of each kind that were noted so far, as a copy."""
         with self._lock:
             return self._counts.copy()
 
