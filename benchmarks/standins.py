@@ -18,7 +18,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
-from lightning_swarm.protocol.messages.events import EVENT_KINDS, EventCounts
+from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import (
     AverageReply,

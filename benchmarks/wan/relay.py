@@ -15,7 +15,7 @@ import msgspec
 from typing_extensions import override
 
 from lightning_swarm.client.pipeline import pipeline
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, _nothing, _settle
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, _nothing
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import BackwardRequest, ComputeMode, ForwardRequest, StageReport
@@ -69,14 +69,14 @@ class Relayed(MicrobatchRun):
     ) -> serialization.Tree:
         if not self.relays:
             return await super().backward(gradients, sent=sent)
-        calls, link = self._calls, self.link
-        with link.under_way():
+        calls = self._calls
+        with self.context.under_way():
             try:
                 for stage in range(calls.last_stage, -1, -1):
                     await self._send_backward(stage, gradients)
                     message, report = await calls.fetch(stage, "backward")
                     gradients = from_message(message)[0]
-                    _settle(link, calls, stage, report)
+                    calls.settle(stage, report)
                 await sent()
             finally:
                 calls.release()
@@ -92,7 +92,7 @@ class Relayed(MicrobatchRun):
         request = ForwardRequest(
             key=self.microbatch.key, stage_index=stage, mode=self._mode(stage), source=None, structure=structure
         )
-        await self.link.send(self._calls.peer(stage), FORWARD, request, tensors)
+        await self.context.send(self._calls.peer(stage), FORWARD, request, tensors)
 
     async def _send_backward(self, stage: int, gradients: serialization.Tree) -> None:
         structure, tensors = serialization.flatten((gradients, None))
@@ -105,4 +105,4 @@ class Relayed(MicrobatchRun):
             source=None,
             structure=structure,
         )
-        await self.link.send(self._calls.peer(stage), BACKWARD, request, tensors)
+        await self.context.send(self._calls.peer(stage), BACKWARD, request, tensors)

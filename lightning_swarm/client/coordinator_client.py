@@ -66,14 +66,10 @@ class CoordinatorCalls:
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
     async def call(self, method: str, body: bytes) -> bytes:
-        """Call the coordinator.
+        """Call the coordinator, and return or raise its answer.
 
-        Raises:
-            NotEnlisted: The run goes on without this trainer.
-            PeerError: No coordinator answered in time.
-            StepError: The others have ended the run.
-            WentBack: The others go on from an earlier step, and nobody told this trainer.
-            SwarmError: The coordinator's answer.
+        Also raises `NotEnlisted` if the run goes on without this trainer, `PeerError` if no coordinator answered in
+        time, `StepError` if the others ended the run, `WentBack` if they rolled it back and nobody told this trainer.
         """
         timeout = self._patience.answer_s
         return await self._repeat(method, partial(self._transport.call, method=method, body=body, timeout=timeout))
@@ -94,12 +90,7 @@ class CoordinatorCalls:
         return replies.keys()
 
     async def accept(self, caller: PeerId, term: Term) -> None:
-        """Follow a peer that says that it is the coordinator.
-
-        Raises:
-            ProtocolError: The term is not the peer's own.
-            NotCoordinator: Another peer is the coordinator.
-        """
+        """Follow a peer that says that it is the coordinator. Refuse a term that is not its own, or not followed."""
         if caller != term[1]:
             raise ProtocolError(f"a coordinator asks under its own term, and {caller} asked under {term}")
         if caller not in self._run.servers and self._run.term != term:  # it may have joined since
@@ -208,14 +199,9 @@ async def _caught(exchange: Coroutine[Any, Any, _T]) -> tuple[_T | None, SwarmEr
 
 
 async def enter(transport: Transport, seen: RunState, patience: Patience) -> tuple[RunView, int]:
-    """Train in a run, known as `seen`, from one of its next records on.
+    """Train in a run, known as `seen`, from one of its next records on. Raises `ConfigError` if the run refuses.
 
-    Returns:
-        The run at the version from which on this trainer takes part, and the epoch of the lead's loop.
-
-    Raises:
-        ConfigError: The run does not take this trainer.
-        SwarmError: Nobody answers, or the run broke off.
+    Returns the run at the version from which on this trainer takes part, and the epoch of the lead's loop.
     """
 
     def nothing() -> ReportReply:
@@ -271,9 +257,14 @@ class EnlistedCalls:
                 await self.enlist()
 
 
+def quit_message(reason: str) -> bytes:
+    """Encode that this trainer's loop has ended, and why."""
+    return encode(Quit(reason=reason[:_MAX_REASON]))
+
+
 async def retire(calls: CoordinatorCalls, reason: str) -> None:
     """Tell that no more batches will come, and return when a record has let this trainer go."""
-    request = encode(Quit(reason=reason[:_MAX_REASON]))
+    request = quit_message(reason)
     try:
         while not decode(await calls.call(RETIRE, request), RetireReply).retired:
             pass

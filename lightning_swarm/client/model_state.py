@@ -60,8 +60,7 @@ async def gather_snapshots(
 ) -> ModelState | None:
     """Fetch the newest of `versions` of which some peer that answers keeps each stage; None if there is none.
 
-    Raises:
-        Unreachable: A stage that was there a moment ago could not be fetched from any peer.
+    Raises `Unreachable` if a stage that was there a moment ago cannot be fetched from any peer.
     """
     held = {
         peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in versions])
@@ -197,8 +196,7 @@ async def scatter_optimizer(
 ) -> None:
     """Hand optimizer state, by parameter name, to the servers of the given stages or of all, before their first step.
 
-    Raises:
-        ConfigError: The state holds something other than tensors and numbers.
+    Raises `ConfigError` if the state holds something other than tensors and numbers.
     """
     manifest = run.manifest
 

@@ -17,7 +17,7 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.reports import EventKind
 from lightning_swarm.protocol.messages.run import (
     BatchNumber,
     EpochPlan,
@@ -53,11 +53,11 @@ class Session:
         manifest: Manifest,
         *,
         is_lead: bool,
-        around: LocalLayers | None,
+        local_layers: LocalLayers | None,  # those that this trainer computes itself, if any are outside of the pipeline
     ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
-        self.local_layers = around  # the layers that this trainer computes itself, if any are outside of the pipeline
+        self.local_layers = local_layers
         self._steps = steps
         self._stages = manifest.stages
         self.selection = manifest.selection
@@ -98,7 +98,7 @@ class Session:
         self._steps.enter_generation(request)
         self.pipeline.enter_generation(request.generation, request.first_step)
         # The open step will not be decided, and decided steps will be open again.
-        self._runtime.run(self.pipeline.context.copies.clear())
+        self._runtime.run(self.pipeline.context.replay_buffer.clear())
         if self.local_layers is not None:
             self.local_layers.enter_generation()
 
@@ -128,10 +128,8 @@ class Session:
         """Get a place in the open step for the batch in hand, and call `before_record` before waiting for a record.
 
         Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. Then the place may be for
-        another batch, which is to be brought first; None means that another trainer has this batch.
-
-        Raises:
-            RunOver: There will be no place.
+        another batch, which is to be brought first; None means that another trainer has this batch. Raises `RunOver` if
+        there will be no place.
         """
         try:
             number = self._steps.number_batch()
@@ -223,10 +221,8 @@ class Session:
         """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called.
 
         `logs` and `metrics` are what the batch logged for all trainers. With `close`, ask to close the step as in
-        `close_step`. If `ahead` asks for the step's end in the same call, `end_step` returns what came of it.
-
-        Raises:
-            LeaseRevoked: The batch counts nowhere because this trainer fell silent. It stays in hand.
+        `close_step`. If `ahead` asks for the step's end in the same call, `end_step` returns what came of it. Raises
+        `LeaseRevoked` if the batch counts nowhere because this trainer fell silent; then it stays in hand.
         """
         batch = self._in_hand()
         if self.local_layers is not None:
@@ -353,11 +349,7 @@ class Session:
         self._runtime.run(self._steps.quit(reason))
 
     def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches, and return when a record has let this trainer go.
-
-        Raises:
-            RunOver: The run ended meanwhile.
-        """
+        """Not at the lead: bring no more batches, and wait until a record lets this trainer go, or raise `RunOver`."""
         self._runtime.run(self._steps.retire(reason))
 
     def _taken(self) -> GrantedBatch:

@@ -44,7 +44,7 @@ class SwarmStatus:
 
 def status_of(session: Session) -> SwarmStatus:
     """Return the trainer's view at this moment; any thread may ask."""
-    run, link, newest = session.run, session.pipeline.context, session.newest_record
+    run, context, newest = session.run, session.pipeline.context, session.newest_record
     return SwarmStatus(
         step=session.version,
         stages=tuple(
@@ -55,12 +55,12 @@ def status_of(session: Session) -> SwarmStatus:
                     for peer, load in list(router.peers.items())
                 ),
             )
-            for index, router in enumerate(link.routers)
+            for index, router in enumerate(context.routers)
         ),
         run_id=run.manifest.run_id,
-        peer_id=link.transport.peer_id,
+        peer_id=context.transport.peer_id,
         coordinator=run.coordinator,
         trainers=tuple(run.trainers),
         num_samples=newest.closing.num_samples if newest is not None else 0,
-        events=link.events.newest,
+        events=context.events.newest,
     )

@@ -10,15 +10,21 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client import coordinator_client
 from lightning_swarm.client.coordinator_client import CoordinatorCalls, Patience
-from lightning_swarm.client.generation import DecidedRecord, Metrics, NextGrant, TrainerGeneration
-from lightning_swarm.client.journal import BatchJournal, JournalEntry
-from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver
+from lightning_swarm.client.generation import (
+    BatchJournal,
+    DecidedRecord,
+    JournalEntry,
+    Metrics,
+    NextGrant,
+    TrainerGeneration,
+)
+from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import methods
 from lightning_swarm.protocol.events import EventLog
@@ -33,7 +39,6 @@ from lightning_swarm.protocol.messages.batches import (
     LeaseMetricsRequest,
     LoggedValue,
     MetricsRequest,
-    Quit,
     RecordReply,
     RecordRequest,
     ReportRequest,
@@ -51,11 +56,11 @@ from lightning_swarm.protocol.messages.run import (
     TakePlanRequest,
 )
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
-_MAX_REASON: Final = 2000  # characters
+_T = TypeVar("_T")
 
 OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
 """Takes a record, and the rosters after it, before anything is sent for the next step."""
@@ -111,7 +116,7 @@ class StepClient:
     @property
     def completed_leases(self) -> list[int]:
         """The places of batches that are through since the newest record, and that count as far as is known here."""
-        return [entry.grant.first for entry in self._journal.through_from(self.version)]
+        return [entry.grant.first for entry in self._journal.finished_from(self.version)]
 
     @property
     def _journal(self) -> BatchJournal:
@@ -121,6 +126,17 @@ class StepClient:
         """Take part in the run's next generation, and know nothing of the batches of the one before."""
         self.run.enter_generation(request)
         self.generation = TrainerGeneration(self.run)
+
+    async def _ask(self, method: str, request: WireMessage, kind: type[_T]) -> _T:
+        """Call the coordinator, and refuse an answer that comes after a rollback: its step does not count."""
+        generation = self.generation
+        reply = decode(await self._enlisted.call(method, encode(request)), kind)
+        self._check_current(generation)
+        return reply
+
+    def _check_current(self, generation: TrainerGeneration) -> None:
+        if generation is not self.generation:
+            raise WentBack(f"the run has rolled back to generation {self.generation.number} since this was asked for")
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
@@ -138,16 +154,12 @@ class StepClient:
         """Wait until the lead has told the order of an epoch; None if all of it is through by then."""
         while True:
             request = TakePlanRequest(generation=self.generation.number, epoch=epoch)
-            reply = decode(await self._enlisted.call(methods.TAKE_PLAN, encode(request)), TakePlanReply)
+            reply = await self._ask(methods.TAKE_PLAN, request, TakePlanReply)
             if reply.plan is not None or reply.passed:
                 return reply.plan
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
-        """Get a place in the open step, or in the next one when this one is full.
-
-        Raises:
-            RunOver: The run's last step is decided.
-        """
+        """Get a place in the open step, or in the next one when this one is full."""
         number = self.number_batch()
         while True:
             found = await self.request_grant(number, num_samples, gradient_scale)
@@ -189,17 +201,14 @@ class StepClient:
         """Get a place in the open step, or the step that has to be over first, or None if this batch needs none.
 
         `number` is by `number_batch`. Where trainers share an epoch, `batch` is the batch's number in the data, and the
-        place may be for another batch.
-
-        Raises:
-            RunOver: The run's last step is decided.
+        place may be for another batch. Raises `RunOver` if the run's last step is decided.
         """
         reserved = await self._take_reserved(num_samples, gradient_scale)
         if reserved is not None:
             return reserved
         while True:
             request = self.generation.grant_request(number, num_samples, gradient_scale, batch)
-            reply = decode(await self._enlisted.call(methods.GRANT, encode(request)), GrantReply)
+            reply = await self._ask(methods.GRANT, request, GrantReply)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
                 self._journal.granted(reply.grant, request)
@@ -241,8 +250,7 @@ class StepClient:
     ) -> bool:
         """Report a finished batch; True if its step closes now. `BatchDone` and `NextGrant` explain the arguments.
 
-        Raises:
-            LeaseRevoked: The batch was struck from its step because this trainer fell silent. It may run again.
+        Raises `LeaseRevoked` if it was struck from its step because this trainer fell silent. It may run again.
         """
         ends = self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None
         following = None
@@ -282,7 +290,7 @@ class StepClient:
     async def _send_report(self, report: BatchDone) -> bool:
         generation = self.generation
         try:
-            reply = decode(await self._enlisted.call(methods.DONE, encode(report)), BatchDoneReply)
+            reply = await self._ask(methods.DONE, report, BatchDoneReply)
         except LeaseRevoked:
             if report.lease is not None:
                 generation.journal.withdrawn(report.step, report.lease)
@@ -290,7 +298,7 @@ class StepClient:
         generation.imminent = generation.imminent if reply.imminent is None else reply.imminent
         if reply.ended is not None and reply.closing:
             over = await self._learn_reply(report.step, reply.ended, decided=False)
-            generation.step_ended = await self._until(report.step, decided=False) if over is None else over
+            generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
         elif reply.ended is not None and reply.imminent is not None:
             over = await self._learn_reply(reply.imminent, reply.ended, decided=True)
             generation.imminent = reply.imminent if over is None else None
@@ -312,28 +320,23 @@ class StepClient:
         """Wait for the record of `step` or a newer one; None if the step takes batches again.
 
         A batch that is through may be struck yet: what servers had added of it was lost with them and could not be
-        computed again, or a new coordinator never heard of it. So each answer brings `lost` up to date.
-
-        Raises:
-            StepError: The step could not be decided.
+        computed again, or a new coordinator never heard of it. So each answer brings `lost` up to date. Raises
+        `StepError` if the step could not be decided.
         """
-        return self.newest if await self._until(step, decided=True) else None
+        return self.newest if await self._wait_until_over(step, decided=True) else None
 
     async def closed(self, step: int) -> bool:
         """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again.
 
-        Records that come meanwhile are applied, as in `record`.
-
-        Raises:
-            StepError: The step could not be decided.
+        Records that come meanwhile are applied, and errors are raised, as in `record`.
         """
-        return await self._until(step, decided=False)
+        return await self._wait_until_over(step, decided=False)
 
-    async def _until(self, step: int, *, decided: bool) -> bool:
+    async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
         while True:
             # Each poll is answered in time; the coordinator bounds how long they go on.
-            answer = await self._enlisted.call(methods.RECORD, encode(self._record_request(step, decided=decided)))
-            over = await self._learn_reply(step, decode(answer, RecordReply), decided=decided)
+            reply = await self._ask(methods.RECORD, self._record_request(step, decided=decided), RecordReply)
+            over = await self._learn_reply(step, reply, decided=decided)
             if over is not None:
                 return over
 
@@ -350,7 +353,7 @@ class StepClient:
         if not reply.closing:
             generation.journal.reopened(step)
             generation.hyperparameters.pop(step, None)  # the lead may step with others by then
-            await self._confirm(generation.journal.through(step))
+            await self._confirm(generation.journal.finished(step))
             return False
         return None
 
@@ -368,13 +371,14 @@ class StepClient:
         seats = reply.seats or self.run.members_after(record)
         self.run.check(record, seats)
         await self._on_record(record, seats.rosters)
+        self._check_current(generation)
         self.run.apply(record, seats)
         for step in [step for step in generation.hyperparameters if step <= record.step]:
             del generation.hyperparameters[step]
         self.events.learn(reply.noted)  # once: a trainer that knows of the record is not told again
         metrics: list[Metrics] = []
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # whatever becomes of the rest
-        counted = {entry.grant.first for entry in generation.journal.through(record.step)}
+        counted = {entry.grant.first for entry in generation.journal.finished(record.step)}
         counted = {first for first in counted if record.closing.counts(first)}
         lost, unknown = generation.journal.decided(record.step, counted)
         for entry in lost:
@@ -386,11 +390,12 @@ class StepClient:
 
     async def _confirm(self, entries: Sequence[JournalEntry]) -> None:
         """Ask whether batches that are through count still, by reporting them again."""
+        generation = self.generation
         for entry in entries:
             try:
                 await self._send_report(self._report_for(entry.grant, entry.completed or (), entry.logs))
             except LeaseRevoked:
-                self.generation.lost.append(entry.grant.lease)
+                generation.lost.append(entry.grant.lease)
 
     async def _fetch_metrics(self, step: int, first: int) -> list[Metrics]:
         """Fetch what a batch added to metrics. The coordinator may have lost it since it said that it has it."""
@@ -402,16 +407,12 @@ class StepClient:
         return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
     async def renew(self) -> None:
-        """Give a sign of life. While the lead validates or saves, the record goes on waiting for it.
-
-        Raises:
-            StepError: What the open step failed with, if it did.
-        """
+        """Give a sign of life, or raise what the open step failed with. The record waits while the lead validates."""
         await self._enlisted.call(methods.RENEW, b"")
 
     async def quit(self, reason: str) -> None:
         """Tell that this trainer's loop ended by an error."""
-        await self._coordinator.call(methods.QUIT, encode(Quit(reason=reason[:_MAX_REASON])))
+        await self._coordinator.call(methods.QUIT, coordinator_client.quit_message(reason))
 
     async def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches, and return when a record has let this trainer go."""

@@ -18,7 +18,7 @@ from lightning_swarm.core.errors import ProtocolError, StepError, SwarmError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import MetricsRequest, RecordReply, RecordRequest
-from lightning_swarm.protocol.messages.events import EventCounts
+from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.run_state import RunState
 
 MAX_NEWS: Final = 1000

@@ -19,8 +19,8 @@ from lightning_swarm.monitor import checks
 from lightning_swarm.monitor.checks import DialResult, Finding, FolderReport, Obstacle
 from lightning_swarm.network import Transport
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.protocol import handshake
-from lightning_swarm.protocol.handshake import HandshakeResult, installed_version
+from lightning_swarm.protocol import queries
+from lightning_swarm.protocol.queries import GreetingResult, installed_version
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
@@ -59,7 +59,7 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
     return None if received == _MULTISTREAM else Obstacle.PROTOCOL
 
 
-def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, HandshakeResult | None]]:
+def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, GreetingResult | None]]:
     """Connect to addresses where libp2p answers, and ask the peers there who they are."""
     from lightning_swarm.core.event_loop import ThreadRuntime
     from lightning_swarm.network import hivemind  # a second, and only needed here
@@ -74,12 +74,12 @@ def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, HandshakeRe
             runtime.run(transport.close())
 
 
-async def _meet(transport: Transport, address: Address) -> tuple[DialResult, HandshakeResult | None]:
+async def _meet(transport: Transport, address: Address) -> tuple[DialResult, GreetingResult | None]:
     at, obstacle = str(address.place), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER
-        return DialResult(address=at), await handshake.meet(transport, address.peer_id, timeout=_TIMEOUT_S)
+        return DialResult(address=at), await queries.greet(transport, address.peer_id, timeout=_TIMEOUT_S)
     except DeadlineExceeded as error:
         return DialResult(address=at, obstacle=Obstacle.SILENCE, detail=str(error)), None
     except SwarmError as error:
@@ -121,7 +121,7 @@ def _examine_peers(addresses: Sequence[Address], *, with_daemon: bool) -> Iterat
             yield checks.check_reach(dialed)
     if not answering:
         return
-    here = handshake.own_greeting(0.0)
+    here = queries.own_greeting(0.0)
     for dialed, meeting in meet(answering):
         yield checks.check_reach(dialed, meeting.round_trip_s if meeting else None)
         if meeting is not None:

@@ -14,7 +14,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import ended, first_of, gather
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.membership import DrainReply, DrainRequest
 from lightning_swarm.protocol.messages.run import RunView
@@ -287,7 +287,7 @@ class MembershipLifecycle:
     async def _answers(self, peer: PeerId) -> bool:
         """True if a peer lives: a lead that holds no stage shows no run, but answers a handshake."""
         try:
-            await handshake.meet(self._transport, peer, timeout=_LOOK_S)
+            await queries.greet(self._transport, peer, timeout=_LOOK_S)
         except SwarmError as error:
             _warn_of_silence(peer, error)
             return False

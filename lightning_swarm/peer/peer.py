@@ -28,7 +28,7 @@ from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.peer.process import talks_to_neighbours, tunes_malloc
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.trainer_role import TrainerRole
-from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, PeerReport
 from lightning_swarm.protocol.messages.state import OrderedSnapshots
@@ -65,7 +65,7 @@ class Peer:
         self.events = EventLog()
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
-        handshake.answer(transport)
+        queries.answer_greetings(transport)
         survey.answer(transport, self._report, self._directory.known_servers)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self._host = ServerHost(

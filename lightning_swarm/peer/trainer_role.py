@@ -89,7 +89,7 @@ class TrainerRole:
         steps = self._steps(run, link)
         link.check = steps.renew
         is_lead = self._transport.peer_id == run.manifest.lead
-        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+        return Session(runtime, pipeline, steps, run.manifest, local_layers=around, is_lead=is_lead)
 
     def _steps(self, run: RunState, link: PipelineContext) -> StepClient:
         """This trainer's step client; a trainer that came later may leave and return while the run goes on."""

@@ -14,7 +14,7 @@ from typing import Final
 from lightning_swarm.core.errors import StageLost, SwarmError
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.events import EventCounts, EventKind
+from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class EventLog:
 
     @property
     def counts(self) -> Counter[EventKind]:
-        """How often each kind was noted so far, as a copy."""
+        """The number of events of each kind that were noted so far, as a copy."""
         with self._lock:
             return self._counts.copy()
 
@@ -151,7 +151,10 @@ class EventLog:
         """Return the events that were noted here, or learnt from other peers, since the last call."""
         new: Counter[EventKind] = Counter()
         with self._lock:
-            for log, counts in [*((one.log, one.counts) for one in self._others.values()), (self._id, self._counts)]:
+            for log, counts in [
+                *((other.log, other.counts) for other in self._others.values()),
+                (self._id, self._counts),
+            ]:
                 taken = self._taken.pop(log, Counter())  # so that the logs used last come last
                 fresh = Counter(counts) - taken
                 self._taken[log] = taken + fresh

@@ -1,18 +1,24 @@
-"""Questions to other peers: which coordinator they follow, and which snapshots they hold."""
+"""Questions to other peers: their versions and clocks, which coordinator they follow, which snapshots they hold."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
-from collections.abc import Mapping, Sequence
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
-from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.reports import Greeting
 from lightning_swarm.protocol.messages.run import Member, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots
-from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import HELD, WATCH
 from lightning_swarm.protocol.run_state import RunState
 
@@ -34,12 +40,12 @@ def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Se
         holders = set(holders_of(held, version, index))
         return bool(holders - own) or (bool(holders) and (on_trainers[index] or own >= servers))
 
-    return max((v for v in _versions(held) if all(is_safe(v, i) for i in range(len(rosters)))), default=None)
+    return max((v for v in _held_versions(held) if all(is_safe(v, i) for i in range(len(rosters)))), default=None)
 
 
 def newest_complete(held: Held, num_stages: int) -> int | None:
     """Return the newest version of which servers hold every stage. Pure."""
-    complete = (v for v in _versions(held) if all(holders_of(held, v, index) for index in range(num_stages)))
+    complete = (v for v in _held_versions(held) if all(holders_of(held, v, index) for index in range(num_stages)))
     return max(complete, default=None)
 
 
@@ -48,8 +54,8 @@ def version_to_keep(held: Held, rosters: Sequence[Sequence[Member]], on_trainers
 
     After a keeper's death no version may outlive every stage, but the next death may need the rest.
     """
-    through = newest_safe(held, rosters, on_trainers)
-    return through if through is not None else newest_complete(held, len(rosters))
+    safe = newest_safe(held, rosters, on_trainers)
+    return safe if safe is not None else newest_complete(held, len(rosters))
 
 
 def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
@@ -61,7 +67,7 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
     )
 
 
-def _versions(held: Held) -> set[int]:
+def _held_versions(held: Held) -> set[int]:
     return {snapshot.version for own in held.values() for snapshot in own.snapshots}
 
 
@@ -101,3 +107,66 @@ async def look_around(transport: Transport, run: RunState, *, timeout: float) ->
             for task in late:
                 task.cancel()
     return replies
+
+
+HELLO: Final = "peer.hello"
+
+_PACKAGES: Final = ("torch", "lightning", "hivemind")
+_NUM_TRIES: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreetingResult:
+    """A peer's greeting, and how it compares."""
+
+    greeting: Greeting
+    round_trip_s: float
+    ahead_s: float  # seconds by which that peer's clock is ahead of this one's, exact to half a round trip
+
+
+def own_greeting(now_s: float) -> Greeting:
+    """Make this process's greeting; `now_s` is Unix time."""
+    return Greeting(protocol_version=PROTOCOL_VERSION, versions=_installed_versions(), unix_time_s=now_s)
+
+
+def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.time) -> None:
+    """Answer greetings of other peers."""
+
+    async def handle(caller: PeerId, body: bytes) -> bytes:
+        if body:
+            raise ProtocolError(f"{HELLO} takes no arguments, got {len(body)} bytes")
+        return encode(own_greeting(now()))
+
+    transport.handle_call(HELLO, handle)
+
+
+async def greet(
+    transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
+) -> GreetingResult:
+    """Greet a peer a few times, and keep the quickest answer, which compares the clocks best.
+
+    Raises `PeerError` if there is no answer within `timeout` seconds, `ProtocolError` if it is none of this package.
+    """
+    loop = asyncio.get_running_loop()
+    meetings = []
+    for _ in range(_NUM_TRIES):
+        sent_s, begin_s = now(), loop.time()
+        greeting = decode(await transport.call(peer, HELLO, b"", timeout=timeout), Greeting)
+        round_trip_s = loop.time() - begin_s
+        ahead_s = greeting.unix_time_s - (sent_s + round_trip_s / 2)
+        meetings.append(GreetingResult(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))
+    return min(meetings, key=lambda meeting: meeting.round_trip_s)
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _installed_versions() -> dict[str, str]:
+    installed = {name: installed_version(name) for name in _PACKAGES}
+    return {"Python": platform.python_version(), **{name: version for name, version in installed.items() if version}}

@@ -226,7 +226,7 @@ class RunState:
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Refuse a record that would empty a stage, or that changes a stage which the run does not have."""
         self.check_seats(seats or self.members_after(record))
-        changed = [one.stage_index for one in record.left] + [one.stage_index for one in record.newcomers]
+        changed = [left.stage_index for left in record.left] + [new.stage_index for new in record.newcomers]
         highest = max(changed, default=0)
         if highest >= len(self.rosters):
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")

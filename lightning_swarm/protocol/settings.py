@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+from msgspec.structs import asdict, force_setattr
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
@@ -86,6 +89,33 @@ class Compression:
 
 NO_COMPRESSION: Final = Compression()
 
+
+class _CompressionMessage(WireMessage, frozen=True):
+    activations: CodecName
+    gradients: CodecName
+    averaging: AveragingName
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
+    error_feedback: bool
+
+
+if TYPE_CHECKING:
+    _CompressionField: TypeAlias = Compression
+else:
+    # msgspec would ignore unknown fields of a dataclass, and fill in missing ones.
+    _CompressionField = _CompressionMessage
+
+
+class WithCompression(WireMessage, frozen=True, kw_only=True):
+    """Base of the messages that carry a `Compression`. No field of it may be unknown or missing."""
+
+    compression: _CompressionField = NO_COMPRESSION  # of the run's tensors
+
+    def __post_init__(self) -> None:
+        decoded: Any = self.compression
+        if isinstance(decoded, _CompressionMessage):
+            force_setattr(self, "compression", Compression(**asdict(decoded)))
+
+
 SET_BY_EACH_TRAINER: Final = ("target_batch_size",)
 """Settings that the program of every trainer must give as the run has them."""
 
@@ -93,26 +123,26 @@ SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "determi
 """Settings that the program of a standby lead must give as the run has them. The others it takes from the manifest."""
 
 
-class RunSettings(WireMessage, frozen=True):
+class RunSettings(WithCompression, frozen=True):
     """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy` with the same name.
 
     A new setting needs a field here, with its check, that argument, and its place in the documentation. A `ConfigError`
     about a value out of range becomes a `ProtocolError` when a message is decoded.
     """
 
-    target_batch_size: NumSamples | None = None  # samples of one optimizer step; None: the lead closes each step
+    target_batch_size: NumSamples | None  # samples of one optimizer step; None: the lead closes each step
     microbatch_size: NumSamples | None = None  # samples routed at once; None: as large as keeps the stages busy
     delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
     deterministic: bool = False  # gradients add up to the same bits, whichever server adds up which of them
     rebalancing: Rebalancing = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
-    compression: Compression = NO_COMPRESSION
 
     def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
         """Name the first of these settings in which two records differ."""
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("microbatch_size", "target_batch_size"):
             check_whole_or_none(name, getattr(self, name))
         check_choice(

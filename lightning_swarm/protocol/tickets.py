@@ -75,10 +75,6 @@ class TicketStore:
 
     # ------------------------------------------------------------------ the producer's side
 
-    def ticket(self, name: str) -> Ticket:
-        """Make the reference by which other peers find `name` here."""
-        return Ticket(peer_id=self._transport.peer_id, name=name)
-
     def promise(self, name: str) -> bool:
         """Promise that `name` will exist. Return False if it was promised before and has not failed or gone."""
         entry = self._entries.setdefault(name, _Entry())

@@ -35,7 +35,7 @@ from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
-from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.reports import EventKind
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode

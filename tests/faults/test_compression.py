@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from lightning_swarm.protocol.compression import CODECS, packing
+from lightning_swarm.protocol import compression as wire_compression
+from lightning_swarm.protocol.compression import CODECS
 from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.gradient_buffer import GradientSum
 from lightning_swarm.testing import FaultPlan, Phase
@@ -39,7 +40,7 @@ HALVES: dict[str, Callable[[], FaultPlan]] = {
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models' tensors are too small to be encoded else."""
-    monkeypatch.setattr(packing, "SMALLEST", 1)
+    monkeypatch.setattr(wire_compression, "SMALLEST", 1)
 
 
 def audited(compression: Compression, plan: FaultPlan, **others: str) -> None:

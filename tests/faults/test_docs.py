@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.protocol.messages.events import EVENT_KINDS
+from lightning_swarm.protocol.messages.reports import EVENT_KINDS
 from lightning_swarm.testing import FaultPlan
 from lightning_swarm.testing.faults import Kind
 

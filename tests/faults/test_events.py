@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.events import EVENT_KINDS
+from lightning_swarm.protocol.messages.reports import EVENT_KINDS
 from lightning_swarm.protocol.messages.step import ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import REPLAY

@@ -204,7 +204,7 @@ def test_11_one_microbatch_can_always_finish() -> None:
     plan = FaultPlan().kill("b", at=Phase.CLOSE, step=1).kill("e", at=Phase.CLOSE, step=2)
     limits = Limits(call_timeout=30.0, max_pending_calls=1, cache_bytes=0, max_in_flight=1)
     with trained(plan, limits=limits) as swarm:
-        busy = sum(trainer.link.count["busy"] for trainer in swarm.trainers.values())
+        busy = sum(trainer.link.fault_counts["busy"] for trainer in swarm.trainers.values())
         assert busy > 0, "nobody was ever refused"
         assert swarm.count("replay")
 

@@ -15,7 +15,7 @@ from lightning_swarm.core.event_loop import ThreadRuntime
 from lightning_swarm.monitor.checks import MOST_SKEW_S
 from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol import queries
 from tests.p2p.processes import MODULE, Run
 
 # Cold starts of peers in this file: none. The doctor is no peer, and those it looks at live in this process.
@@ -31,7 +31,7 @@ def skewed_peer() -> Iterator[Address]:
         transport, directory = runtime.run(hivemind.start())
 
         async def serve() -> str:
-            handshake.answer(transport, now=lambda: time.time() + AHEAD_S)
+            queries.answer_greetings(transport, now=lambda: time.time() + AHEAD_S)
             return (await transport.addresses())[0]
 
         try:

@@ -275,7 +275,7 @@ class _Watch:
         assert session is not None
         self.status = trainer.strategy.status()
         self.num_microbatches = session.pipeline.num_microbatches
-        self.rerouted = session.pipeline.context.count.copy()
+        self.rerouted = session.pipeline.context.fault_counts.copy()
         assert_replicas_equal(trainer.strategy)
         loop = trainer.strategy._loop
         assert loop is not None

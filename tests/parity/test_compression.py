@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.protocol.compression import packing
+from lightning_swarm.protocol import compression as wire_compression
 from lightning_swarm.protocol.settings import CodecName, Compression
 from tests.parity.harness import Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
 from tests.parity.models import NUM_STEPS, DigitsMLP, Net, digits, loader
@@ -20,7 +20,7 @@ CUTS = (3, 6)
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models' tensors are too small to be encoded else."""
-    monkeypatch.setattr(packing, "SMALLEST", 1)
+    monkeypatch.setattr(wire_compression, "SMALLEST", 1)
 
 
 def on_one_machine(compression: Compression) -> Net:

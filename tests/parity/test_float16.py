@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from typing_extensions import override
 
 from lightning_swarm.core.errors import StepError
-from lightning_swarm.protocol.compression import packing
+from lightning_swarm.protocol import compression as wire_compression
 from lightning_swarm.protocol.settings import CodecName
 from lightning_swarm.strategy.loop_counters import LossScale
 from tests.parity.float16 import HALF, InFloat16, InHalves, Scaled, train
@@ -53,7 +53,7 @@ def test_scales_and_weights_are_the_plain_trainers(options: dict[str, Any]) -> N
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
 def test_what_overflows_is_skipped_with_a_codec_too(codec: CodecName, monkeypatch: pytest.MonkeyPatch) -> None:
     """No codec takes an infinity, and it travels as it is."""
-    monkeypatch.setattr(packing, "SMALLEST", 1)
+    monkeypatch.setattr(wire_compression, "SMALLEST", 1)
     swarm = train(run_swarm, max_steps=STEPS, microbatch_size=HALF, compression=codec)
     outcomes = [record.outcome for record in swarm.run.records]
     assert outcomes.count("skip") == swarm.num_skipped > 2

@@ -176,7 +176,7 @@ def test_what_was_learnt_is_in_the_module_after_an_error(caplog: pytest.LogCaptu
 
 def test_a_lead_asks_once_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[tuple[int, bool]] = Counter()
-    until = StepClient._until
+    until = StepClient._wait_until_over
 
     async def noted(self: StepClient, step: int, *, decided: bool) -> bool:
         asked[step, decided] += 1

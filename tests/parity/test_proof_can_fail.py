@@ -65,11 +65,11 @@ def double_count(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
         key = self.microbatch.key
         if key.step == STEP and not planted:
             planted.append(key)
-            copy = await self.link.copies.find(key)
+            copy = await self.context.replay_buffer.find(key)
             assert copy is not None
             last = len(copy.route) - 1
-            (other,) = (peer for peer in self.link.routers[last].peers if peer != copy.route[last])
-            await replay(self.link, copy, {last: other}, frozenset())
+            (other,) = (peer for peer in self.context.routers[last].peers if peer != copy.route[last])
+            await replay(self.context, copy, {last: other}, frozenset())
         return result
 
     monkeypatch.setattr(MicrobatchRun, "backward", twice)

@@ -25,7 +25,7 @@ from lightning_swarm.monitor import survey
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
-from lightning_swarm.protocol import handshake, serialization
+from lightning_swarm.protocol import queries, serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.events import Event, EventLog
 from lightning_swarm.protocol.messages.calls import (
@@ -195,7 +195,7 @@ class Swarm:
         blocks = find_blocks(module, self._pipeline)
         model = PeerModel(module, blocks, lambda _: optimizer(module), ComputeSettings(torch.device("cpu")), keep=False)
         transport = self.network.transport(name)
-        handshake.answer(transport, now=lambda: 1000.0)
+        queries.answer_greetings(transport, now=lambda: 1000.0)
         report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)
         survey.answer(transport, lambda: report, self._no_others)
         tickets = TicketStore(transport, max_bytes=1 << 30)

@@ -34,7 +34,7 @@ _DEFAULT_COPIES_BYTES = 4 << 30
 
 
 async def _nothing() -> None:
-    """Check nothing, where there is no run."""
+    pass
 
 
 @dataclass
@@ -46,10 +46,10 @@ class PipelineContext:
     routers: Sequence[StageRouter]  # one for each stage
     timeout: float  # most seconds for a call, its input included; and for how long a microbatch tries to get through
     events: EventLog
-    copies: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
+    replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
     check: Callable[[], Awaitable[None]] = _nothing  # raises what the run broke off with, if it did
-    count: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
+    fault_counts: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
     # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     num_under_way: int = 0  # microbatches
@@ -65,7 +65,7 @@ class PipelineContext:
         A trainer that skips records has to meet the newcomers of these some other way. The lead skips none. A trainer
         that also serves met each newcomer before it came in. For others, `TrainerRole` connects to them.
         """
-        await self.copies.release(record.step)
+        await self.replay_buffer.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in members]
         self._note_changes(rosters, step=record.step + 1)
         again = self._due_again(rosters)
@@ -120,9 +120,6 @@ class PipelineContext:
         """Send a small call if there are no tensors, and a stream if there are.
 
         A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
-
-        Raises:
-            SwarmError: The peer did not take it.
         """
         message = Message(encode(request), tuple(tensors))
         timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
@@ -156,19 +153,19 @@ class PipelineContext:
     def patience_s(self, stage: int, charge: PeerCharge) -> float:
         """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it."""
         load = self.routers[stage].peers.get(charge.peer)
-        if load is None or load.samples_per_s is None or not self.others(stage, charge.peer):
+        if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
         return deadline_s(charge.expected_s, self.num_under_way + load.queued, longest_s=self.timeout)
 
-    def others(self, stage: int, peer: PeerId) -> bool:
+    def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return True if another peer may take the place of `peer`."""
-        return self.routers[stage].others(peer, now_s=now_s())
+        return self.routers[stage].has_other_peer(peer, now_s=now_s())
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """Return True if `peer` failed a moment ago."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
 
-    def heard(self, peer: PeerId, *, step: int) -> None:
+    def note_answer(self, peer: PeerId, *, step: int) -> None:
         """Note that a peer did what it was asked for."""
         if self._silent.pop(peer, None) is not None:
             self._outage_wait.stage_found(step=step)
@@ -184,13 +181,8 @@ class PipelineContext:
         """Return True if no peer of a stage can be reached, and waiting for one is allowed."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
-    async def wait_for(self, stage: int, *, step: int) -> None:
-        """Wait a while before a peer of an empty stage is asked again.
-
-        Raises:
-            StageLost: The stage was empty for too long.
-            StepError: The run broke off meanwhile.
-        """
+    async def wait_for_stage(self, stage: int, *, step: int) -> None:
+        """Wait before a peer of an empty stage is asked again; raise if it was empty for too long, or the run ended."""
         gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
         address = (await self.transport.addresses())[0]
         self._outage_wait.keep(stage, gone, step=step, address=address, now_s=now_s())

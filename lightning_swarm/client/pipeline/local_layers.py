@@ -90,9 +90,6 @@ class LocalLayers:
         """Bring the module's own parameters to a version, or to a later one unless it is to be `exactly` that.
 
         With `exactly` the version may also be earlier than what the module has.
-
-        Raises:
-            LeftOut: A record has left this peer out, and with it the copies.
         """
         if not self.is_held():
             raise LeftOut(

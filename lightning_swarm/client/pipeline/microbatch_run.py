@@ -32,29 +32,27 @@ _MOMENT_S = 1.0
 
 
 async def _nothing() -> None:
-    """Do nothing where nobody waits for this."""
+    pass
 
 
 class MicrobatchRun:
     """Takes one microbatch through the stages and back."""
 
-    def __init__(self, link: PipelineContext, microbatch: Microbatch) -> None:
-        self.link = link
+    def __init__(self, context: PipelineContext, microbatch: Microbatch) -> None:
+        self.context = context
         self.microbatch = microbatch
-        self._calls = StageCalls(link, microbatch)
+        self._calls = StageCalls(context, microbatch)
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Return the output of the last stage, as it travels, and which of its tensors require grad.
 
-        Raises:
-            StepError: No way through was found.
-            StageError: The model itself failed.
+        Raises `StepError` if no way through was found, `StageError` if the model itself failed.
         """
-        calls, link = self._calls, self.link
-        await link.wait_for_room()
+        calls, context = self._calls, self.context
+        await context.wait_for_room()
         needs_backward = False
-        with link.under_way():
-            calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in link.routers]
+        with context.under_way():
+            calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in context.routers]
             try:
                 found = await self._forward()
                 needs_backward = calls.gradient_end <= calls.last_stage
@@ -64,16 +62,16 @@ class MicrobatchRun:
         return found
 
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
-        calls, link = self._calls, self.link
+        calls, context = self._calls, self.context
         began_s = now_s()
-        sender = _ForwardSender(link, calls, self.microbatch)
-        recovery = ForwardRecovery(link, calls, self.microbatch)
+        sender = _ForwardSender(calls)
+        recovery = ForwardRecovery(calls)
         while True:
             try:
                 await sender.send_forwards(list(range(calls.last_stage + 1)), in_order=recovery.num_failures > 0)
                 message, report = await calls.fetch(calls.last_stage, "forward")
                 for charge in calls.route:
-                    link.heard(charge.peer, step=calls.step)
+                    context.note_answer(charge.peer, step=calls.step)
                 # After a failure it is not certain which peers these reports are of.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
                 return from_message(message)
@@ -88,7 +86,7 @@ class MicrobatchRun:
         route = self._calls.route
         known = len(reports) == len(route)
         times = [min(report.busy_s, took_s) for report in reversed(reports)] if known else [None] * len(route)
-        for router, charge, busy_s in zip(self.link.routers, route, times, strict=True):
+        for router, charge, busy_s in zip(self.context.routers, route, times, strict=True):
             router.note_forward(charge, busy_s=busy_s)
 
     async def backward(
@@ -97,25 +95,20 @@ class MicrobatchRun:
         """Have every stage add its gradients, and return the input's gradients if the mode asks for them.
 
         `gradients` has one or None for each output tensor, as they travel. `sent` is called once, when all stages have
-        accepted their calls.
-
-        Raises:
-            LeaseRevoked: The batch was struck from its step.
-            StepError: No way through was found.
-            StageError: The model itself failed.
+        accepted their calls. Raises what `forward` does, and `LeaseRevoked` if the batch was struck from its step.
         """
-        calls, link = self._calls, self.link
+        calls, context = self._calls, self.context
         calls.gradients = gradients
-        backward = _BackwardRun(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
-        with link.under_way():
+        backward = _BackwardRun(calls, wants_input_gradient=self.microbatch.mode.input_grad)
+        with context.under_way():
             try:
-                found = await backward.go(sent=sent)
+                found = await backward.run(sent=sent)
                 await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()
         if calls.gradient_end <= calls.last_stage:
             route = [charge.peer for charge in calls.route]
-            await link.copies.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
+            await context.replay_buffer.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
         return found
 
     async def _account_forward(self, stage: int) -> None:
@@ -123,35 +116,33 @@ class MicrobatchRun:
         try:
             report = await self._calls.wait(stage, "forward")
         except StageCallFailed as failure:
-            self.link.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
+            self.context.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
         else:
-            _settle(self.link, self._calls, stage, report)
+            self._calls.settle(stage, report)
 
 
 async def replay(
-    link: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
+    context: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
 ) -> None:
     """Compute a microbatch again, so that the holders (peers by stage) add its gradients, without those to avoid.
 
-    Raises:
-        GradientHolderGone: One of the holders did not do it.
-        StepError: No way through the other stages was found.
+    Raises `GradientHolderGone` if a holder did not add it, `StepError` if no way through the other stages was found.
     """
     microbatch = copy.microbatch
-    calls = StageCalls(link, microbatch, holders)
+    calls = StageCalls(context, microbatch, holders)
     calls.gradients = copy.gradients
-    for stage, (router, before) in enumerate(zip(link.routers, copy.route, strict=True)):
+    for stage, (router, before) in enumerate(zip(context.routers, copy.route, strict=True)):
         if stage in holders:
             charge = router.charge(holders[stage], microbatch.num_rows)
-        elif before in avoid or before not in router.peers or link.is_banned(stage, before):
+        elif before in avoid or before not in router.peers or context.is_banned(stage, before):
             charge = router.choose(microbatch.num_rows, now_s=now_s(), avoid=avoid)
         else:  # the peer that computed it may hold its output still
             charge = router.charge(before, microbatch.num_rows)
         calls.route.append(charge)
-    backward = _BackwardRun(link, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
-    with link.under_way():
+    backward = _BackwardRun(calls, wants_input_gradient=False, avoid=avoid)
+    with context.under_way():
         try:
-            await backward.go(anew=True)
+            await backward.run()
         finally:
             calls.release()
 
@@ -160,9 +151,7 @@ async def replay(
 class _ForwardSender:
     """Sends forwards, and finds other peers for those that meet busy ones."""
 
-    link: PipelineContext
     calls: StageCalls
-    microbatch: Microbatch
 
     async def send_forwards(self, stages: list[int], *, in_order: bool) -> None:
         """Send the calls of `stages`; where a peer is busy, replace it, and tell the next stage's peer.
@@ -170,8 +159,8 @@ class _ForwardSender:
         With `in_order` they go one after the other, so that a peer which begins again finds that the one before it has.
         """
         pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self.link.timeout
-        avoid: list[set[PeerId]] = [set() for _ in self.link.routers]
+        deadline = now_s() + self.calls.context.timeout
+        avoid: list[set[PeerId]] = [set() for _ in self.calls.context.routers]
         while stages:
             if in_order:
                 accepted = [await self.calls.send_forward(stage) for stage in stages]
@@ -180,26 +169,27 @@ class _ForwardSender:
             busy = [stage for stage, ok in zip(stages, accepted, strict=True) if not ok]
             if not busy:
                 return
-            self.link.count["busy"] += len(busy)
+            self.calls.context.fault_counts["busy"] += len(busy)
             for stage in busy:
                 avoid[stage].add(self.calls.peer(stage))
-            if any(len(avoid[stage]) >= len(self.link.routers[stage].peers) for stage in busy):
+            if any(len(avoid[stage]) >= len(self.calls.context.routers[stage].peers) for stage in busy):
                 pause_s = await self._pause(pause_s, deadline)  # all are busy: wait for one
             stages = self._reroute(busy, avoid)
 
     async def send_forward(self, stage: int) -> None:
         """Send one call to the peer that is on the route, again until it is not busy."""
         pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self.link.timeout
+        deadline = now_s() + self.calls.context.timeout
         while not await self.calls.send_forward(stage):
-            self.link.count["busy"] += 1
+            self.calls.context.fault_counts["busy"] += 1
             pause_s = await self._pause(pause_s, deadline)
 
     async def _pause(self, pause_s: float, deadline: float) -> float:
         """Wait for a busy peer, and return how long to wait the next time."""
         if now_s() >= deadline:
             raise DeadlineExceeded(
-                f"all peers of a stage were busy for {self.link.timeout:g} s; {self.microbatch.key} waits"
+                f"all peers of a stage were busy for {self.calls.context.timeout:g} s; "
+                f"{self.calls.microbatch.key} waits"
             )
         await asyncio.sleep(pause_s)
         return min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -207,7 +197,7 @@ class _ForwardSender:
     def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
         """Choose other peers for the busy stages, and return all stages whose call must be sent, perhaps again."""
         for stage in busy:
-            self.link.routers[stage].refund(self.calls.route[stage])
+            self.calls.context.routers[stage].refund(self.calls.route[stage])
             self.calls.reroute(stage, frozenset(avoid[stage]))
         return sorted({*busy, *(stage + 1 for stage in busy if stage < self.calls.last_stage)})
 
@@ -216,39 +206,29 @@ class _BackwardRun:
     """Runs the backward of a microbatch until the receipts of all stages are there."""
 
     def __init__(
-        self,
-        link: PipelineContext,
-        calls: StageCalls,
-        microbatch: Microbatch,
-        *,
-        wants_input_gradient: bool,
-        holders: Mapping[int, PeerId] | None = None,
-        avoid: frozenset[PeerId] = frozenset(),
+        self, calls: StageCalls, *, wants_input_gradient: bool, avoid: frozenset[PeerId] = frozenset()
     ) -> None:
-        self._link = link
         self._calls = calls
-        self._replays = holders is not None
+        self._replays = calls.holders is not None
         self._wants_input_gradient = wants_input_gradient
-        self._sender = _ForwardSender(link, calls, microbatch)
-        self._recovery = BackwardRecovery(link, calls, microbatch, holders=holders or {}, avoid=avoid)
+        self._sender = _ForwardSender(calls)
+        self._recovery = BackwardRecovery(calls, avoid)
 
-    async def go(self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
+    async def run(self, *, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
         """Return the input's gradients, as they travel, or None where they are not wanted.
 
-        With `anew`, no forward went before. `sent` is that of `MicrobatchRun.backward`.
+        `sent` is that of `MicrobatchRun.backward`.
         """
-        has_reported = False
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
-        if anew:
+        recovery.backwards.update(stages)
+        if self._replays:  # no forward went before
             recovery.forwards.update(range(calls.last_stage))
-            recovery.backwards.update(stages)
-        has_begun = anew
+        has_begun, has_reported = self._replays, False
         while True:
             try:
                 if not has_begun:
                     has_begun = True
-                    recovery.backwards.update(stages)
                     await gather(self._send_first(stage) for stage in stages)
                 await self._send_again()
                 if not has_reported:
@@ -284,11 +264,11 @@ class _BackwardRun:
 
         If it does not come within the time of one stage, each stage is asked for its own, to find the late one.
         """
-        calls, link = self._calls, self._link
+        calls, context = self._calls, self._calls.context
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
             return
-        patience_s = link.patience_s(calls.last_stage, calls.route[calls.last_stage])
+        patience_s = context.patience_s(calls.last_stage, calls.route[calls.last_stage])
         try:
             report = await calls.wait(calls.gradient_end, "backward", timeout=patience_s)
         except StageCallFailed as failure:
@@ -296,10 +276,10 @@ class _BackwardRun:
                 await self._receive(calls.last_stage, timeout=_MOMENT_S)
             return
         reports = [report, *report.others]
-        if [one.receipt for one in reports] != [calls.accumulates(stage) for stage in stages]:
+        if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
             return
-        for stage, one in zip(stages, reports, strict=True):
-            _settle(link, calls, stage, one)
+        for stage, stage_report in zip(stages, reports, strict=True):
+            calls.settle(stage, stage_report)
             self._recovery.done.add(stage)
 
     async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
@@ -313,7 +293,7 @@ class _BackwardRun:
             if not report.receipt:  # the result is of another replay, in which this peer was to add nothing
                 await calls.cancel(stage, "backward")
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
-        _settle(self._link, calls, stage, report)
+        calls.settle(stage, report)
         self._recovery.done.add(stage)
 
     async def _input_gradient(self) -> serialization.Tree:
@@ -321,20 +301,15 @@ class _BackwardRun:
         return from_message(message)[0]
 
 
-def _settle(link: PipelineContext, calls: StageCalls, stage: int, report: StageReport) -> None:
-    link.routers[stage].settle(calls.route[stage], busy_s=report.busy_s, queued=report.queued)
-    link.heard(calls.peer(stage), step=calls.step)
-
-
 class Replayer:
     """Computes microbatches again from this trainer's copies when a server asks, whatever the main thread does."""
 
-    def __init__(self, link: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
-        self._link = link
+    def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
+        self._context = context
         self._run = run
         self._max_in_flight = max_in_flight
-        self._one_by_one = asyncio.Lock()
-        link.transport.handle_call(REPLAY, self._handle)
+        self._lock = asyncio.Lock()
+        context.transport.handle_call(REPLAY, self._handle)
 
     async def _handle(self, caller: PeerId, body: bytes) -> bytes:
         if caller not in self._run.servers:
@@ -342,14 +317,14 @@ class Replayer:
         request = decode(body, ReplayRequest)
         self._run.check_generation(request.generation)
         for work in request.work:
-            if not work.holders or max(work.holders) >= len(self._link.routers):
+            if not work.holders or max(work.holders) >= len(self._context.routers):
                 raise ProtocolError(
-                    f"a replay must name holders in some of the {len(self._link.routers)} stages, got {work.holders}"
+                    f"a replay must name holders in some of the {len(self._context.routers)} stages, got {work.holders}"
                 )
         # The lock is held for whole replays: a request that is repeated then finds all done, where two replays of one
         # microbatch at once would give up each other's calls. Each has its deadline, and nothing that it waits for asks
         # for a replay.
-        async with self._one_by_one:
+        async with self._lock:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, work, lost, unreached) for work in request.work]
             await gather_bounded(works, self._max_in_flight)
@@ -357,18 +332,17 @@ class Replayer:
 
     async def _replay(self, request: ReplayRequest, work: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
         """Replay one microbatch, and note if that cannot be done."""
-        copy = await self._link.copies.find(CallKey.of(request, work.receipt))
+        copy = await self._context.replay_buffer.find(CallKey.of(request, work.receipt))
         if copy is None:
             lost.add(work.receipt)
             return
         try:
-            await replay(self._link, copy, work.holders, frozenset(request.avoid))
+            await replay(self._context, copy, work.holders, frozenset(request.avoid))
         except GradientHolderGone as error:
             unreached.add(error.peer)
-        except (
-            LeaseRevoked
-        ) as error:  # the sums are frozen again, perhaps by another coordinator, which asks again for what it misses
-            self._link.events.note("retry", step=request.step, reason=str(error))
-        except StepError as error:  # no way through the other stages: it will not count in this step
-            self._link.events.note("retry", step=request.step, reason=str(error))
-            lost.add(work.receipt)
+        except (LeaseRevoked, StepError) as error:
+            self._context.events.note("retry", step=request.step, reason=str(error))
+            # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which asks again for
+            # what it misses. Otherwise no way leads through the other stages, and it will not count in this step.
+            if isinstance(error, StepError):
+                lost.add(work.receipt)

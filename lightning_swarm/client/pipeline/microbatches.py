@@ -55,12 +55,7 @@ class MicrobatchInput:
 
 
 def num_rows(arguments: CallArguments, shared: Collection[str]) -> int:
-    """Return a batch's rows: the common length of dimension 0 of everything that is split.
-
-    Raises:
-        ConfigError: No positional argument holds a tensor, a tensor has no dimension 0, lengths differ,
-            or the batch is empty.
-    """
+    """Return a batch's rows: the common length of dimension 0 of everything that is split. Refuse what has none."""
     for index, tensor in enumerate(arguments.tensors):
         if tensor.ndim == 0:
             raise ConfigError(
@@ -131,9 +126,7 @@ def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[
 def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple[serialization.Structure, list[Tensor]]:
     """Put the outputs of microbatches together along dimension 0, flat; every tensor of one is ``[size, ...]``.
 
-    Raises:
-        ConfigError: An output has no dimension 0 or the wrong length in it, or the structures, the constants
-            in them, or the shapes or dtypes of their rows differ.
+    Refuse outputs of another length, and outputs that differ in their structures, constants, dtypes or shapes of rows.
     """
     flat = [serialization.flatten(output) for output in outputs]
     structure = flat[0][0]

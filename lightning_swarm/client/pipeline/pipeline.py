@@ -122,10 +122,10 @@ class Pipeline:
     """Runs calls of the pipelined module through the swarm."""
 
     def __init__(
-        self, blocks: Sequence[nn.Module], link: PipelineContext, runtime: Runtime, config: PipelineConfig
+        self, blocks: Sequence[nn.Module], context: PipelineContext, runtime: Runtime, config: PipelineConfig
     ) -> None:
         self.blocks = blocks  # as the user sees them; their `training` flags count
-        self.context = link
+        self.context = context
         self.runtime = runtime
         self.config = config
         self.generation = 0  # of the run

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_swarm.client.pipeline.context import PipelineContext
-from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -50,10 +47,7 @@ class GradientHolderGone(PeerError):
 class Recovery:
     """Counts failures and replaces peers, in a forward as in a backward."""
 
-    link: PipelineContext
     calls: StageCalls
-    microbatch: Microbatch
-    holders: Mapping[int, PeerId] = field(default_factory=dict)  # by stage, peers whose place no other takes
     avoid: frozenset[PeerId] = frozenset()  # peers that are gone
     num_failures: int = 0
     _failing_since_s: float | None = None
@@ -61,30 +55,34 @@ class Recovery:
     _repeats: Counter[int] = field(default_factory=Counter)  # by stage
     _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # by the receiver and the senders
 
+    def __post_init__(self) -> None:
+        self.context, self.microbatch = self.calls.context, self.calls.microbatch
+        self.holders = self.calls.holders or {}  # by stage, peers whose place no other takes
+
     async def _note(self, failure: StageCallFailed) -> None:
         """Count a failure, and pause before something is asked for once more, longer each time.
 
-        Raises:
-            StepError: It was one failure too many.
-            Unreachable: This peer itself has gone.
+        Raises `StepError` if it was one failure too many, and the failure itself if it is this peer that has gone.
         """
-        if self.link.transport.closed:
+        if self.context.transport.closed:
             raise failure.error
         self.num_failures += 1
         key = self.microbatch.key
         if self._failing_since_s is None:
             self._failing_since_s = now_s()
         repeated = isinstance(failure.error, (TicketGone, InputMissing))
-        self.link.count["repeated" if repeated else "replaced"] += 1
-        self.link.events.note("retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error))
+        self.context.fault_counts["repeated" if repeated else "replaced"] += 1
+        self.context.events.note(
+            "retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error)
+        )
         self._repeats[failure.stage] += repeated
         trying_s = now_s() - self._failing_since_s
-        if trying_s > self.link.timeout and self._repeats[failure.stage] > _MAX_REPEATS:
+        if trying_s > self.context.timeout and self._repeats[failure.stage] > _MAX_REPEATS:
             raise StepError(
                 f"stage {failure.stage} did not finish {key} in {self._repeats[failure.stage]} attempts, "
                 f"{trying_s:.0f} s; the last: {failure.error}"
             ) from failure.error
-        if trying_s > self.link.timeout and self.num_failures > _MIN_FAILURES:
+        if trying_s > self.context.timeout and self.num_failures > _MIN_FAILURES:
             raise StepError(
                 f"no peer of stage {failure.stage} computed {key} in {self.num_failures} attempts, {trying_s:.0f} s; "
                 f"the last: {failure.error}. Start more servers for that stage, or raise `Limits.call_timeout`."
@@ -102,39 +100,37 @@ class Recovery:
             self._repeats[failure.stage] += 1
             if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
                 return  # it lives: perhaps a message was lost
-        self.link.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
+        self.context.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
         if self.calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)
         if isinstance(failure.error, DeadlineExceeded):
-            await self.link.check_reachable(failure.peer)
-        if self.link.is_empty(failure.stage):
-            await self.link.wait_for(failure.stage, step=self.microbatch.key.step)
+            await self.context.check_reachable(failure.peer)
+        if self.context.is_empty(failure.stage):
+            await self.context.wait_for_stage(failure.stage, step=self.microbatch.key.step)
             self._failing_since_s = None  # no peer was tried meanwhile
-        if self.link.is_banned(failure.stage, self.calls.peer(failure.stage)):  # then all of them are
+        if self.context.is_banned(failure.stage, self.calls.peer(failure.stage)):  # then all of them are
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
-        """Choose another peer for a stage, if there is one."""
         peer = self.calls.peer(stage)
         if stage in self.holders:
             raise GradientHolderGone(peer, error) from error
         neighbours = {self.calls.peer(near) for near in (stage - 1, stage + 1) if 0 <= near <= self.calls.last_stage}
-        unconnected = {peer for pair in self._missing_inputs if neighbours.intersection(pair) for peer in pair}
+        unconnected = {other for pair in self._missing_inputs if neighbours.intersection(pair) for other in pair}
         avoid = frozenset({peer, *self.avoid, *(unconnected - neighbours)})
         self.calls.reroute(stage, avoid)
 
     def _separate(self, failure: StageCallFailed, senders: list[int]) -> list[int]:
         """Have another peer wait for an input that did not come twice, or else have another peer send it.
 
-        Returns:
-            The stages that have another peer now; none the first time, when the senders are asked once more.
+        Returns the stages that have another peer now; none the first time, when the senders are asked once more.
         """
         pair = (failure.peer, *(self.calls.peer(stage) for stage in senders))
         self._missing_inputs[pair] += 1
         if self._missing_inputs[pair] == 1:
             return []
         for stage in (failure.stage, *senders):
-            if stage not in self.holders and self.link.others(stage, self.calls.peer(stage)):
+            if stage not in self.holders and self.context.has_other_peer(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
                 return [stage]
         return []
@@ -144,11 +140,7 @@ class ForwardRecovery(Recovery):
     """Repairs a route so that all of it can be sent again; peers do not repeat what is done or under way."""
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find the peer that failed, and choose another one. Then all calls are to be sent again, in order.
-
-        Raises:
-            StepError: It was one failure too many.
-        """
+        """Find the peer that failed, and choose another one. Then all calls are to be sent again, in order."""
         if isinstance(failure.error, (InputMissing, DeadlineExceeded)):
             failure = await self._first_failure() or failure  # later stages only pass on what they got
         await self._note(failure)
@@ -159,7 +151,7 @@ class ForwardRecovery(Recovery):
                 await self._stop(failure)
             await self._replace(failure)
         for stage in range(self.calls.last_stage + 1):  # other microbatches may have found more failures
-            if self.link.is_banned(stage, self.calls.peer(stage)):
+            if self.context.is_banned(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
 
     async def _first_failure(self) -> StageCallFailed | None:
@@ -188,12 +180,7 @@ class BackwardRecovery(Recovery):
     _late: set[tuple[int, PeerId]] = field(default_factory=set)
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find out what to send again, and to which peers.
-
-        Raises:
-            GradientHolderGone: The one peer that may do it failed.
-            StepError: It was one failure too many.
-        """
+        """Find out what to send again, and to which peers. Raises `GradientHolderGone` if no other may do it."""
         await self._note(failure)
         stage, last = failure.stage, self.calls.last_stage
         if isinstance(failure.error, (GradientGone, GradientMissing)):

@@ -158,6 +158,5 @@ class ReplayBuffer:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

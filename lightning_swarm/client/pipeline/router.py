@@ -158,9 +158,7 @@ class StageRouter:
         self._banned = PeerHeap()  # by what they have to do
         self._retries = PeerHeap()  # measured peers, by when they are tried again
         self._given_s = 0.0  # to each peer on average: a clock that stands still while nothing is trained
-        self._ban_ends: list[
-            tuple[float, PeerId]
-        ] = []  # a heap of when bans end; a lifted ban is still in it, and ignored
+        self._ban_ends: list[tuple[float, PeerId]] = []  # a heap; a ban that was lifted is still in it, and ignored
         self._num_samples = 0  # of the microbatches that `_measured` is sorted for
         self._newest_num_samples = 0  # of the microbatch that was routed last
         self._is_known = False  # which peers are slow
@@ -316,7 +314,7 @@ class StageRouter:
         load = self.peers.get(peer)
         return load is not None and load.banned_until_s is not None and now_s < load.banned_until_s
 
-    def others(self, peer: PeerId, *, now_s: float) -> bool:
+    def has_other_peer(self, peer: PeerId, *, now_s: float) -> bool:
         """Return True if another peer of the stage may be chosen in place of `peer`."""
         self._readmit(now_s)
         is_free = peer in self.peers and self.peers[peer].banned_until_s is None
@@ -348,7 +346,6 @@ class StageRouter:
             self._retries.put(_retry_s(load), peer)
 
     def _sort(self) -> None:
-        """Sort all heaps anew."""
         for load in self.peers.values():
             load.place = self._place(load)
         for order in (self._measured, self._unmeasured, self._banned):

@@ -20,6 +20,7 @@ from lightning_swarm.protocol.messages.calls import (
     CancelRequest,
     Direction,
     ForwardRequest,
+    StageReport,
     Ticket,
 )
 from lightning_swarm.protocol.messages.wire import decode
@@ -53,7 +54,7 @@ class _InputSource:
 class StageCalls:
     """Sends the calls of one microbatch. A peer that gets the same call twice does it once."""
 
-    link: PipelineContext
+    context: PipelineContext
     microbatch: Microbatch
     # Of a microbatch that is replayed: by stage, the peers that add its gradients; others add nothing.
     holders: Mapping[int, PeerId] | None = None
@@ -90,14 +91,19 @@ class StageCalls:
 
     def reroute(self, stage: int, avoid: frozenset[PeerId]) -> None:
         """Choose another peer for a stage, and take the microbatch off the account of the one before."""
-        router = self.link.routers[stage]
+        router = self.context.routers[stage]
         router.release(self.route[stage])
         self.route[stage] = router.choose(self.microbatch.num_rows, now_s=now_s(), avoid=avoid)
 
     def release(self) -> None:
         """Take the microbatch, which is done or given up, off its peers' accounts."""
-        for router, charge in zip(self.link.routers, self.route, strict=False):
+        for router, charge in zip(self.context.routers, self.route, strict=False):
             router.release(charge)
+
+    def settle(self, stage: int, report: StageReport) -> None:
+        """Take a stage that is finished off its peer's account, with the time that it took."""
+        self.context.routers[stage].settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
+        self.context.note_answer(self.peer(stage), step=self.step)
 
     def unsent(self, end: int) -> list[int]:
         """Return the stages before `end` whose peers on the present route were never sent the forward."""
@@ -123,7 +129,7 @@ class StageCalls:
         self._sent[stage, "forward"] = now  # before it is sure: a call that breaks off may have arrived
         with self._blaming(stage):
             try:
-                await self.link.send(now.peer, FORWARD, request, tensors)
+                await self.context.send(now.peer, FORWARD, request, tensors)
             except Busy:
                 del self._sent[stage, "forward"]
                 return False
@@ -149,10 +155,9 @@ class StageCalls:
         )
         self._sent[stage, "backward"] = now
         with self._blaming(stage):
-            await self.link.send(now.peer, BACKWARD, request, tensors)
+            await self.context.send(now.peer, BACKWARD, request, tensors)
 
     def _own_input(self, stage: int) -> serialization.Tree:
-        """Return what the trainer itself sends to a stage."""
         return (None if stage else self.microbatch.inputs, self.microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
@@ -160,7 +165,7 @@ class StageCalls:
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
         with self._blaming(stage):
-            return decode(await self.link.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
+            return decode(await self.context.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Cancel a call whose input comes from elsewhere by now.
@@ -177,16 +182,16 @@ class StageCalls:
         """Wait for a call's report, `timeout` seconds at most, or as long as the stage's peer may take."""
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders
-            timeout = self.link.timeout if is_only_one else self.link.patience_s(stage, self.route[stage])
+            timeout = self.context.timeout if is_only_one else self.context.patience_s(stage, self.route[stage])
         with self._blaming(stage):
-            return decode(await self.link.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
+            return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[Message, CallReport]:
         """Wait for a call's tensors and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
-        timeout = min(sum(self.link.patience_s(stage, self.route[stage]) for stage in stages), self.link.timeout)
+        timeout = min(sum(self.context.patience_s(stage, self.route[stage]) for stage in stages), self.context.timeout)
         with self._blaming(stage):
-            message, report = await self.link.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
+            message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
             return message, decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:

@@ -32,7 +32,7 @@ from lightning_swarm.monitor.view.scene import (
     why,
 )
 from lightning_swarm.protocol.events import Event
-from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.reports import EventKind
 
 _STATE_STYLES: Final[Mapping[State, str]] = {
     "serving": "green",

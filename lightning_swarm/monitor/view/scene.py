@@ -13,7 +13,7 @@ from lightning_swarm.client.status import PeerStatus, SwarmStatus
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import Event
-from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.reports import EventKind
 
 State: TypeAlias = Literal["serving", "joining", "failing", "gone"]
 

@@ -1,17 +1,24 @@
-"""Codecs, by which tensors travel in fewer bits, and their use for trees of tensors."""
+"""Codecs, by which tensors travel in fewer bits, and their use for the large tensors of a tree."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import Message
+from lightning_swarm.network.tensors import parse_spec, spec_of
+from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression.codec import Codec, NotFinite
-from lightning_swarm.protocol.compression.packing import (
-    PLAIN,
-    SMALLEST,
-    Codecs,
-    decoded,
-    encoded,
-    from_message,
-    number_bytes,
-    to_message,
-)
 from lightning_swarm.protocol.compression.quantization import CODECS, codec
+from lightning_swarm.protocol.messages.calls import Computed
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.serialization import Encoded, Tree
+from lightning_swarm.protocol.settings import Compression
 
 __all__ = [
     "CODECS",
@@ -27,3 +34,89 @@ __all__ = [
     "number_bytes",
     "to_message",
 ]
+
+
+def to_message(tree: serialization.Tree, flags: Sequence[bool] = ()) -> Message:
+    """Make a message from a computed tree."""
+    structure, tensors = serialization.flatten(tree)
+    return Message(encode(Computed(structure=structure, flags=list(flags))), tuple(tensor.cpu() for tensor in tensors))
+
+
+def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
+    """Read a computed tree, and its flags, from a message; refuse a malformed one."""
+    computed = decode(message.body, Computed)
+    return serialization.unflatten(computed.structure, list(message.tensors)), computed.flags
+
+
+SMALLEST: Final = 1024
+"""Fewest elements of a tensor that is encoded: so losses of a microbatch stay exact, and they take no room."""
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """The codecs of a run. None: these tensors are not encoded."""
+
+    activations: Codec | None = None  # of hidden states
+    gradients: Codec | None = None  # of hidden states' gradients
+    averaging: Codec | None = None  # of gradient sums between the servers of a stage
+    rank: int | None = None  # of the products that PowerSGD sends in place of matrices. None: whole matrices are sent
+    error_feedback: bool = False  # add what averaging loses to the next step
+
+    @classmethod
+    def of(cls, compression: Compression) -> Codecs:
+        """Find the codecs of a run's settings."""
+        by_rank = compression.averaging == "powersgd"
+        return cls(
+            activations=codec(compression.activations),
+            gradients=codec(compression.gradients),
+            averaging=None if by_rank else codec(compression.averaging),
+            rank=compression.rank if by_rank else None,
+            error_feedback=bool(compression.error_feedback),
+        )
+
+
+PLAIN: Final = Codecs()
+"""Without any encoding."""
+
+
+def encoded(tree: Tree, by: Codec | None) -> Tree:
+    """Encode a tree's tensors, except small ones and those that no codec takes, with NaN or infinity.
+
+    A step of such numbers is skipped, with or without a codec.
+    """
+    if by is None:
+        return tree
+    return serialization.transform(tree, lambda leaf: _encoded(leaf, by))
+
+
+def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
+    """Decode a tree's tensors on `device`; refuse a tensor that another codec encoded, or that is damaged."""
+    return serialization.transform(tree, lambda leaf: _decoded(leaf, by, device))
+
+
+def number_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of one number of the largest tensor that may be encoded; 0: there is none."""
+    real = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return max(real, key=Tensor.numel).element_size() if real else 0
+
+
+def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:
+    if isinstance(leaf, Encoded) or not leaf.is_floating_point() or leaf.numel() < SMALLEST:
+        return leaf
+    if leaf.element_size() * 8 <= by.bits:
+        return leaf
+    try:
+        return Encoded(by.name, spec_of(leaf), by.encode(leaf))
+    except NotFinite:
+        return leaf
+
+
+def _decoded(leaf: Tensor | Encoded, by: Codec | None, device: torch.device) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.to(device)
+    if by is None or leaf.codec != by.name:
+        raise ProtocolError(
+            f"a tensor came encoded as {leaf.codec!r}, and this run's are {'as they are' if by is None else by.name}"
+        )
+    dtype, shape = parse_spec(leaf.spec)
+    return by.decode([part.to(device) for part in leaf.parts], dtype, shape)

@@ -202,9 +202,7 @@ class Rotated(Codec):
     """
 
     num_bits: int  # of an element
-    positive: Sequence[
-        float
-    ]  # the positive values, ascending; only their ratios matter. The others are their opposites
+    positive: Sequence[float]  # half of the values, ascending; the others are their opposites. Only ratios matter
 
     def __init__(self) -> None:
         signs = torch.randint(2, (ROTATED_BLOCK, 1), generator=torch.Generator("cpu").manual_seed(_SEED), device=_CPU)

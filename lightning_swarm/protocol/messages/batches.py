@@ -10,7 +10,7 @@ import msgspec
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.events import EventCounts
+from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan, SeatedMembers, Selection, Term
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, SmallCount, WireMessage, decode

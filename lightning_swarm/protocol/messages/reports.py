@@ -1,13 +1,41 @@
-"""Reports of peers about themselves, which any peer may ask for."""
+"""Reports of peers about themselves, which any peer may ask for, and the counts of events that they pass on."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, ShortText, SmallCount, WireMessage
-from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
+from lightning_swarm.protocol.settings import WithCompression
+
+EventKind: TypeAlias = Literal[
+    "retry",  # a call was sent again
+    "ban",  # this peer sends no microbatch to another one for a while
+    "replay",  # a microbatch is computed again, because a sum that had its gradient is lost or does not count
+    "discard",  # a server gave up a gradient sum that does not match the closing
+    "strike",  # a batch counts nowhere, and its place in the step is free again
+    "round_repeated",  # a round of averaging failed and begins again
+    "gone",  # a peer died, or does not answer
+    "left",  # a peer left by its own decision, or was left out of a roster
+    "download",  # a joining server has downloaded its stage's state
+    "joined",  # a peer is in a roster now
+    "moves",  # a peer leaves its stage for another one
+    "sheds",  # a peer with several stages gives one up
+    "takeover",  # another peer becomes the coordinator
+    "pause",  # the run waits for a stage without servers
+    "resume",  # the run goes on after a pause
+    "went_back",  # the run rolled back to an earlier step
+]
+EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
+
+
+class EventCounts(WireMessage, frozen=True):
+    """A peer tells how often it has noted each kind since it started. Repeated or late counts do no harm."""
+
+    log: Count  # random; identifies the process that counts, for a restarted peer counts anew
+    counts: dict[EventKind, Count]
+
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """Bytes or numbers that a planner computes with, bounded so that no sum of them overflows."""
@@ -86,7 +114,7 @@ class LinkReport(WireMessage, frozen=True):
     received: CarriedReport | None = None
 
 
-class ServerReport(WireMessage, frozen=True):
+class ServerReport(WithCompression, frozen=True):
     """A server's part in a run, as part of a peer's report. Counts begin when the server was admitted."""
 
     lead: ShortText  # peer ids
@@ -104,7 +132,6 @@ class ServerReport(WireMessage, frozen=True):
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or the newest was skipped
     peak_bytes: Bytes | None = None  # the most memory that this peer has held; None: unknown
-    compression: Compression = NO_COMPRESSION  # of the run's tensors
 
 
 class PeerReport(WireMessage, frozen=True):

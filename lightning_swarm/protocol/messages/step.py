@@ -8,7 +8,7 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, to_ranges
-from lightning_swarm.protocol.messages.events import EventCounts
+from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import BatchNumber, Member, Selection, SomeTrainers, Term
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.messages.membership import (
     JoinReply,
     JoinRequest,
@@ -100,7 +100,7 @@ class Joiner:
         """Ask an announced coordinator which peer coordinates the run by now; announcements outlive runs."""
         coordinator = announced
         try:
-            there = (await handshake.meet(self._transport, announced, timeout=self._timeout)).greeting.protocol_version
+            there = (await queries.greet(self._transport, announced, timeout=self._timeout)).greeting.protocol_version
             if there == PROTOCOL_VERSION:  # else its answer may not be readable here
                 coordinator = PeerId((await self._view(announced)).term[1])
         except SwarmError as error:

@@ -84,7 +84,7 @@ class Election:
                 trainers=[],
                 coordinator=COORDINATOR,
                 voters=self.members,
-                settings=RunSettings(),
+                settings=RunSettings(target_batch_size=None),
                 gradient_clip_norm=None,
                 gradient_clip_value=None,
                 total_steps=None,

@@ -26,7 +26,7 @@ from lightning_swarm.protocol.messages.calls import (
     to_runs,
     unpack,
 )
-from lightning_swarm.protocol.messages.events import EVENT_KINDS, EventCounts
+from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.step import NamedReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD

@@ -18,7 +18,7 @@ from lightning_swarm.monitor import checks, doctor
 from lightning_swarm.monitor.checks import DialResult, Finding, FolderReport, Obstacle
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol import queries
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 GIB = 1 << 30
@@ -149,8 +149,8 @@ def test_the_daemon_comes_with_hivemind(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_package_is_found_by_its_version() -> None:
-    assert handshake.installed_version("torch") is not None
-    assert handshake.installed_version("lightning-swarm-without-such-a-package") is None
+    assert queries.installed_version("torch") is not None
+    assert queries.installed_version("lightning-swarm-without-such-a-package") is None
 
 
 def knock(port: int, host: str = "127.0.0.1") -> Obstacle | None:
@@ -262,7 +262,7 @@ def test_other_faults_fail_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]], fault: str
 ) -> None:
     if fault == "numpy":
-        real = handshake.installed_version
+        real = queries.installed_version
         monkeypatch.setattr(doctor, "installed_version", lambda name: "2.4.1" if name == "numpy" else real(name))
     else:
         monkeypatch.setattr(doctor, "find_daemon", lambda: None)

@@ -34,7 +34,7 @@ from lightning_swarm.monitor.view.scene import (
 )
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import Event
-from lightning_swarm.protocol.messages.events import EVENT_KINDS
+from lightning_swarm.protocol.messages.reports import EVENT_KINDS
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase, local_swarm
 from tests.parity.harness import quiet_warnings
 from tests.parity.models import DigitsMLP, digits, loader

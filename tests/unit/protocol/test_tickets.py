@@ -29,6 +29,11 @@ from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, TicketSt
 T = TypeVar("T")
 
 MESSAGE = Message(b"body", (torch.arange(3),))
+HOLDER = PeerId("holder")
+
+
+def ticket(name: str) -> Ticket:
+    return Ticket(peer_id=HOLDER, name=name)
 
 
 class Pair:
@@ -37,7 +42,7 @@ class Pair:
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.network = MemoryNetwork(latency_s=0.01)
-        self.holder = TicketStore(self.network.transport("holder"), max_bytes=1 << 20)
+        self.holder = TicketStore(self.network.transport(HOLDER), max_bytes=1 << 20)
         self.asker = TicketStore(self.network.transport("asker"), max_bytes=1 << 20)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -73,8 +78,8 @@ def consumer(pair: Pair, request: pytest.FixtureRequest) -> TicketStore:
 
 
 def test_asking_before_the_promise_is_fine(pair: Pair, consumer: TicketStore) -> None:
-    waiting = pair.start(consumer.wait(pair.holder.ticket("x"), timeout=100.0))
-    fetching = pair.start(consumer.fetch(pair.holder.ticket("x"), timeout=100.0))
+    waiting = pair.start(consumer.wait(ticket("x"), timeout=100.0))
+    fetching = pair.start(consumer.fetch(ticket("x"), timeout=100.0))
     assert pair.holder.promise("x") is True
     pair.run(asyncio.sleep(50.0))
     assert not waiting.done()
@@ -89,8 +94,8 @@ def test_asking_before_the_promise_is_fine(pair: Pair, consumer: TicketStore) ->
 def test_a_result_can_be_asked_for_any_number_of_times(pair: Pair, consumer: TicketStore) -> None:
     pair.holder.offer("x", MESSAGE)
     for _ in range(3):
-        assert pair.run(consumer.wait(pair.holder.ticket("x"), timeout=1.0)) == b""
-        assert pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+        assert pair.run(consumer.wait(ticket("x"), timeout=1.0)) == b""
+        assert pair.run(consumer.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
 
 def test_a_promise_is_given_once(pair: Pair) -> None:
@@ -99,19 +104,19 @@ def test_a_promise_is_given_once(pair: Pair) -> None:
     pair.holder.fulfil("x", MESSAGE)
     assert pair.holder.promise("x") is False
     pair.holder.fulfil("x", Message(b"another"))
-    assert pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+    assert pair.run(pair.asker.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
 
 @pytest.mark.parametrize("error", [StageError("a block"), Busy("full"), ProtocolError("no"), DeadlineExceeded("late")])
 def test_a_failure_reaches_who_waits_by_its_name(pair: Pair, consumer: TicketStore, error: SwarmError) -> None:
-    waiting = pair.start(consumer.wait(pair.holder.ticket("x"), timeout=100.0))
+    waiting = pair.start(consumer.wait(ticket("x"), timeout=100.0))
     pair.holder.promise("x")
     pair.holder.fail("x", error)
 
     with pytest.raises(type(error), match=str(error)):
         pair.result(waiting)
     with pytest.raises(type(error), match=str(error)):
-        pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0))
+        pair.run(consumer.fetch(ticket("x"), timeout=1.0))
 
 
 def test_a_failure_is_not_for_good(pair: Pair, consumer: TicketStore) -> None:
@@ -121,22 +126,22 @@ def test_a_failure_is_not_for_good(pair: Pair, consumer: TicketStore) -> None:
     pair.holder.fail("y", StageError("nobody promised y"))
     pair.holder.fulfil("x", MESSAGE)
     pair.holder.fail("x", StageError("too late"))
-    assert pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+    assert pair.run(consumer.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
 
 def test_what_is_fetched_once_is_forgotten_but_not_its_report(pair: Pair, consumer: TicketStore) -> None:
     pair.holder.promise("x")
     pair.holder.fulfil("x", MESSAGE, b"report", once=True)
-    assert pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+    assert pair.run(consumer.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
     with pytest.raises(TicketGone):
-        pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0))
-    assert pair.run(consumer.wait(pair.holder.ticket("x"), timeout=1.0)) == b"report"
+        pair.run(consumer.fetch(ticket("x"), timeout=1.0))
+    assert pair.run(consumer.wait(ticket("x"), timeout=1.0)) == b"report"
     assert pair.holder.promise("x") is True, "it may be computed again"
 
 
 def test_of_two_who_fetch_what_is_there_once_one_gets_it(pair: Pair, consumer: TicketStore) -> None:
-    both = [pair.start(consumer.fetch(pair.holder.ticket("x"), timeout=100.0)) for _ in range(2)]
+    both = [pair.start(consumer.fetch(ticket("x"), timeout=100.0)) for _ in range(2)]
     pair.holder.promise("x")
     pair.holder.fulfil("x", MESSAGE, once=True)
     pair.run(asyncio.sleep(1.0))
@@ -150,14 +155,14 @@ def test_evicted_tensors_are_gone(pair: Pair, consumer: TicketStore) -> None:
     pair.holder.evict("x")
     pair.holder.evict("y")
     with pytest.raises(TicketGone):
-        pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0))
+        pair.run(consumer.fetch(ticket("x"), timeout=1.0))
 
 
 def test_dropped_names_are_forgotten_and_their_waiters_told(pair: Pair, consumer: TicketStore) -> None:
     pair.holder.offer("s1.x", MESSAGE)
     pair.holder.offer("s10.x", MESSAGE)
     pair.holder.promise("s1.y")
-    waiting = pair.start(consumer.wait(pair.holder.ticket("s1.y"), timeout=100.0))
+    waiting = pair.start(consumer.wait(ticket("s1.y"), timeout=100.0))
 
     pair.holder.drop("s1.")
 
@@ -166,13 +171,13 @@ def test_dropped_names_are_forgotten_and_their_waiters_told(pair: Pair, consumer
     pair.holder.fulfil("s1.y", MESSAGE)  # its work ended too late
     for name in ("s1.x", "s1.y"):
         with pytest.raises(DeadlineExceeded):
-            pair.run(consumer.fetch(pair.holder.ticket(name), timeout=1.0))
-    assert pair.run(consumer.fetch(pair.holder.ticket("s10.x"), timeout=1.0)).body == b"body"
+            pair.run(consumer.fetch(ticket(name), timeout=1.0))
+    assert pair.run(consumer.fetch(ticket("s10.x"), timeout=1.0)).body == b"body"
 
 
 def test_who_waits_outlasts_a_withdrawn_promise(pair: Pair, consumer: TicketStore) -> None:
     pair.holder.promise("x")
-    fetching = pair.start(consumer.fetch(pair.holder.ticket("x"), timeout=100.0))
+    fetching = pair.start(consumer.fetch(ticket("x"), timeout=100.0))
     pair.holder.withdraw("x")
     pair.holder.withdraw("unknown")
     assert pair.holder.promise("x") is True
@@ -183,13 +188,13 @@ def test_who_waits_outlasts_a_withdrawn_promise(pair: Pair, consumer: TicketStor
 @pytest.mark.parametrize("timeout", [0.5, 30.0, 300.0])
 def test_every_wait_has_a_deadline(pair: Pair, consumer: TicketStore, timeout: float) -> None:
     with pytest.raises(DeadlineExceeded):
-        pair.run(consumer.wait(pair.holder.ticket("x"), timeout=timeout))
+        pair.run(consumer.wait(ticket("x"), timeout=timeout))
     assert timeout <= pair.loop.time() <= timeout + 0.1
     assert not pair.holder._entries, "an unpromised name outlived those who asked for it"
 
 
 def test_a_holder_that_is_gone_is_unreachable_at_once(pair: Pair) -> None:
-    waiting = pair.start(pair.asker.wait(pair.holder.ticket("x"), timeout=300.0))
+    waiting = pair.start(pair.asker.wait(ticket("x"), timeout=300.0))
     pair.network.kill(PeerId("holder"))
     with pytest.raises(Unreachable):
         pair.result(waiting)
@@ -199,7 +204,7 @@ def test_a_holder_that_is_gone_is_unreachable_at_once(pair: Pair) -> None:
 def test_a_holder_that_is_silent_is_given_up(pair: Pair) -> None:
     pair.network.freeze(PeerId("holder"))
     with pytest.raises(Unreachable, match="no sign of life"):
-        pair.run(pair.asker.wait(pair.holder.ticket("x"), timeout=300.0))
+        pair.run(pair.asker.wait(ticket("x"), timeout=300.0))
     assert pair.loop.time() < 15.0
 
 
@@ -208,12 +213,12 @@ def test_unpromised_names_are_bounded(pair: Pair, consumer: TicketStore, monkeyp
     pair.holder.offer("there", MESSAGE)
     early = [pair.start(consumer.wait(Ticket(peer_id=PeerId("holder"), name=f"{i}"), timeout=100.0)) for i in range(3)]
     with pytest.raises(ProtocolError, match="more than 3 names"):
-        pair.run(consumer.wait(pair.holder.ticket("one more"), timeout=1.0))
-    pair.run(consumer.wait(pair.holder.ticket("there"), timeout=1.0))
+        pair.run(consumer.wait(ticket("one more"), timeout=1.0))
+    pair.run(consumer.wait(ticket("there"), timeout=1.0))
     pair.holder.offer("0", MESSAGE)
     pair.result(early[0])
     with pytest.raises(DeadlineExceeded):
-        pair.run(consumer.wait(pair.holder.ticket("one more"), timeout=1.0))
+        pair.run(consumer.wait(ticket("one more"), timeout=1.0))
     for task in early[1:]:
         with pytest.raises(DeadlineExceeded):
             pair.result(task)
@@ -230,14 +235,14 @@ def test_an_absurd_time_to_hold_is_refused(pair: Pair, hold_s: float) -> None:
 def test_a_ticket_larger_than_the_limit_is_refused(pair: Pair) -> None:
     pair.holder.offer("x", Message(tensors=(torch.zeros((1 << 20) + 1, dtype=torch.uint8),)))
     with pytest.raises(ProtocolError, match="at most"):
-        pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
+        pair.run(pair.asker.fetch(ticket("x"), timeout=1.0))
 
 
 @pytest.mark.parametrize(("num_bytes", "num_fetched"), [(60_000, 0), (SMALL_BYTES - 4, 0), (SMALL_BYTES, 1)])
 def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_bytes: int, num_fetched: int) -> None:
     bound = tickets.SMALL_BYTES
     pair.holder.offer("x", Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8),)))
-    message = pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
+    message = pair.run(pair.asker.fetch(ticket("x"), timeout=1.0))
     assert (message.body, message.tensors[0].numel()) == (b"body", num_bytes)
     sent = pair.asker._transport.traffic.sent_bytes
     asked = [method for (_, method) in sent]
@@ -248,8 +253,8 @@ def test_who_does_not_ask_for_the_tensor_leaves_it_there(pair: Pair) -> None:
     pair.holder.promise("x")
     pair.holder.fulfil("x", MESSAGE, b"report", once=True)
     for _ in range(2):
-        assert pair.run(pair.asker.wait(pair.holder.ticket("x"), timeout=1.0)) == b"report"
-    assert pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+        assert pair.run(pair.asker.wait(ticket("x"), timeout=1.0)) == b"report"
+    assert pair.run(pair.asker.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
 
 @pytest.mark.parametrize("take_bytes", [0, 10, 1 << 40])

@@ -29,22 +29,22 @@ from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, prefer, rows
 
 
-def make_link(swarm: Swarm) -> PipelineContext:
+def make_context(swarm: Swarm) -> PipelineContext:
     routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
     for router, roster in zip(routers, swarm.rosters, strict=True):
         router.set_peers(roster)
     return PipelineContext(swarm.trainer, swarm.tickets, routers, 30.0, EventLog())
 
 
-def make_passage(link: PipelineContext, x: torch.Tensor, index: int = 0) -> MicrobatchRun:
-    extras: list[dict[str, Any]] = [{} for _ in link.routers]
+def make_run(context: PipelineContext, x: torch.Tensor, index: int = 0) -> MicrobatchRun:
+    extras: list[dict[str, Any]] = [{} for _ in context.routers]
     microbatch = Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=MODE, weight=1.0)
-    return MicrobatchRun(link, microbatch)
+    return MicrobatchRun(context, microbatch)
 
 
-async def through(passage: MicrobatchRun) -> torch.Tensor:
-    output, _ = await passage.forward()
-    await passage.backward([output])
+async def through(run: MicrobatchRun) -> torch.Tensor:
+    output, _ = await run.forward()
+    await run.backward([output])
     return output
 
 
@@ -63,7 +63,7 @@ def test_nobody_is_believed_to_have_taken_longer_than_the_whole_passage(
 ) -> None:
     """What a stage's server says of those before it may be a lie."""
     swarm = make_swarm("ab", "c")
-    link = make_link(swarm)
+    context = make_context(swarm)
     fetch = swarm.tickets.fetch_reported
 
     async def lying(ticket: Ticket, *, timeout: float) -> tuple[Message, bytes]:
@@ -72,9 +72,9 @@ def test_nobody_is_believed_to_have_taken_longer_than_the_whole_passage(
         return message, encode(msgspec.structs.replace(decode(report, CallReport), others=others))
 
     monkeypatch.setattr(swarm.tickets, "fetch_reported", lying)
-    passage = make_passage(link, rows(1))
-    swarm.run(passage.forward())
-    assert 0.0 < max(load.left_s for load in link.routers[0].peers.values()) < 10.0
+    run = make_run(context, rows(1))
+    swarm.run(run.forward())
+    assert 0.0 < max(load.left_s for load in context.routers[0].peers.values()) < 10.0
 
 
 @pytest.mark.parametrize("busy_stage", [0, 1, 2])
@@ -83,8 +83,8 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
     rosters[busy_stage] += " free"
     swarm = make_swarm(*rosters, limits=Limits(max_pending_calls=1, call_timeout=100.0))
     busy = swarm.rosters[busy_stage][0]
-    link = make_link(swarm)
-    prefer(link.routers[busy_stage], [busy])  # it is asked first
+    context = make_context(swarm)
+    prefer(context.routers[busy_stage], [busy])  # it is asked first
     x = rows(1)
 
     async def go() -> torch.Tensor:
@@ -92,22 +92,22 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
         blocked = key(100) if busy_stage else key(100, step=1)
         blocking = swarm.forward_request(blocked, busy_stage, [LEAD] * 3, x)
         await swarm.send(busy, FORWARD, blocking)
-        return await through(make_passage(link, x))
+        return await through(make_run(context, x))
 
     output = swarm.run(go())
 
-    assert link.count["busy"] >= 1
+    assert context.fault_counts["busy"] >= 1
     torch.testing.assert_close(output, swarm.module(x))
     assert_sums(swarm, [x])
 
 
 def test_when_everyone_is_busy_it_waits(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=Limits(max_pending_calls=1, call_timeout=100.0))
-    link, x = make_link(swarm), rows(1)
+    context, x = make_context(swarm), rows(1)
 
     async def go() -> torch.Tensor:
         await swarm.send(PeerId("b"), FORWARD, swarm.forward_request(key(100), 1, swarm.route(), x))
-        passing = asyncio.create_task(through(make_passage(link, x)))
+        passing = asyncio.create_task(through(make_run(context, x)))
         await asyncio.sleep(10.0)
         assert not passing.done()
         await swarm.cancel(key(100), 1, "forward", PeerId("b"))
@@ -119,12 +119,12 @@ def test_when_everyone_is_busy_it_waits(make_swarm: MakeSwarm) -> None:
 
 def test_it_does_not_wait_for_ever(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=Limits(max_pending_calls=1, call_timeout=1000.0))
-    link, x = make_link(swarm), rows(1)
+    context, x = make_context(swarm), rows(1)
 
     async def go() -> float:
         await swarm.send(PeerId("b"), FORWARD, swarm.forward_request(key(100), 1, swarm.route(), x))
         with pytest.raises(DeadlineExceeded, match="all peers of a stage were busy for 30 s"):
-            await through(make_passage(link, x))
+            await through(make_run(context, x))
         return asyncio.get_running_loop().time()
 
     assert 30.0 <= swarm.run(go()) < 35.0
@@ -133,14 +133,14 @@ def test_it_does_not_wait_for_ever(make_swarm: MakeSwarm) -> None:
 @pytest.mark.parametrize("cache_bytes", [0, 100])
 def test_servers_that_keep_nothing_compute_again(make_swarm: MakeSwarm, cache_bytes: int) -> None:
     swarm = make_swarm("a b", "c", "d", limits=Limits(cache_bytes=cache_bytes, call_timeout=100.0))
-    link = make_link(swarm)
+    context = make_context(swarm)
     inputs = [rows(i) for i in range(6)]
 
     async def go() -> None:
-        await gather(through(make_passage(link, x, i)) for i, x in enumerate(inputs))
+        await gather(through(make_run(context, x, i)) for i, x in enumerate(inputs))
 
     swarm.run(go())
-    assert link.count["repeated"] > 0
+    assert context.fault_counts["repeated"] > 0
     assert_sums(swarm, inputs)
 
 
@@ -153,24 +153,24 @@ class Far(MemoryNetwork):
 
 def test_a_far_trainer_has_nothing_computed_again(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c", network=Far())
-    link = make_link(swarm)
+    context = make_context(swarm)
     inputs = [rows(i) for i in range(4)]
 
     async def go() -> None:
-        await gather(through(make_passage(link, x, i)) for i, x in enumerate(inputs))
+        await gather(through(make_run(context, x, i)) for i, x in enumerate(inputs))
 
     swarm.run(go())
-    assert link.count["repeated"] == 0
+    assert context.fault_counts["repeated"] == 0
     assert [server.calls.num_forwards for server in swarm.servers.values()] == [4, 4, 4]
     assert_sums(swarm, inputs)
 
 
 def test_the_models_error_is_no_reason_to_try_again(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b", "c")
-    link = make_link(swarm)
+    context = make_context(swarm)
     with pytest.raises(StageError, match="stage 0 raised"):
-        swarm.run(through(make_passage(link, torch.ones(2, 17).double())))
-    assert not link.count
+        swarm.run(through(make_run(context, torch.ones(2, 17).double())))
+    assert not context.fault_counts
 
 
 # ---------------------------------------------------------------------- servers that join
@@ -187,28 +187,28 @@ def joined(swarm: Swarm) -> tuple[Record, Record]:
 
 def test_who_is_in_no_roster_any_more_is_forgotten(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
-    link = make_link(swarm)
+    context = make_context(swarm)
     _, record = joined(swarm)
     rosters = [[one for one in roster if one.peer_id != "a"] for roster in swarm.rosters_now]
 
     async def go() -> None:
         for peer in map(PeerId, "ac"):
             swarm.network.kill(peer)
-            await link.check_reachable(peer)
-        await link.follow(record, swarm.rosters_now)
-        assert link._silent.keys() == {"a", "c"}
-        await link.follow(record, rosters)
-        assert link._silent.keys() == {"c"}
+            await context.check_reachable(peer)
+        await context.follow(record, swarm.rosters_now)
+        assert context._silent.keys() == {"a", "c"}
+        await context.follow(record, rosters)
+        assert context._silent.keys() == {"c"}
 
     swarm.run(go())
 
 
 def test_a_trainer_that_passed_over_a_record_routes_to_those_who_joined_by_it(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
-    link = make_link(swarm)
+    context = make_context(swarm)
     _, second = joined(swarm)
-    swarm.run(link.follow(second, swarm.rosters_now))
-    assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
+    swarm.run(context.follow(second, swarm.rosters_now))
+    assert [sorted(router.peers) for router in context.routers] == [["a", "c"], ["b", "d"]]
 
 
 def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
@@ -216,7 +216,7 @@ def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
 ) -> None:
     """The trainer's next batch waits for it. They are left out until they join again, or a while has passed."""
     swarm = make_swarm("a", "b")
-    link = make_link(swarm)
+    context = make_context(swarm)
     first, second = joined(swarm)
     under_way = []
 
@@ -227,18 +227,18 @@ def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
     with monkeypatch.context() as patch:
         patch.setattr(swarm.trainer, "connect", hang)
         began_s = swarm.loop.time()
-        swarm.run(link.follow(first, swarm.rosters_now))
+        swarm.run(context.follow(first, swarm.rosters_now))
         assert len(under_way) == 2
         assert swarm.loop.time() - began_s < 15.0
-    swarm.run(link.follow(second, swarm.rosters_now))
-    assert [sorted(router.peers) for router in link.routers] == [["a"], ["b"]]
-    swarm.run(link.follow(first, swarm.rosters_now))
-    assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
+    swarm.run(context.follow(second, swarm.rosters_now))
+    assert [sorted(router.peers) for router in context.routers] == [["a"], ["b"]]
+    swarm.run(context.follow(first, swarm.rosters_now))
+    assert [sorted(router.peers) for router in context.routers] == [["a", "c"], ["b", "d"]]
 
 
 def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineContext, Record, list[str]]:
     """A trainer that did not reach the two that joined; the next record; and whom it tries to reach from then on."""
-    link = make_link(swarm)
+    context = make_context(swarm)
     first, second = joined(swarm)
     tried: list[str] = []
 
@@ -247,33 +247,33 @@ def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineCont
         raise Unreachable("there is no way")
 
     monkeypatch.setattr(swarm.trainer, "connect", refuse)
-    swarm.run(link.follow(first, swarm.rosters_now))
-    assert [list(router.peers) for router in link.routers] == [["a"], ["b"]]
+    swarm.run(context.follow(first, swarm.rosters_now))
+    assert [list(router.peers) for router in context.routers] == [["a"], ["b"]]
     tried.clear()
-    return link, second, tried
+    return context, second, tried
 
 
 def test_a_server_that_was_not_reached_is_tried_again_when_its_stage_has_nobody_else(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm = make_swarm("a", "b")
-    link, second, tried = cut_off(swarm, monkeypatch)
+    context, second, tried = cut_off(swarm, monkeypatch)
     rosters = swarm.rosters_now
-    swarm.run(link.follow(second, [rosters[0], rosters[1][1:]]))
+    swarm.run(context.follow(second, [rosters[0], rosters[1][1:]]))
     assert tried == ["d"]
-    assert [list(router.peers) for router in link.routers] == [["a"], ["d"]]
-    assert link.routers[1].choose(1, now_s=0.0).peer == "d", "a last resort is better than none"
+    assert [list(router.peers) for router in context.routers] == [["a"], ["d"]]
+    assert context.routers[1].choose(1, now_s=0.0).peer == "d", "a last resort is better than none"
 
 
 def test_a_server_that_was_not_reached_is_tried_again_after_a_while(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm = make_swarm("a", "b")
-    link, second, tried = cut_off(swarm, monkeypatch)
-    swarm.run(link.follow(second, swarm.rosters_now))
+    context, second, tried = cut_off(swarm, monkeypatch)
+    swarm.run(context.follow(second, swarm.rosters_now))
     assert not tried, "not at every record, for each of them may wait for it"
     monkeypatch.undo()
     swarm.run(asyncio.sleep(301.0))
-    swarm.run(link.follow(second, swarm.rosters_now))
-    assert not link.unreached
-    assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
+    swarm.run(context.follow(second, swarm.rosters_now))
+    assert not context.unreached
+    assert [sorted(router.peers) for router in context.routers] == [["a", "c"], ["b", "d"]]

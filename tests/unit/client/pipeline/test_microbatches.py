@@ -1,3 +1,5 @@
+"""Batches are cut into microbatches, put together again, and sent one after the other where they are large."""
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,10 @@ from lightning_swarm.client.pipeline.microbatches import (
     split,
     split_gradients,
 )
+from lightning_swarm.client.pipeline.pipeline import turns_apart
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.protocol.serialization import unflatten
+from lightning_swarm.network import SMALL_BYTES
+from lightning_swarm.protocol.serialization import Tree, unflatten
 
 X = torch.arange(10.0).view(5, 2)
 Y = torch.arange(5)
@@ -167,3 +171,17 @@ def test_a_microbatch_without_a_gradient_counts_as_zero() -> None:
 
     assert whole is not None
     assert torch.equal(whole, torch.cat([torch.zeros(3, 2), X[3:]]))
+
+
+@pytest.mark.parametrize(
+    ("sent", "are_apart"),
+    [
+        (torch.zeros(SMALL_BYTES, dtype=torch.uint8), False),
+        (torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8), True),
+        ({"hidden": torch.zeros(SMALL_BYTES, dtype=torch.uint8), "mask": [torch.zeros(1)]}, True),
+        ([], False),
+    ],
+    ids=["small", "large", "large together", "nothing"],
+)
+def test_what_does_not_travel_beside_calls_begins_apart(sent: Tree, are_apart: bool) -> None:
+    assert (turns_apart(sent) > 0) == are_apart

@@ -50,16 +50,16 @@ class Route:
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
             prefer(router, favourite)  # all microbatches begin there, so that the fault meets them
-        self.link = PipelineContext(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
-        Replayer(self.link, RunState(swarm.manifest), max_in_flight=8)
+        self.context = PipelineContext(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
+        Replayer(self.context, RunState(swarm.manifest), max_in_flight=8)
         self.inputs = [rows(i) for i in range(NUM_MICROBATCHES)]
         self.input_gradients: list[torch.Tensor | None] = []
 
     def passage(self, index: int, mode: ComputeMode = MODE) -> MicrobatchRun:
         x = self.inputs[index]
-        extras: list[dict[str, Any]] = [{} for _ in self.link.routers]
+        extras: list[dict[str, Any]] = [{} for _ in self.context.routers]
         return MicrobatchRun(
-            self.link,
+            self.context,
             Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=mode, weight=1.0),
         )
 
@@ -290,7 +290,7 @@ def test_an_only_peer_is_waited_for_however_late(make_swarm: MakeSwarm) -> None:
     assert held == ["forward"]
     assert 200.0 < route.swarm.loop.time() < 210.0
     assert not route.banned()
-    assert route.link.count["replaced"] == 0
+    assert route.context.fault_counts["replaced"] == 0
 
 
 def test_a_late_gradient_that_was_added_counts(make_swarm: MakeSwarm) -> None:
@@ -398,7 +398,7 @@ def test_nothing_is_asked_that_was_not_asked_before(make_swarm: MakeSwarm, monke
     route.swarm.run(route.through(0))
     assert asked == {"stage.forward": 3, "stage.backward": 3, "ticket.wait": 1 + 2}
     assert not route.events.counts
-    assert route.link.num_under_way == 0
+    assert route.context.num_under_way == 0
 
 
 @pytest.mark.parametrize("num_told", [0, 1, 3])
@@ -520,21 +520,21 @@ def test_what_is_not_kept_is_lost(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     route.run()
-    swarm.run(route.link.copies.release(0))
-    assert len(route.link.copies) == 0
+    swarm.run(route.context.replay_buffer.release(0))
+    assert len(route.context.replay_buffer) == 0
     work = [Replay(receipt=one, holders={1: PeerId("b2")}) for one in route.receipts[:2]]
     assert route.replay(work) == ReplayReply(lost=route.receipts[:2], unreached=[])
 
 
 def test_a_replay_from_disk(make_swarm: MakeSwarm) -> None:
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
-    route.link.copies._max_bytes = 100
+    route.context.replay_buffer._max_bytes = 100
     route.run()
-    assert route.link.copies.num_spilled > 0
+    assert route.context.replay_buffer.num_spilled > 0
     route.kill(B)
     assert route.fill() == NUM_MICROBATCHES
     route.assert_sums()
-    route.link.copies.close()
+    route.context.replay_buffer.close()
 
 
 @pytest.mark.parametrize("caller", ["other", "stranger"])
@@ -595,8 +595,8 @@ def test_a_message_that_is_lost_without_a_word(make_swarm: MakeSwarm, phase: Pha
 def alone(make_swarm: MakeSwarm, plan: FaultPlan, *, stage_timeout: float) -> Route:
     """Each stage has one server."""
     route = Route(make_swarm("a", "b", "c", limits=LIMITS), plan)
-    route.link.stage_timeout = stage_timeout
-    route.link.__post_init__()
+    route.context.stage_timeout = stage_timeout
+    route.context.__post_init__()
     return route
 
 
@@ -629,7 +629,7 @@ def test_passages_do_not_wait_for_a_run_that_broke_off(make_swarm: MakeSwarm) ->
         if route.swarm.loop.time() > 100.0:
             raise StepError("it broke off")
 
-    route.link.check = check
+    route.context.check = check
     with pytest.raises(StepError, match="it broke off"):
         route.run()
     plan.check()

@@ -431,7 +431,7 @@ def test_a_decision_looks_at_few_of_many_peers(num_before: int, num_avoided: int
     made.refund(charge)
     made.settle(made.choose(4, now_s=0.0), busy_s=1.0, queued=0)
     made.ban(peers[0], now_s=0.0)
-    assert made.others(peers[1], now_s=FIRST_BAN_S)
+    assert made.has_other_peer(peers[1], now_s=FIRST_BAN_S)
     assert CountedPeer.num_looks < 200
 
 
@@ -527,11 +527,11 @@ def test_nobody_who_left_is_banned_or_charged() -> None:
     made = router(A)
     assert not made.ban(B, now_s=0.0)
     assert made.charge(B, 10).expected_s == 0.0
-    assert not made.others(A, now_s=0.0)
+    assert not made.has_other_peer(A, now_s=0.0)
     made.set_peers([A, B])
-    assert made.others(A, now_s=0.0)
+    assert made.has_other_peer(A, now_s=0.0)
     made.ban(B, now_s=0.0)
-    assert not made.others(A, now_s=1.0)
+    assert not made.has_other_peer(A, now_s=1.0)
 
 
 def test_a_deadline_follows_what_was_measured_within_bounds() -> None:

@@ -10,7 +10,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.protocol import handshake
+from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.messages.reports import Greeting
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 
@@ -28,9 +28,9 @@ def loop() -> Iterator[VirtualLoop]:
 def test_the_clocks_difference_is_found_whatever_the_way_takes(loop: VirtualLoop, ahead_s: float) -> None:
     network = MemoryNetwork(latency_s=LATENCY_S)
     asking, asked = network.transport(), network.transport()
-    handshake.answer(asked, now=lambda: 1000.0 + loop.time() + ahead_s)
+    queries.answer_greetings(asked, now=lambda: 1000.0 + loop.time() + ahead_s)
     meeting = loop.run_until_complete(
-        handshake.meet(asking, asked.peer_id, timeout=9.0, now=lambda: 1000.0 + loop.time())
+        queries.greet(asking, asked.peer_id, timeout=9.0, now=lambda: 1000.0 + loop.time())
     )
     assert meeting.round_trip_s == pytest.approx(2 * LATENCY_S)
     assert meeting.ahead_s == pytest.approx(ahead_s)
@@ -50,9 +50,9 @@ def test_the_quickest_answer_counts(loop: VirtualLoop) -> None:
             loop._now_s += 5.0  # as if the machine had stood still
         return 1000.0 + loop.time()
 
-    handshake.answer(asked, now=slow_at_first)
+    queries.answer_greetings(asked, now=slow_at_first)
     meeting = loop.run_until_complete(
-        handshake.meet(asking, asked.peer_id, timeout=9.0, now=lambda: 1000.0 + loop.time())
+        queries.greet(asking, asked.peer_id, timeout=9.0, now=lambda: 1000.0 + loop.time())
     )
     assert len(questions) > 1
     assert meeting.round_trip_s == pytest.approx(2 * LATENCY_S)
@@ -79,6 +79,6 @@ def test_an_answer_that_is_none_is_refused(loop: VirtualLoop, answer: bytes) -> 
     async def lie(caller: PeerId, body: bytes) -> bytes:
         return answer
 
-    asked.handle_call(handshake.HELLO, lie)
+    asked.handle_call(queries.HELLO, lie)
     with pytest.raises(ProtocolError):
-        loop.run_until_complete(handshake.meet(asking, asked.peer_id, timeout=9.0))
+        loop.run_until_complete(queries.greet(asking, asked.peer_id, timeout=9.0))
