@@ -19,6 +19,7 @@ from lightning_swarm.cli import status as status_module
 from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.process import LOG, follow_environment
+from lightning_swarm.core.readable import printable
 from lightning_swarm.model.export import export_file, export_safetensors
 from lightning_swarm.monitor import doctor
 from lightning_swarm.monitor.checks import Finding
@@ -197,5 +198,6 @@ def _show_status(arguments: argparse.Namespace) -> int:
 
 
 def _line(finding: Finding) -> str:
-    line = f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}"
+    # Other peers have sent some of it.
+    line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
     return line if finding.ok else f"{line}\n       -> {finding.remedy}"

@@ -28,6 +28,8 @@
         └── NotCoordinator   another peer coordinates the run (by now): ask that one
 """
 
+from lightning_swarm.core.readable import printable
+
 
 class SwarmError(Exception):
     """Base of everything that `lightning_swarm` raises on purpose."""
@@ -164,4 +166,7 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 def from_wire(name: str, text: str) -> SwarmError:
     """Make the error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
-    return _BY_NAME.get(name, SwarmError)(text)
+    kind = _BY_NAME.get(name, SwarmError)
+    if issubclass(kind, StageError):  # has the lines of a traceback
+        return kind("\n".join(map(printable, text.split("\n"))))
+    return kind(printable(text))

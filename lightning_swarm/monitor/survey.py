@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError, SwarmError
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
@@ -101,7 +101,7 @@ def _place(addresses: Sequence[str]) -> str:
     for text in addresses:
         with contextlib.suppress(ConfigError):
             parsed.append(Address.parse(text))
-    return str(widest(parsed).place) if parsed else "an unknown place"
+    return printable(str(widest(parsed).place)) if parsed else "an unknown place"
 
 
 def _check_empty(method: str, body: bytes) -> None:
