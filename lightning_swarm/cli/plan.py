@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
-from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
+from lightning_swarm.cli import pytorch_lightning, swarm_cli
+from lightning_swarm.cli.programs import choose_framework, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
-from lightning_swarm.monitor.survey import picture
+from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.cost_model import transformer
@@ -300,9 +300,9 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
     address = Address.parse(arguments.swarm)
-    with contextlib.closing(status.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
+    with contextlib.closing(survey.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
         before, now = next(looks), next(looks)
-    observed = {PeerId(peer.peer_id): peer for peer in picture(now, before).peers}
+    observed = {PeerId(peer.peer_id): peer for peer in survey.picture(now, before).peers}
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
     throughputs = {
         peer: PeerThroughput(observed[peer].samples_per_s, observed[peer].sent_gb_per_hour * _GB / 3600)
