@@ -80,19 +80,6 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
     )
 
 
-async def check_first(directory: RunDirectory, config: SwarmConfig) -> None:
-    """Raise a ConfigError if a run of this id is under way: two would take each other's servers."""
-    for coordinator in await directory.find_runs():
-        try:
-            await directory.transport.call(coordinator, VIEW, b"", timeout=config.limits.leave_timeout)
-        except SwarmError:
-            continue  # an announcement that an earlier run left behind
-        raise ConfigError(
-            f"a run has one starter, and {config.run_id!r} is under way. Serve it with `role='server'`, or "
-            "start another one with another `run_id`."
-        )
-
-
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
     """Raise a ConfigError if all of the `initial_peers` that answer are for other runs than this peer's."""
     peers = {address.peer_id for address in config.initial_peers}
@@ -171,9 +158,23 @@ class Lead:
     # ------------------------------------------------------------------ beginning a run
 
     def check_first(self) -> None:
-        """Raise a ConfigError if the run is under way elsewhere, before this peer announces itself."""
+        """Before this peer announces itself: raise a ConfigError if a run of this id is under way.
+
+        Two would take each other's servers.
+        """
         if self._config.initial_peers and self._survivors is None:
-            self._runtime.run(check_first(self._directory, self._config))
+            self._runtime.run(self._check_first())
+
+    async def _check_first(self) -> None:
+        for coordinator in await self._directory.find_runs():
+            try:
+                await self._transport.call(coordinator, VIEW, b"", timeout=self._config.limits.leave_timeout)
+            except SwarmError:
+                continue  # an announcement that an earlier run left behind
+            raise ConfigError(
+                f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
+                "start another one with another `run_id`."
+            )
 
     def say_prepared(self, launch_id: str) -> None:
         """Tell the other trainers of this launch that the data is prepared."""

@@ -122,10 +122,6 @@ class Peer:
         """Raise a ConfigError if the `initial_peers` are for other runs than this peer's."""
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
-    def serve_to_the_end(self, say: Callable[[str], None]) -> None:
-        """Enter a run that begins or is under way, and serve until it is over; see `serve_run`."""
-        self.runtime.run(self.serve_run(say))
-
     async def serve_run(self, say: Callable[[str], None] = _log.info) -> None:
         """On the loop: enter a run; return when it is over or has let this peer go."""
         await self._host.serve_run(say)
