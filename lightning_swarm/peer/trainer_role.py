@@ -120,7 +120,6 @@ class TrainerRole:
         return follow
 
     def _context(self, run: RunState) -> PipelineContext:
-        """The routes to every stage that servers hold."""
         limits = self._config.limits
         routers = []
         for roster, stage in zip(run.rosters, run.manifest.stages, strict=True):
@@ -145,7 +144,6 @@ class TrainerRole:
 
 
 def _num_microbatches(num_servers: Sequence[int]) -> int:
-    """The number of microbatches of a batch, from the number of servers of each stage."""
     widest = max(num_servers)
     alone = widest == len(num_servers) == 1
     return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(num_servers), widest)
