@@ -70,6 +70,9 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
     for name, value in clips.items():
         if getattr(spec, name) != value:
             _log.warning("The run keeps its `%s` of %s; this Trainer's is %s.", name, value, getattr(spec, name))
+    # The lead's own loop ends the run.
+    if None not in (spec.max_steps, former.max_steps) and spec.max_steps != former.max_steps:
+        _log.warning("The run ends with this Trainer's `max_steps` of %s, not %s.", spec.max_steps, former.max_steps)
     return replace(
         spec,
         generation=former.generation + 1,

@@ -98,7 +98,7 @@ def test_a_peer_that_takes_over_keeps_what_the_starter_decided(
     swarm = make_swarm("a b", "c")
     settings = msgspec.structs.replace(config().settings, microbatch_size=2)
     manifest = msgspec.structs.replace(
-        swarm.manifest, trainers=[swarm.trainer.peer_id], seed=5, gradient_clip_norm=0.5, settings=settings
+        swarm.manifest, trainers=[swarm.trainer.peer_id], seed=5, gradient_clip_norm=0.5, max_steps=7, settings=settings
     )
     starter = Starter(swarm)
     starter.lead.take_over(RunState(manifest))
@@ -106,8 +106,11 @@ def test_a_peer_that_takes_over_keeps_what_the_starter_decided(
     assert "rebalancing" not in caplog.text
     starter.lead.release(0, serves=False)
     caplog.clear()
-    starter.begin(seed=7, gradient_clip_norm=3.0)
-    assert caplog.messages[0] == "The run keeps its `gradient_clip_norm` of 0.5; this Trainer's is 3.0."
+    starter.begin(seed=7, gradient_clip_norm=3.0, max_steps=9)
+    assert caplog.messages[:2] == [
+        "The run keeps its `gradient_clip_norm` of 0.5; this Trainer's is 3.0.",
+        "The run ends with this Trainer's `max_steps` of 9, not 7.",
+    ]
     assert starter.lead.run is not None
     began = starter.lead.run.manifest
     assert (began.settings, began.seed, began.gradient_clip_norm) == (settings, 5, 0.5)
