@@ -302,9 +302,11 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
     address = Address.parse(arguments.swarm)
-    with contextlib.closing(survey.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
+    with contextlib.closing(
+        survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout)
+    ) as looks:
         before, now = next(looks), next(looks)
-    observed = {PeerId(peer.peer_id): peer for peer in survey.picture(now, before).peers}
+    observed = {PeerId(peer.peer_id): peer for peer in survey.summarize(now, before).peers}
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
     throughputs = {
         peer: PeerThroughput(observed[peer].samples_per_s, observed[peer].sent_gb_per_hour * _GB / 3600)

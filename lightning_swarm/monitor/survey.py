@@ -145,7 +145,7 @@ class SwarmReport:
     peers: tuple[ObservedPeer, ...]
 
 
-def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
+def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
     """A report of what peers answered now, with rates since the previous look if there was one."""
     reports = _reports(sightings)
     earlier = _reports(before)
@@ -290,15 +290,15 @@ def _duration(seconds: float) -> str:
 
 
 def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[SwarmReport]:
-    """Reports of the swarm that a peer belongs to; see `looks`."""
+    """Reports of the swarm that a peer belongs to; see `look_repeatedly`."""
     before: Sequence[Sighting] = ()
-    with contextlib.closing(looks(address, every_s=every_s, timeout=timeout)) as sightings:
+    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout)) as sightings:
         for now in sightings:
-            yield picture(now, before)
+            yield summarize(now, before)
             before = now
 
 
-def looks(address: Address, *, every_s: float | None, timeout: float) -> Generator[Sequence[Sighting]]:
+def look_repeatedly(address: Address, *, every_s: float | None, timeout: float) -> Generator[Sequence[Sighting]]:
     """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once.
 
     Raises a ConfigError for impossible seconds, and `Unreachable` if the peer does not answer within `timeout`.

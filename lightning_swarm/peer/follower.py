@@ -257,8 +257,8 @@ class Follower:
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
         stages = model.build_stages(ranges_of(run.manifest.stages))
-        around = self._host.around(stages[-1], run, self._runtime)
-        return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
+        local_layers = self._host.local_layers(stages[-1], run, self._runtime)
+        return self._training.open(run, stages, model.blocks, local_layers, device=device, runtime=runtime)
 
     # ------------------------------------------------------------------ a run that rolls back
 

@@ -174,7 +174,7 @@ class ServerHost:
             grace_s=grace_s,
         )
 
-    def around(self, last: StageModule, run: RunState, runtime: Runtime) -> LocalLayers | None:
+    def local_layers(self, last: StageModule, run: RunState, runtime: Runtime) -> LocalLayers | None:
         """The layers outside the pipeline, which the trainer computes itself; None if there are none."""
         if not last.spec.on_trainers:
             return None

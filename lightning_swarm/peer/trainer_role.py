@@ -65,14 +65,14 @@ class TrainerRole:
         run: RunState,
         stages: Sequence[StageModule],
         blocks: Blocks,
-        around: LocalLayers | None,
+        local_layers: LocalLayers | None,
         *,
         device: torch.device,
         runtime: Runtime,
     ) -> Session:
         """Open a session in a run that has begun, with the stages and blocks of this trainer's copy of the model.
 
-        `around` has the layers outside the pipeline, if there are any. `runtime` leads to the swarm's event loop as
+        `local_layers` are those outside the pipeline, if there are any. `runtime` leads to the swarm's event loop as
         long as the run lasts.
         """
         context = self._context(run)
@@ -89,7 +89,7 @@ class TrainerRole:
         steps = self._steps(run, context)
         context.check = steps.renew
         is_lead = self._transport.peer_id == run.manifest.lead
-        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+        return Session(runtime, pipeline, steps, run.manifest, around=local_layers, is_lead=is_lead)
 
     def _steps(self, run: RunState, context: PipelineContext) -> StepClient:
         """This trainer's step client; a trainer that came later may leave and return while the run goes on."""

@@ -173,13 +173,12 @@ def _fields(body: bytes) -> Mapping[str, Any]:
 
 def _place(fields: Mapping[str, Any]) -> dict[str, int]:
     """The step, stage and microbatch that a message names, itself or in a record inside it."""
-    inner = [fields]
+    records = [fields]
     for name in ("key", "record", "closing"):
-        inner += [one[name] for one in inner if isinstance(one.get(name), dict)]
-    names = {"step": "step", "stage_index": "stage", "index": "microbatch"}
-    return {
-        short: one[name] for one in reversed(inner) for name, short in names.items() if isinstance(one.get(name), int)
-    }
+        records += [record[name] for record in records if isinstance(record.get(name), dict)]
+    places = {"step": "step", "stage_index": "stage", "index": "microbatch"}
+    found = ((place, record.get(name)) for record in reversed(records) for name, place in places.items())
+    return {place: value for place, value in found if isinstance(value, int)}
 
 
 Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corrupt", "partition"]
