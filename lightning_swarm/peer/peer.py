@@ -77,9 +77,8 @@ class Peer:
             events=self.events,
             boot_id=self.boot_id,
         )
-        self._training = TrainerRole(
-            transport, self._tickets, config, self.events, rng, connect=self._directory.connect_all
-        )
+        connect = self._directory.connect_all
+        self._training = TrainerRole(transport, self._tickets, config, self.events, rng, connect)
         self.lead = Lead(runtime, self._directory, config, is_over=self._is_over)
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -36,29 +37,20 @@ _NUMBER_BITS: Final = 40
 """A trainer that is started again may have its former id, and must not be given its former places in a step."""
 
 
+@dataclass(eq=False)
 class TrainerRole:
-    """Opens this peer's sessions as a trainer, and holds what they share.
+    """Opens this peer's sessions as a trainer, and holds what they share."""
 
-    `rng` wires pipelines. `connect` makes the run's servers reachable.
-    """
+    _transport: Transport
+    _tickets: TicketStore
+    _config: SwarmConfig
+    _events: EventLog
+    _rng: random.Random  # wires pipelines
+    _connect: Callable[[], Awaitable[None]]  # makes the run's servers reachable
 
-    def __init__(
-        self,
-        transport: Transport,
-        tickets: TicketStore,
-        config: SwarmConfig,
-        events: EventLog,
-        rng: random.Random,
-        connect: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._transport = transport
-        self._tickets = tickets
-        self._config = config
-        self._events = events
-        self._rng = rng
-        self._connect = connect
-        self._copies = ReplayBuffer(config.limits.cache_bytes)
-        self._role = Role(transport, (), {}, idle="trains in no run")  # its calls belong to one run
+    def __post_init__(self) -> None:
+        self._copies = ReplayBuffer(self._config.limits.cache_bytes)
+        self._role = Role(self._transport, (), {}, idle="trains in no run")  # its calls belong to one run
 
     def open(
         self,
