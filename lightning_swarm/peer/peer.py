@@ -32,6 +32,7 @@ from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol import handshake
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, PeerReport
+from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import OrderedSnapshots
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import Executor, ThreadExecutor
@@ -72,10 +73,10 @@ class Peer:
         self._host = ServerHost(
             self._directory,
             self._tickets,
-            executor=lambda: self._executor(),  # noqa: PLW0108 - looked up when the server starts, as tests pace it
-            config=config,
-            events=self.events,
-            boot_id=self.boot_id,
+            lambda: self._executor(),  # noqa: PLW0108 - looked up when the server starts, as tests pace it
+            config,
+            self.events,
+            Member(peer_id=transport.peer_id, boot_id=self.boot_id),
         )
         connect = self._directory.connect_all
         self._training = TrainerRole(transport, self._tickets, config, self.events, rng, connect)
