@@ -28,7 +28,7 @@
         └── NotCoordinator   another peer coordinates the run (by now): ask that one
 """
 
-from lightning_swarm.core.readable import printable
+from lightning_swarm.core.readable import printable, printable_lines
 
 
 class SwarmError(Exception):
@@ -167,6 +167,5 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 def from_wire(name: str, text: str) -> SwarmError:
     """Make the error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
     kind = _BY_NAME.get(name, SwarmError)
-    if issubclass(kind, StageError):  # has the lines of a traceback
-        return kind("\n".join(map(printable, text.split("\n"))))
-    return kind(printable(text))
+    # A stage's error has the lines of a traceback, and a step's may repeat them.
+    return kind(printable_lines(text) if issubclass(kind, StageError | StepError) else printable(text))

@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
+def printable_lines(text: str) -> str:
+    """Like `printable`, but with the line ends of a traceback kept: for an error that is raised, not for a log."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def short_name(peer_id: str) -> str:
     """The end of a peer's id: all ids begin alike."""
     return printable(peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id)

@@ -88,9 +88,9 @@ class MembershipLifecycle:
         try:
             await self.serve_run(_log.info)
         except StepError as error:  # the loop gets the same error
-            _log.warning("This peer's server ends: %s", error)
+            _log.warning("This peer's server ends: %s", shorten(str(error)))
         except SwarmError as error:
-            _log.warning("This peer trains on, and serves no more: %s", error)
+            _log.warning("This peer trains on, and serves no more: %s", shorten(str(error)))
 
     async def serve_run(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_swarm.core.errors import PeerError, StageError, from_wire
+from lightning_swarm.core.errors import PeerError, from_wire
 from lightning_swarm.core.readable import printable, short_name, shorten
 
 PEER = "12D3KooWM7CaTpaYCfDNfo8mBoJC6tJUtsUAnUqmRnzhZ6errLTo"
@@ -65,9 +65,10 @@ def test_an_error_from_the_network_has_no_control_characters() -> None:
     assert str(from_wire("PeerError", f"a{HOSTILE}b")).isprintable()
     assert isinstance(from_wire("PeerError", HOSTILE), PeerError)
     assert str(from_wire("no such error", "a\nb")) == "a b"
-    traceback = from_wire("StageError", "it raised\x1b[2J\n  File x, line 1\n")
-    assert isinstance(traceback, StageError)
-    assert str(traceback) == "it raised?[2J\n  File x, line 1\n", "its lines are kept"
+    for kind in ("StageError", "TrainerFailed"):
+        error = from_wire(kind, "it raised\x1b[2J\n  File x, line 1\n")
+        assert type(error).__name__ == kind
+        assert str(error) == "it raised?[2J\n  File x, line 1\n", "a traceback's lines are kept"
 
 
 @pytest.mark.parametrize(
