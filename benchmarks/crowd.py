@@ -29,9 +29,10 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.model.partition import find_blocks
-from lightning_swarm.network import Directory, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
+from lightning_swarm.peer.discovery import RunDirectory, WantedServers
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 from lightning_swarm.protocol.messages.run import Manifest, Member
@@ -128,7 +129,7 @@ class Swarm:
         self.network = MemoryNetwork(latency_s=0.02)
         self.calls = Calls()
         self.directory: Counter[str] = Counter()
-        self._directories: dict[PeerId, CountedDirectory] = {}
+        self._directories: dict[PeerId, RunDirectory] = {}
         names = names_of(num_servers + num_trainers)
         self.transports = [self._transport(name) for name in names]
         self.members = [Member(peer_id=name, boot_id=self._rng.getrandbits(62)) for name in names[:num_servers]]
@@ -140,7 +141,8 @@ class Swarm:
 
     def _transport(self, name: PeerId) -> MemoryTransport:
         transport = self.network.transport(name)
-        self._directories[name] = CountedDirectory(self.network.directory(transport), self.directory)
+        counted = CountedDirectory(self.network.directory(transport), self.directory)
+        self._directories[name] = RunDirectory(counted, transport, RUN)
         return transport
 
     def _model(self) -> PeerModel:
@@ -166,10 +168,6 @@ class Swarm:
 
     def _server(self, transport: MemoryTransport, member: Member) -> Server:
         directory = self._directories[transport.peer_id]
-
-        async def announce(coordinator: PeerId) -> None:
-            await discovery.announce_run(directory, RUN, coordinator)
-
         context = ServerContext(
             transport,
             TicketStore(transport, max_bytes=1 << 30),
@@ -177,8 +175,8 @@ class Swarm:
             boot_id=member.boot_id,
             limits=LIMITS,
             events=EventLog(),
-            connect=lambda: discovery.connect_all(directory, transport, RUN),
-            announce=announce,
+            connect=directory.connect_all,
+            announce=directory.announce_run,
         )
         return Server(context, self._model())
 
@@ -207,18 +205,16 @@ class Swarm:
         await self.gather(lead)
         stages = self.model.build_stages([range(index, index + 1) for index in range(NUM_STAGES)])
         await discovery.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)
-        await discovery.announce_run(lead, RUN, self.manifest.coordinator)
+        await lead.announce_run(self.manifest.coordinator)
         await self.step()
 
-    async def gather(self, lead: Directory) -> None:
+    async def gather(self, lead: RunDirectory) -> None:
         """Start the servers, and have the lead find them."""
-        transport = self.network.find(self.manifest.lead)
-        for server, member, one in zip(self.servers, self.members, self.transports, strict=False):
+        for server, member in zip(self.servers, self.members, strict=True):
             await server.start()
-            await discovery.announce(self._directories[one.peer_id], one, RUN, member.boot_id, timeout=10.0)
-        await discovery.find_servers(
-            lead, transport, RUN, len(self.servers), num_trainers=0, timeout=10.0, check=lambda: None
-        )
+            await self._directories[member.peer_id].announce(member.boot_id, timeout=10.0)
+        wanted = WantedServers(num_servers=len(self.servers), num_trainers=0)
+        await lead.find_servers(wanted, timeout=10.0, check=lambda: None)
 
     async def step(self) -> None:
         """Of all trainers."""

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm import __version__
-from lightning_swarm.cli import join, simulate
 from lightning_swarm.cli import plan as plan_module
-from lightning_swarm.cli import status as status_module
-from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
+from lightning_swarm.cli import programs
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.process import LOG, follow_environment
+from lightning_swarm.core.readable import printable
 from lightning_swarm.model.export import export_file, export_safetensors
-from lightning_swarm.monitor import doctor
+from lightning_swarm.monitor import doctor, survey
 from lightning_swarm.monitor.checks import Finding
-from lightning_swarm.monitor.survey import table
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.planner import report
+from lightning_swarm.planner.simulator import microbatches
+from lightning_swarm.planner.simulator.fluid import Span, simulate
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
+from lightning_swarm.protocol.settings import Rebalancing
 
 _DESCRIPTION: Final = """\
 Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
@@ -71,6 +74,43 @@ _EXPORT: Final = """\
 The second one has all of the model and of the optimizer's state in memory meanwhile.
 """
 
+_SIMULATE: Final = """\
+{what}
+Starts nothing, needs no network. Of 10,000 peers on 100 stages a day takes minutes for each rule and seed.
+
+    lightning-swarm simulate scenario.yaml                          a table
+    lightning-swarm simulate scenario.yaml --picture swarm.png      and curves over time
+
+The file says what there is, for example:
+
+    stages: 8              # of the pipeline
+    hours: 24
+    peers:
+      number: 60
+      samples_per_s: [1, 10]   # the slowest and the fastest, forward and backward through a stage; or one number
+      stay_hours: 4            # each on the average; 0: for good
+      back_minutes: 10         # until another takes its place
+    rules: [none, paper, gain] # nobody moves; the SWARM paper's rule; what pays
+    interval_s: 300        # between two looks, at the latest
+    move_s: 30             # for how long who moves computes nothing: download and start
+    join_s: 30             # likewise for who comes
+    seeds: 3               # how often, each time by other chances
+
+With `microbatches` they are simulated one by one, by the code of real swarms: for hundreds of peers and minutes. Who
+moves or comes then downloads its stage, and `move_s` and `join_s` mean nothing.
+
+    microbatches:
+      per_step: 256
+      size: 1                # samples of each
+      boundary_mb: 0.5       # of a sample, from a stage to the next
+      stage_mb: 2            # of a stage's weights; its optimizer has twice as many
+      mbit: [20, 200]        # of the slowest link and the fastest, each way; or one number; 0: no limit
+      latency_ms: 10         # of each link
+
+Instead of `peers`, `trace: file.csv` has what happened, in lines of `seconds,peer,samples_per_s`: from then on a peer
+does so much, and 0 is one that is gone. The table's percentages are of what the best assignment of the peers alive at
+each moment would do. Numbers are means over the seeds.
+"""
 
 _LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
 
@@ -99,10 +139,10 @@ def _complain(error: SwarmError, status: int) -> int:
 def _command(arguments: Sequence[str]) -> Callable[[], int]:
     name = arguments[0] if arguments else ""
     # Lightning's own parsers of these commands take seconds to build, and need jsonargparse.
-    if name in TRAINER_COMMANDS or name in ("-c", "--config"):
-        return run_trainer
-    if name in join.COMMANDS:
-        return partial(join.run, name, arguments[1:])
+    if name in programs.TRAINER_COMMANDS or name in ("-c", "--config"):
+        return programs.run_trainer
+    if name in programs.PEER_COMMANDS:
+        return partial(programs.run_peer, name, arguments[1:])
     return partial(_run, _parser().parse_args(arguments))
 
 
@@ -118,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", prog="lightning-swarm", dest="command", metavar="COMMAND", required=True
     )
-    for name, line in {**TRAINER_COMMANDS, **join.COMMANDS}.items():
+    for name, line in {**programs.TRAINER_COMMANDS, **programs.PEER_COMMANDS}.items():
         commands.add_parser(name, help=line, add_help=False)  # to be listed; they are parsed elsewhere
 
     def add(name: str, what: str, description: str) -> argparse.ArgumentParser:
@@ -159,7 +199,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("out", type=Path, metavar="OUT", help="the file to write: *.safetensors or *.ckpt")
 
-    simulate.add_arguments(add("simulate", simulate.WHAT, simulate.DESCRIPTION))
+    simulation = add(
+        "simulate", "Simulate a swarm whose peers come and go: how fast it would be, by which rule.", _SIMULATE
+    )
+    simulation.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="what there is, and what happens")
+    simulation.add_argument(
+        "--picture", type=Path, metavar="OUT.png", help="draw throughput, peers per stage and moves"
+    )
     return parser
 
 
@@ -174,7 +220,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "status":
         return _show_status(arguments)
     if arguments.command == "simulate":
-        return simulate.run(arguments)
+        return _simulate(arguments)
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
@@ -185,10 +231,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show_status(arguments: argparse.Namespace) -> int:
-    reports = status_module.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
+    reports = survey.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
     try:
-        for report in reports:
-            print(json.dumps(asdict(report)) if arguments.json else table(report), flush=True)  # noqa: T201 - a command
+        for look in reports:
+            print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command
     except KeyboardInterrupt:
         pass  # how --watch ends
     finally:
@@ -196,6 +242,26 @@ def _show_status(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    found = simulated(ScenarioRuns(arguments.scenario))
+    print(report.span_table(found))  # noqa: T201 - a command
+    if arguments.picture is not None:
+        report.draw_spans(found, arguments.picture)
+        print(f"{arguments.picture}: drawn, of the first seed")  # noqa: T201 - a command
+    return 0
+
+
+def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
+    """Simulate all seeds by each rule."""
+    found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.file.rules}
+    for seed in range(runs.file.seeds):
+        work = runs.work(seed)
+        for rule, scenario in runs.scenarios(seed):
+            found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
+    return found
+
+
 def _line(finding: Finding) -> str:
-    line = f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}"
+    # Other peers have sent some of it.
+    line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
     return line if finding.ok else f"{line}\n       -> {finding.remedy}"

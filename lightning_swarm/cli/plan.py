@@ -7,24 +7,24 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
-from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
+from lightning_swarm.cli import pytorch_lightning, swarm_cli
+from lightning_swarm.cli.programs import choose_framework, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
-from lightning_swarm.monitor.survey import picture
+from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
 from lightning_swarm.planner.machine_files import NOT_GIVEN, TransferCost, read_compression, read_machines
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
-from lightning_swarm.planner.records import ModelProfile, Now
+from lightning_swarm.planner.records import Machine, ModelProfile, Plan
 from lightning_swarm.planner.report import describe, describe_now, draw
 from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.strategy.framework import LIGHTNING
@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
-    add_machine_arguments(parser)
-    add_live_arguments(parser)
+    _add_machine_arguments(parser)
+    _add_live_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
 
@@ -111,24 +111,28 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check_numbers(arguments)
     if arguments.swarm:
-        return run_live(arguments)
+        return _run_live(arguments)
     _check(arguments)
     subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
     measure = subject.measure if arguments.measure else None
     machines = read_machines(arguments.machines, subject.model.flop, measure)
-    travel = of_command(arguments).filled_from(read_compression(arguments.machines)).filled_from(subject.travel)
+    travel = _chosen_travel(arguments).filled_from(read_compression(arguments.machines)).filled_from(subject.travel)
     model = replace(subject.model, wire=travel.wire)
-    plan = make_plan(
-        model,
-        machines,
-        target_batch_size=arguments.target_batch_size,
-        largest_batch_size=arguments.largest_batch_size,
-    )
+    plan = _plan(arguments, model, machines)
     text = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
     print(text)  # noqa: T201 - a command
     if arguments.picture:
         draw(arguments.picture, machines[0], subject.sequence, subject.width)
     return 0 if plan.possible else 1
+
+
+def _plan(arguments: argparse.Namespace, model: ModelProfile, machines: Sequence[Machine]) -> Plan:
+    return make_plan(
+        model,
+        machines,
+        target_batch_size=arguments.target_batch_size,
+        largest_batch_size=arguments.largest_batch_size,
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -196,8 +200,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for how tensors travel."""
+def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
     group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
     for name in _NAMES:
@@ -205,7 +208,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
 
 
-def of_command(arguments: argparse.Namespace) -> TransferCost:
+def _chosen_travel(arguments: argparse.Namespace) -> TransferCost:
     """Read the options on how tensors travel; raises a ConfigError if that is impossible."""
     every = arguments.compression
     options = {name: getattr(arguments, f"compression.{name}") for name in _NAMES}
@@ -221,8 +224,7 @@ def _value(text: str) -> object:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def add_live_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for planning from a live swarm."""
+def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
     live.add_argument(
@@ -247,7 +249,7 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_live(arguments: argparse.Namespace) -> int:
+def _run_live(arguments: argparse.Namespace) -> int:
     """Look at the swarm twice, plan, and print the plan; returns the exit status, as `run`.
 
     Raises a ConfigError for impossible options, and another SwarmError if the peer does not answer or too little is
@@ -256,18 +258,18 @@ def run_live(arguments: argparse.Namespace) -> int:
     _check_live(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
     assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
-    chosen = of_command(arguments)
+    chosen = _chosen_travel(arguments)
     live = _look(arguments, assumed)
     current = TransferCost(live.compression)
     travel = chosen.filled_from(current)
     model = replace(live.model, wire=travel.wire)
-    plan = make_plan(
-        model,
-        live.machines,
-        target_batch_size=arguments.target_batch_size,
-        largest_batch_size=arguments.largest_batch_size,
-    )
-    now = _now(live, replace(live.model, wire=current.wire))
+    plan = _plan(arguments, model, live.machines)
+    setting = live.now.setting
+    if setting is None:
+        now = live.now
+    else:
+        predicted = predict(replace(live.model, wire=current.wire), live.machines, setting)
+        now = replace(live.now, predicted_samples_per_s=predicted)
     if arguments.json:
         print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
     else:
@@ -300,18 +302,14 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
     address = Address.parse(arguments.swarm)
-    with contextlib.closing(status.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
+    with contextlib.closing(
+        survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout)
+    ) as looks:
         before, now = next(looks), next(looks)
-    observed = {PeerId(peer.peer_id): peer for peer in picture(now, before).peers}
+    observed = {PeerId(peer.peer_id): peer for peer in survey.summarize(now, before).peers}
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
     throughputs = {
         peer: PeerThroughput(observed[peer].samples_per_s, observed[peer].sent_gb_per_hour * _GB / 3600)
         for peer in reports
     }
     return read_swarm(reports, throughputs, assumed, str if arguments.json else short_name)
-
-
-def _now(live: LiveRates, model: ModelProfile) -> Now:
-    setting = live.now.setting
-    predicted = predict(model, live.machines, setting) if setting is not None else None
-    return replace(live.now, predicted_samples_per_s=predicted)

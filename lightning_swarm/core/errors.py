@@ -28,6 +28,8 @@
         └── NotCoordinator   another peer coordinates the run (by now): ask that one
 """
 
+from lightning_swarm.core.readable import printable, printable_lines
+
 
 class SwarmError(Exception):
     """Base of everything that `lightning_swarm` raises on purpose."""
@@ -143,4 +145,6 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 def from_wire(name: str, text: str) -> SwarmError:
     """Make the error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
-    return _BY_NAME.get(name, SwarmError)(text)
+    kind = _BY_NAME.get(name, SwarmError)
+    # A stage's error has the lines of a traceback, and a step's may repeat them.
+    return kind(printable_lines(text) if issubclass(kind, StageError | StepError) else printable(text))

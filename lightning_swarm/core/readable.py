@@ -1,4 +1,7 @@
-"""Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes."""
+"""Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes.
+
+Other peers send much of a message: `printable` keeps it from steering a terminal, or forging a line of a log.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 _SHORT_LENGTH: Final = 6
+_MAX_LENGTH: Final = 2000  # bounds the work of the patterns below, and the line
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
 _DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
 _NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
@@ -15,14 +19,28 @@ _ERROR_NUMBER: Final = re.compile(r"\[Errno -?\d+\] ")
 _BACKOFF: Final = "dial backoff"  # libp2p tried a moment ago, and does not try again so soon
 
 
+def printable(text: str) -> str:
+    """A text with spaces for line ends and tabs, and "?" for characters that a terminal may obey, or show reordered."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """Like `printable`, but with the line ends of a traceback kept: for an error that is raised, not for a log."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def short_name(peer_id: str) -> str:
     """The end of a peer's id: all ids begin alike."""
-    return peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id
+    return printable(peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id)
 
 
 def shorten(text: str) -> str:
     """A message as one line: short names of peers, and of a failed connection only its innermost cause."""
-    line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(text.split()))
+    if len(text) > _MAX_LENGTH:
+        text = f"{text[: _MAX_LENGTH - 3]}..."
+    line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(printable(text).split()))
     return _ERROR_NUMBER.sub("", _DIAL.sub(_cause, line))
 
 

@@ -91,7 +91,7 @@ def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Addre
     yield checks.check_python(platform.python_version())
     versions = [checks.check_version(name, installed_version(name)) for name in checks.SUPPORTED]
     yield from versions
-    for path, purpose in _folders().items():
+    for path, purpose in ((Path.cwd(), "checkpoints and logs"), (_SOCKETS, "the daemon's sockets")):
         yield checks.check_folder(look_at_folder(path, purpose))
     if all(finding.ok for finding in versions if finding.check == "torch"):
         yield checks.check_threads(_num_threads(), _num_cores())
@@ -180,10 +180,6 @@ def look_at_folder(path: Path, purpose: str) -> FolderReport:
     except OSError as error:
         return FolderReport(path=str(path), purpose=purpose, problem=error.strerror or str(error), free_bytes=0)
     return FolderReport(path=str(path), purpose=purpose, problem=None, free_bytes=free_bytes)
-
-
-def _folders() -> dict[Path, str]:
-    return {Path.cwd(): "checkpoints and logs", _SOCKETS: "the daemon's sockets"}
 
 
 def _num_threads() -> int:

@@ -1,19 +1,23 @@
 """A live swarm, seen by anyone who can reach its peers: they are asked, and nothing is changed.
 
-The first half asks peers and answers them; the second one, from `ObservedPeer` on, makes a report and a table.
+The first part asks peers and answers them; the second one, from `ObservedPeer` on, makes a report and a table; the
+third one, from `watch` on, looks from outside the swarm, once or again and again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_swarm.core.errors import ConfigError, ProtocolError, SwarmError
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
+from lightning_swarm.monitor.checks import Obstacle
+from lightning_swarm.monitor.doctor import knock
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport
@@ -22,6 +26,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 REPORT: Final = "peer.report"
 OTHERS: Final = "peer.others"
 
+_START_TIMEOUT_S: Final = 30.0
 _MAX_OTHERS: Final = 1024
 _MAX_ADDRESSES: Final = 16
 _HEADS: Final = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
@@ -101,7 +106,7 @@ def _place(addresses: Sequence[str]) -> str:
     for text in addresses:
         with contextlib.suppress(ConfigError):
             parsed.append(Address.parse(text))
-    return str(widest(parsed).place) if parsed else "an unknown place"
+    return printable(str(widest(parsed).place)) if parsed else "an unknown place"
 
 
 def _check_empty(method: str, body: bytes) -> None:
@@ -140,7 +145,7 @@ class SwarmReport:
     peers: tuple[ObservedPeer, ...]
 
 
-def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
+def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
     """A report of what peers answered now, with rates since the previous look if there was one."""
     reports = _reports(sightings)
     earlier = _reports(before)
@@ -282,3 +287,57 @@ def _duration(seconds: float) -> str:
     if hours >= 1:
         return f"{hours:.1f} h"
     return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
+
+
+def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[SwarmReport]:
+    """Reports of the swarm that a peer belongs to; see `look_repeatedly`."""
+    before: Sequence[Sighting] = ()
+    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout)) as sightings:
+        for now in sightings:
+            yield summarize(now, before)
+            before = now
+
+
+def look_repeatedly(address: Address, *, every_s: float | None, timeout: float) -> Generator[Sequence[Sighting]]:
+    """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once.
+
+    Raises a ConfigError for impossible seconds, and `Unreachable` if the peer does not answer within `timeout`.
+    """
+    for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
+        if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
+            )
+    from lightning_swarm.core.event_loop import ThreadRuntime
+    from lightning_swarm.network import hivemind  # takes a second, and only this needs it
+
+    with contextlib.closing(ThreadRuntime("status")) as runtime:
+        transport, directory = runtime.run(hivemind.start(startup_timeout=_START_TIMEOUT_S))
+        try:
+            while True:
+                try:
+                    runtime.run(transport.connect([address.maddr]))
+                except PeerError as error:
+                    raise Unreachable(_explain(address, timeout)) from error
+                try:
+                    now = runtime.run(look(transport, address.peer_id, address.maddr, timeout=timeout))
+                except PeerError as error:
+                    raise Unreachable(
+                        f"{address} does not answer: {shorten(str(error))} Ask another peer of the run, or find out "
+                        f"what is in the way: lightning-swarm doctor --peer {address}"
+                    ) from error
+                yield now
+                if every_s is None:
+                    return
+                threading.Event().wait(every_s)
+        finally:
+            runtime.run(directory.close())
+            runtime.run(transport.close())
+
+
+def _explain(address: Address, timeout: float) -> str:
+    """Why libp2p does not reach a peer, found out without libp2p and in plainer words."""
+    dialed = knock(address, timeout=timeout)
+    obstacle = dialed.obstacle or Obstacle.IDENTITY  # libp2p answers there
+    detail = f" ({dialed.detail})" if dialed.detail else ""
+    return f"{address} cannot be reached: {obstacle.what}{detail}. {obstacle.remedy} Or ask another peer of the run."

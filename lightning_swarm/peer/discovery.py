@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_swarm.coordinator import server_calls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import Directory, Message, PeerId, Transport
@@ -87,6 +87,8 @@ class RunDirectory:
     directory: Directory
     transport: Transport  # this peer's
     run_id: str
+    # What was warned of: the same announcements are read again and again, also those of peers that are gone.
+    _warned_of: set[tuple[PeerId, int | str]] = field(default_factory=set, init=False)
 
     async def announce_run(self, coordinator: PeerId) -> None:
         """Announce the coordinator, which servers that come later ask to join."""
@@ -95,7 +97,7 @@ class RunDirectory:
             await self.directory.announce(f"{self.run_id}.run", value, ttl_s=_ANNOUNCEMENT_TTL_S)
         except PeerError as error:
             _log.warning("Nobody will find this run in order to join it: %s", shorten(str(error)))
-            _log.debug("In full: %s", error)
+            _log.debug("In full: %s", printable(str(error)))
 
     async def announce_starter(self, *, timeout: float) -> None:
         """Announce that this program would begin a run."""
@@ -198,12 +200,8 @@ class RunDirectory:
             try:
                 await self.transport.connect(server.addresses)
             except SwarmError as error:
-                _log.warning(
-                    "Cannot reach server %s, which announced itself and may be gone: %s",
-                    short_name(peer),
-                    shorten(str(error)),
-                )
-                _log.debug("In full: %s", error)
+                text = "Cannot reach server %s, which announced itself and may be gone: %s"
+                self._warn_once(text, peer, server.boot_id, error)
                 return False
             return True
 
@@ -225,8 +223,15 @@ class RunDirectory:
             try:
                 found[peer] = decode(value, kind)
             except ProtocolError as error:
-                _log.warning("Ignored what %s announced: %s", short_name(peer), shorten(str(error)))
+                self._warn_once("Ignored what %s announced: %s", peer, key, error)
         return found
+
+    def _warn_once(self, text: str, peer: PeerId, life: int | str, error: SwarmError) -> None:
+        """Warn of a peer once in its life, which its boot id tells, or the key of an announcement without one."""
+        if (peer, life) not in self._warned_of:
+            self._warned_of.add((peer, life))
+            _log.warning(text, short_name(peer), shorten(str(error)))
+        _log.debug("In full, of %s: %s", printable(peer), printable(str(error)))
 
 
 async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:

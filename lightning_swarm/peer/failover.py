@@ -22,11 +22,11 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import first_of, gather
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.messages.run import LoopReply, LoopRequest, Manifest, ReleaseRequest, RunView
+from lightning_swarm.protocol.messages.run import LoopReply, LoopRequest, Manifest, ReleaseRequest
 from lightning_swarm.protocol.messages.state import KeptLoop
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import KEEP_LOOP, RELEASE, VIEW
-from lightning_swarm.protocol.queries import ask_held
+from lightning_swarm.protocol.methods import KEEP_LOOP, RELEASE
+from lightning_swarm.protocol.queries import ask_held, ask_view
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.admission import Admission
 
@@ -159,16 +159,10 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
     """The manifest of the run if another peer leads it by now, as its servers show it."""
-
-    async def ask(peer: PeerId) -> Manifest | None:
-        try:
-            return decode(await transport.call(peer, VIEW, b"", timeout=timeout), RunView).manifest
-        except SwarmError as error:
-            _log.info("%s shows no run: %s", peer, error)
-            return None
-
-    answers = await gather(ask(peer) for peer in run.servers if peer != transport.peer_id)
-    newest = max(filter(None, answers), key=lambda manifest: manifest.generation, default=None)
+    others = [peer for peer in run.servers if peer != transport.peer_id]
+    views = await gather(ask_view(transport, peer, timeout=timeout) for peer in others)
+    manifests = [view.manifest for view in views if view is not None]
+    newest = max(manifests, key=lambda manifest: manifest.generation, default=None)
     if newest is None or newest.generation < run.manifest.generation or newest.lead == transport.peer_id:
         return None
     return newest
@@ -279,8 +273,5 @@ class StandbyLead:
 
     async def _has_newer_generation(self, lead: PeerId) -> bool:
         assert self.run is not None
-        try:
-            view = decode(await self._transport.call(lead, VIEW, b"", timeout=self._limits.silence_timeout), RunView)
-        except SwarmError:  # the lead is in no run at this moment
-            return False
-        return view.manifest.generation > self.run.manifest.generation
+        view = await ask_view(self._transport, lead, timeout=self._limits.silence_timeout)
+        return view is not None and view.manifest.generation > self.run.manifest.generation

@@ -25,7 +25,7 @@ from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol.messages.membership import ClaimReply
 from lightning_swarm.protocol.messages.run import RunView, ranges_of
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.protocol.queries import ask_view
 from lightning_swarm.protocol.run_state import RunState, check_open
 from lightning_swarm.protocol.settings import SET_BY_EACH_TRAINER
 from lightning_swarm.server.stage_builder import PeerModel
@@ -37,17 +37,10 @@ _LOOK_S: Final = 1.0
 
 async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | None:
     """The run that is under way, as its coordinator shows it."""
-    timeout = config.limits.leave_timeout
-
-    async def ask(peer: PeerId) -> RunView | None:
-        try:
-            view = decode(await directory.transport.call(peer, VIEW, b"", timeout=timeout), RunView)
-        except SwarmError:  # an announcement that an earlier run left behind
-            return None
-        return view if view.manifest.run_id == config.run_id else None
-
-    found = await gather(map(ask, await directory.find_runs()))
-    views = [view for view in found if view is not None]
+    # Announcements that earlier runs left behind may be among them.
+    peers, timeout = await directory.find_runs(), config.limits.leave_timeout
+    found = await gather(ask_view(directory.transport, peer, timeout=timeout) for peer in peers)
+    views = [view for view in found if view is not None and view.manifest.run_id == config.run_id]
     return max(views, key=lambda view: (view.manifest.generation, view.term, view.version), default=None)
 
 
@@ -264,8 +257,8 @@ class Follower:
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
         stages = model.build_stages(ranges_of(run.manifest.stages))
-        around = self._host.around(stages[-1], run, self._runtime)
-        return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
+        local_layers = self._host.local_layers(stages[-1], run, self._runtime)
+        return self._training.open(run, stages, model.blocks, local_layers, device=device, runtime=runtime)
 
     # ------------------------------------------------------------------ a run that rolls back
 

@@ -64,17 +64,23 @@ class RunSpec:
     former_leads: Sequence[PeerId] = ()  # of older generations
 
 
-async def check_first(directory: RunDirectory, config: SwarmConfig) -> None:
-    """Raise a ConfigError if a run of this id is under way: two would take each other's servers."""
-    for coordinator in await directory.find_runs():
-        try:
-            await directory.transport.call(coordinator, VIEW, b"", timeout=config.limits.leave_timeout)
-        except SwarmError:
-            continue  # an announcement that an earlier run left behind
-        raise ConfigError(
-            f"a run has one starter, and {config.run_id!r} is under way. Serve it with `role='server'`, or "
-            "start another one with another `run_id`."
-        )
+def continued(spec: RunSpec, former: Manifest) -> RunSpec:
+    """The next generation of a run: what its starter decided for all peers holds, whoever leads it now."""
+    clips = {"gradient_clip_norm": former.gradient_clip_norm, "gradient_clip_value": former.gradient_clip_value}
+    for name, value in clips.items():
+        if getattr(spec, name) != value:
+            _log.warning("The run keeps its `%s` of %s; this Trainer's is %s.", name, value, getattr(spec, name))
+    # The lead's own loop ends the run.
+    if None not in (spec.max_steps, former.max_steps) and spec.max_steps != former.max_steps:
+        _log.warning("The run ends with this Trainer's `max_steps` of %s, not %s.", spec.max_steps, former.max_steps)
+    return replace(
+        spec,
+        generation=former.generation + 1,
+        seed=former.seed,  # steps that are computed again must draw the same random numbers
+        former_leads=former.former_leads or (),
+        gradient_clip_norm=former.gradient_clip_norm,
+        gradient_clip_value=former.gradient_clip_value,
+    )
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
@@ -146,10 +152,8 @@ class Lead:
         self.versions_kept: Callable[[], Collection[int]] = tuple  # of the states of its trainer's loop
         self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
         self._took_over = False  # the run, which is to roll back, from another peer
-        # For the next generation, from the one before:
-        self._generation = 0
-        self._seed: int | None = None
-        self._former_leads: Sequence[PeerId] = ()
+        # Of the generation before, for the next one:
+        self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
         self._standbys = StandbyLeads(directory.transport, directory.known_standbys, limits=config.limits)
@@ -157,9 +161,23 @@ class Lead:
     # ------------------------------------------------------------------ beginning a run
 
     def check_first(self) -> None:
-        """Raise a ConfigError if the run is under way elsewhere, before this peer announces itself."""
+        """Before this peer announces itself: raise a ConfigError if a run of this id is under way.
+
+        Two would take each other's servers.
+        """
         if self._config.initial_peers and self._survivors is None:
-            self._runtime.run(check_first(self._directory, self._config))
+            self._runtime.run(self._check_first())
+
+    async def _check_first(self) -> None:
+        for coordinator in await self._directory.find_runs():
+            try:
+                await self._transport.call(coordinator, VIEW, b"", timeout=self._config.limits.leave_timeout)
+            except SwarmError:
+                continue  # an announcement that an earlier run left behind
+            raise ConfigError(
+                f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
+                "start another one with another `run_id`."
+            )
 
     def say_prepared(self, launch_id: str) -> None:
         """Tell the other trainers of this launch that the data is prepared."""
@@ -192,11 +210,10 @@ class Lead:
         `stages` are cut out of that copy. Raises a ConfigError if a server's model is not the lead's, and a PeerError
         if a server left.
         """
-        # The former seed: steps that are computed again must draw the same random numbers.
-        seed = spec.seed if self._seed is None else self._seed
-        spec = replace(spec, generation=self._generation, seed=seed, former_leads=self._former_leads)
+        if self._former is not None:
+            spec = continued(spec, self._former)
         self.stages, self._initial_weights = stages, model.origin
-        if spec.selection is not None and self._generation == 0:
+        if spec.selection is not None and self._former is None:
             self._warn_of_batch_norms(batch_norms(model.blocks))
         run = self._runtime.run(self._admit(spec, model, me, servers))
         self._hand_out(run, timeout=self._config.limits.start_timeout)
@@ -323,8 +340,7 @@ class Lead:
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:
-            self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
-            self._former_leads = self.run.manifest.former_leads or ()
+            self._former = self.run.manifest
             servers = self._runtime.run(failover.release(self._transport, self.run, first_step, timeout=timeout))
             if self._took_over and not has_majority(self.run, servers):
                 raise Unreachable(
@@ -348,7 +364,14 @@ class Lead:
     def take_over(self, run: RunState) -> None:
         """Take over a run that another peer led, and that is to roll back; its servers know this peer as its lead."""
         self.run, self._took_over = run, True
-        self._config = replace(self._config, settings=run.manifest.settings)  # its next generations have them, too
+        own, settings = self._config.settings, run.manifest.settings
+        differing = [name for name in settings.__struct_fields__ if getattr(own, name) != getattr(settings, name)]
+        if differing:
+            _log.warning(
+                "The run keeps the settings of its starter, from which this program's differ: %s.",
+                ", ".join(f"`{name}` is {getattr(settings, name)}, not {getattr(own, name)}" for name in differing),
+            )
+        self._config = replace(self._config, settings=settings)
 
     def give_up(self) -> None:
         """Stop leading a run before it rolled back: its servers would take this peer's end for the run's."""

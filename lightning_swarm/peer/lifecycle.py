@@ -77,6 +77,7 @@ class MembershipLifecycle:
         self._newest_view: RunView | None = None  # of this server's run, as other peers showed it
         self._answered_s = 0.0  # when any peer of the run answered last
         self._led_s = 0.0  # when its coordinator or its lead answered last: one of them would end the run
+        self._silent: set[PeerId] = set()  # did not answer when they were asked last
 
     def leave(self) -> None:
         """Have one of the next records let this server go, then end; twice is fine."""
@@ -87,9 +88,9 @@ class MembershipLifecycle:
         try:
             await self.serve_run(_log.info)
         except StepError as error:  # the loop gets the same error
-            _log.warning("This peer's server ends: %s", error)
+            _log.warning("This peer's server ends: %s", shorten(str(error)))
         except SwarmError as error:
-            _log.warning("This peer trains on, and serves no more: %s", error)
+            _log.warning("This peer trains on, and serves no more: %s", shorten(str(error)))
 
     async def serve_run(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it.
@@ -276,10 +277,12 @@ class MembershipLifecycle:
     async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
         async def ask(peer: PeerId) -> RunView | None:
             try:
-                return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
+                view = decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
             except SwarmError as error:
-                _warn_of_silence(peer, error)
+                self._note_silence(peer, error)
                 return None
+            self._silent.discard(peer)
+            return view
 
         found = await gather(ask(peer) for peer in peers[:_MAX_ASKED])
         return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
@@ -289,9 +292,17 @@ class MembershipLifecycle:
         try:
             await queries.greet(self._transport, peer, timeout=_LOOK_S)
         except SwarmError as error:
-            _warn_of_silence(peer, error)
+            self._note_silence(peer, error)
             return False
+        self._silent.discard(peer)
         return True
+
+    def _note_silence(self, peer: PeerId, error: SwarmError) -> None:
+        """Warn when a peer falls silent, not at each look until it answers again."""
+        if peer not in self._silent:
+            self._silent.add(peer)
+            _log.warning("%s does not answer: %s", short_name(peer), shorten(str(error)))
+        _log.debug("In full, of %s: %s", peer, error)
 
     # ------------------------------------------------------------------ leaving
 
@@ -336,8 +347,3 @@ class MembershipLifecycle:
 
 def _stages(held: Sequence[int]) -> str:
     return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
-
-
-def _warn_of_silence(peer: PeerId, error: SwarmError) -> None:
-    _log.warning("%s does not answer: %s", short_name(peer), shorten(str(error)))
-    _log.debug("In full, of %s: %s", peer, error)

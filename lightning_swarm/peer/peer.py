@@ -31,6 +31,7 @@ from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, PeerReport
+from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import OrderedSnapshots
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import Executor, ThreadExecutor
@@ -71,14 +72,13 @@ class Peer:
         self._host = ServerHost(
             self._directory,
             self._tickets,
-            executor=lambda: self._executor(),  # noqa: PLW0108 - looked up when the server starts, as tests pace it
-            config=config,
-            events=self.events,
-            boot_id=self.boot_id,
+            lambda: self._executor(),  # noqa: PLW0108 - looked up when the server starts, as tests pace it
+            config,
+            self.events,
+            Member(peer_id=transport.peer_id, boot_id=self.boot_id),
         )
-        self._training = TrainerRole(
-            transport, self._tickets, config, self.events, rng, connect=self._directory.connect_all
-        )
+        connect = self._directory.connect_all
+        self._training = TrainerRole(transport, self._tickets, config, self.events, rng, connect)
         self.lead = Lead(runtime, self._directory, config, is_over=self._is_over)
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()
@@ -121,10 +121,6 @@ class Peer:
         """Raise a ConfigError if the `initial_peers` are for other runs than this peer's."""
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
-    def serve_to_the_end(self, say: Callable[[str], None]) -> None:
-        """Enter a run that begins or is under way, and serve until it is over; see `serve_run`."""
-        self.runtime.run(self.serve_run(say))
-
     async def serve_run(self, say: Callable[[str], None] = _log.info) -> None:
         """On the loop: enter a run; return when it is over or has let this peer go."""
         await self._host.serve_run(say)
@@ -157,8 +153,8 @@ class Peer:
         self.runtime.run(self._host.keep_joined(run))
         until_over = self.runtime if self.server is None else self._host.until_over(self.runtime)
         runtime = UntilStageLost(until_over, self.lead.lost_for_good)
-        around = self._host.around(stages[-1], run, self.runtime)
-        return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
+        local_layers = self._host.local_layers(stages[-1], run, self.runtime)
+        return self._training.open(run, stages, model.blocks, local_layers, device=device, runtime=runtime)
 
     def _is_over(self) -> bool:
         """True if this peer's server was told that the run is over, so that the other peers are free."""

@@ -98,10 +98,8 @@ def of_child() -> list[str]:
     """The command line that runs this script or module again in a child process, with the same arguments."""
     # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
-    spec = _spec()
-    if spec is not None:
-        name = spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name
-        return [*python, "-m", name, *sys.argv[1:]]
+    if _spec() is not None:
+        return [*python, "-m", _program_name(), *sys.argv[1:]]
     script = Path(sys.argv[0])
     if not script.is_file():
         raise ConfigError(

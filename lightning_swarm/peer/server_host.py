@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.core.event_loop import Runtime, UntilRunEnds
@@ -25,35 +26,22 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 
 
+@dataclass(eq=False)
 class ServerHost:
-    """Runs one peer's server in one run after another; its coroutines run on the loop.
+    """Runs one peer's server in one run after another; its coroutines run on the loop."""
 
-    `executor` makes the compute thread, on the loop. `boot_id` tells this life of the peer from others.
-    """
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        tickets: TicketStore,
-        *,
-        executor: Callable[[], Executor],
-        config: SwarmConfig,
-        events: EventLog,
-        boot_id: int,
-    ) -> None:
-        self._directory = directory
-        self._transport = directory.transport
-        self._tickets = tickets
-        self._executor = executor
-        self._config = config
-        self._events = events
-        self.me = Member(peer_id=directory.transport.peer_id, boot_id=boot_id)
-        self.server: Server | None = None  # None: this peer holds no stage
-        self.announced = False  # runs can find the server
-        self.could_lead = False  # this peer could take over from a lead that is gone
-        self._lifecycle: MembershipLifecycle | None = None
-        self._tasks = TaskOwner()
-        self._serving: asyncio.Task[None] | None = None  # beside this peer's trainer
+    _directory: RunDirectory
+    _tickets: TicketStore
+    _executor: Callable[[], Executor]  # makes the compute thread, on the loop
+    _config: SwarmConfig
+    _events: EventLog
+    me: Member
+    server: Server | None = field(default=None, init=False)  # None: this peer holds no stage
+    announced: bool = field(default=False, init=False)  # runs can find the server
+    could_lead: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
+    _lifecycle: MembershipLifecycle | None = field(default=None, init=False)
+    _tasks: TaskOwner = field(default_factory=TaskOwner, init=False)
+    _serving: asyncio.Task[None] | None = field(default=None, init=False)  # beside this peer's trainer
 
     @property
     def admission(self) -> Admission:
@@ -76,7 +64,7 @@ class ServerHost:
             return
         hosts = {address.peer_id for address in self._config.initial_peers}
         context = ServerContext(
-            self._transport,
+            self._directory.transport,
             self._tickets,
             self._executor(),
             boot_id=self.me.boot_id,
@@ -96,7 +84,7 @@ class ServerHost:
             find_servers=self._find_servers,
         )
         self._lifecycle = MembershipLifecycle(
-            self._transport, self.server, contacts, limits=self._config.limits, events=self._events
+            self._directory.transport, self.server, contacts, limits=self._config.limits, events=self._events
         )
 
     async def _find_servers(self) -> Collection[PeerId]:
@@ -170,11 +158,11 @@ class ServerHost:
             admission.left,
             rolled_back or asyncio.Event(),
             ending_error=lambda: admission.ending_error,
-            is_cut_off=lambda: self._transport.closed,
+            is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,
         )
 
-    def around(self, last: StageModule, run: RunState, runtime: Runtime) -> LocalLayers | None:
+    def local_layers(self, last: StageModule, run: RunState, runtime: Runtime) -> LocalLayers | None:
         """The layers outside the pipeline, which the trainer computes itself; None if there are none."""
         if not last.spec.on_trainers:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -36,62 +37,53 @@ _NUMBER_BITS: Final = 40
 """A trainer that is started again may have its former id, and must not be given its former places in a step."""
 
 
+@dataclass(eq=False)
 class TrainerRole:
-    """Opens this peer's sessions as a trainer, and holds what they share.
+    """Opens this peer's sessions as a trainer, and holds what they share."""
 
-    `rng` wires pipelines. `connect` makes the run's servers reachable.
-    """
+    _transport: Transport
+    _tickets: TicketStore
+    _config: SwarmConfig
+    _events: EventLog
+    _rng: random.Random  # wires pipelines
+    _connect: Callable[[], Awaitable[None]]  # makes the run's servers reachable
 
-    def __init__(
-        self,
-        transport: Transport,
-        tickets: TicketStore,
-        config: SwarmConfig,
-        events: EventLog,
-        rng: random.Random,
-        connect: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._transport = transport
-        self._tickets = tickets
-        self._config = config
-        self._events = events
-        self._rng = rng
-        self._connect = connect
-        self._copies = ReplayBuffer(config.limits.cache_bytes)
-        self._role = Role(transport, (), {}, idle="trains in no run")  # its calls belong to one run
+    def __post_init__(self) -> None:
+        self._copies = ReplayBuffer(self._config.limits.cache_bytes)
+        self._role = Role(self._transport, (), {}, idle="trains in no run")  # its calls belong to one run
 
     def open(
         self,
         run: RunState,
         stages: Sequence[StageModule],
         blocks: Blocks,
-        around: LocalLayers | None,
+        local_layers: LocalLayers | None,
         *,
         device: torch.device,
         runtime: Runtime,
     ) -> Session:
         """Open a session in a run that has begun, with the stages and blocks of this trainer's copy of the model.
 
-        `around` has the layers outside the pipeline, if there are any. `runtime` leads to the swarm's event loop as
+        `local_layers` are those outside the pipeline, if there are any. `runtime` leads to the swarm's event loop as
         long as the run lasts.
         """
-        link = self._link(run)
+        context = self._context(run)
         config = PipelineConfig(
             stages=[stage for stage in stages if not stage.spec.on_trainers],
             shared=self._config.shared,
             microbatch_size=run.manifest.settings.microbatch_size,
-            num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
+            num_microbatches=_num_microbatches([len(router.peers) for router in context.routers]),
             max_in_flight=self._config.limits.max_in_flight,
             device=device,
             codecs=Codecs.of(run.manifest.settings.compression),
         )
-        pipeline = Pipeline(blocks.modules, link, runtime, config)
-        steps = self._steps(run, link)
-        link.check = steps.renew
+        pipeline = Pipeline(blocks.modules, context, runtime, config)
+        steps = self._steps(run, context)
+        context.check = steps.renew
         is_lead = self._transport.peer_id == run.manifest.lead
-        return Session(runtime, pipeline, steps, run.manifest, local_layers=around, is_lead=is_lead)
+        return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 
-    def _steps(self, run: RunState, link: PipelineContext) -> StepClient:
+    def _steps(self, run: RunState, context: PipelineContext) -> StepClient:
         """This trainer's step client; a trainer that came later may leave and return while the run goes on."""
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
@@ -104,23 +96,22 @@ class TrainerRole:
                 successor_s=limits.stage_timeout,
                 alone_s=limits.lead_timeout if is_lead or came_later else None,
             ),
-            on_record=self._connecting_all(run, link) if came_later else link.follow,
+            on_record=self._connecting_all(run, context) if came_later else context.follow,
             events=self._events,
             first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
 
-    def _connecting_all(self, run: RunState, link: PipelineContext) -> OnRecord:
+    def _connecting_all(self, run: RunState, context: PipelineContext) -> OnRecord:
         """Connect to newcomers: a trainer that holds no stage may skip the records with their addresses."""
 
         async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
             if {member.peer_id for roster in members for member in roster} - {*run.servers}:
                 await self._connect()
-            await link.follow(record, members)
+            await context.follow(record, members)
 
         return follow
 
-    def _link(self, run: RunState) -> PipelineContext:
-        """The routes to every stage that servers hold."""
+    def _context(self, run: RunState) -> PipelineContext:
         limits = self._config.limits
         routers = []
         for roster, stage in zip(run.rosters, run.manifest.stages, strict=True):
@@ -128,11 +119,11 @@ class TrainerRole:
                 router = StageRouter(self._rng)
                 router.set_peers(member.peer_id for member in roster)
                 routers.append(router)
-        link = PipelineContext(
+        context = PipelineContext(
             self._role, self._tickets, routers, limits.call_timeout, self._events, self._copies, limits.stage_timeout
         )
-        Replayer(link, run, max_in_flight=limits.max_in_flight)
-        return link
+        Replayer(context, run, max_in_flight=limits.max_in_flight)
+        return context
 
     async def leave_run(self) -> None:
         """Leave a void run: refuse its calls, and keep nothing of it."""
@@ -145,7 +136,6 @@ class TrainerRole:
 
 
 def _num_microbatches(num_servers: Sequence[int]) -> int:
-    """The number of microbatches of a batch, from the number of servers of each stage."""
     widest = max(num_servers)
     alone = widest == len(num_servers) == 1
     return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(num_servers), widest)

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from lightning_swarm.core.errors import StageLost, SwarmError
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 
@@ -118,7 +118,7 @@ class EventLog:
         text = str(event)
         _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", shorten(text))
         if shorten(text) != text:
-            _log.debug("In full: %s", text)
+            _log.debug("In full: %s", printable(text))
 
     # ------------------------------------------------------------------ counts of all peers
 

@@ -1,4 +1,4 @@
-"""Questions to other peers: their versions and clocks, which coordinator they follow, which snapshots they hold."""
+"""Questions to other peers: versions and clocks, which run and coordinator they follow, which snapshots they hold."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.reports import Greeting
-from lightning_swarm.protocol.messages.run import Member, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import Member, RunView, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import HELD, WATCH
+from lightning_swarm.protocol.methods import HELD, VIEW, WATCH
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,15 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 
 def _held_versions(held: Held) -> set[int]:
     return {snapshot.version for own in held.values() for snapshot in own.snapshots}
+
+
+async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> RunView | None:
+    """Ask a peer for the run that it is in; None if it is in none, or does not answer."""
+    try:
+        return decode(await transport.call(peer, VIEW, b"", timeout=timeout), RunView)
+    except SwarmError as error:
+        _log.debug("%s shows no run: %s", peer, error)
+        return None
 
 
 async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: float) -> dict[PeerId, HeldSnapshots]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError
+from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, ReleaseRequest, RunAborted
 from lightning_swarm.protocol.messages.step import Record
@@ -178,7 +179,7 @@ class Admission:
         if not self.membership.led_by(caller):
             raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
         if not self.left.is_set():  # the first ending counts
-            self._broken_off = broken_off.reason
+            self._broken_off = printable_lines(broken_off.reason)
             self.left.set()
         return b""
 

@@ -249,7 +249,7 @@ class Startup:
         model = strategy._models.served(module)
         inherits = handed is not None and model_setup.could_lead(trainer, module, strategy.config, handed)
         peer.serve(model, inherits=inherits)
-        peer.serve_to_the_end(rank_zero_info)
+        peer.runtime.run(peer.serve_run(rank_zero_info))
         if not peer.inherits:
             peer.close()
             return None

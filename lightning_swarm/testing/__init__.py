@@ -6,7 +6,7 @@ the moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytes
 
 from lightning_swarm.testing.faults import Fault, FaultPlan, Moment, Phase
 from lightning_swarm.testing.local import InMemoryStrategy, LocalSwarm, MakeLocalSwarm, local_swarm
-from lightning_swarm.testing.processes import FaultySwarmStrategy
+from lightning_swarm.testing.sabotage import FaultySwarmStrategy
 
 __all__ = [
     "Fault",

@@ -173,13 +173,12 @@ def _fields(body: bytes) -> Mapping[str, Any]:
 
 def _place(fields: Mapping[str, Any]) -> dict[str, int]:
     """The step, stage and microbatch that a message names, itself or in a record inside it."""
-    inner = [fields]
+    records = [fields]
     for name in ("key", "record", "closing"):
-        inner += [one[name] for one in inner if isinstance(one.get(name), dict)]
-    names = {"step": "step", "stage_index": "stage", "index": "microbatch"}
-    return {
-        short: one[name] for one in reversed(inner) for name, short in names.items() if isinstance(one.get(name), int)
-    }
+        records += [record[name] for record in records if isinstance(record.get(name), dict)]
+    places = {"step": "step", "stage_index": "stage", "index": "microbatch"}
+    found = ((place, record.get(name)) for record in reversed(records) for name, place in places.items())
+    return {place: value for place, value in found if isinstance(value, int)}
 
 
 Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corrupt", "partition"]
@@ -201,29 +200,16 @@ class DidNotHappen(AssertionError):
 
 @dataclass(eq=False, kw_only=True)
 class Fault:
-    """One planned fault; made by the methods of `FaultPlan`.
-
-    Args:
-        kind: The kind of fault.
-        peer: The peer that it strikes; None: whichever peer answers.
-        at: The phase in which it strikes; None: with any message.
-        when: Further conditions.
-        for_s: Its duration in seconds, for kinds that have one.
-        times: How often it strikes; None: without end.
-        groups: The groups of peers that a partition cuts off from each other.
-
-    Attributes:
-        fired: How often it has struck.
-    """
+    """One planned fault; made by the methods of `FaultPlan`."""
 
     kind: Kind
-    peer: PeerId | None
-    at: Phase | None
+    peer: PeerId | None  # the peer that it strikes; None: whichever peer answers
+    at: Phase | None  # None: it strikes with any message
     when: Moment
-    for_s: float = 0.0
-    times: int | None = 1
-    groups: tuple[frozenset[PeerId], ...] = ()
-    fired: int = field(default=0, init=False)
+    for_s: float = 0.0  # its duration in seconds, for kinds that have one
+    times: int | None = 1  # how often it strikes; None: without end
+    groups: tuple[frozenset[PeerId], ...] = ()  # of peers, which a partition cuts off from each other
+    fired: int = field(default=0, init=False)  # how often it has struck
     _seen: int = field(default=0, init=False)
 
     def strikes(self, message: MessagePoint) -> bool:
@@ -272,11 +258,11 @@ class FaultPlan:
 
     def kill(self, peer: str | None, *, at: Phase, **when: Unpack[Moment]) -> Self:
         """End a peer at once, as `kill -9` does."""
-        return self._add(Fault(kind="kill", peer=_peer_id(peer), at=at, when=when))
+        return self._add("kill", peer, at, when)
 
     def freeze(self, peer: str | None, *, for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
         """Let nothing reach or leave a peer for a time, as SIGSTOP and SIGCONT do; no connection breaks."""
-        return self._add(Fault(kind="freeze", peer=_peer_id(peer), at=at, when=when, for_s=for_s))
+        return self._add("freeze", peer, at, when, for_s=for_s)
 
     def delay(
         self,
@@ -288,11 +274,11 @@ class FaultPlan:
         **when: Unpack[Moment],
     ) -> Self:
         """Hold messages back. Without `at` and with `times=None`: all of the peer's, which makes it a slow peer."""
-        return self._add(Fault(kind="delay", peer=_peer_id(peer), at=at, when=when, for_s=by_s, times=times))
+        return self._add("delay", peer, at, when, for_s=by_s, times=times)
 
     def drop(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
         """Lose a message silently: the caller waits for its answer until the deadline."""
-        return self._add(Fault(kind="drop", peer=_peer_id(peer), at=at, when=when, times=times))
+        return self._add("drop", peer, at, when, times=times)
 
     def duplicate(
         self, peer: str | None, *, at: Phase, again_after_s: float = 0.0, times: int | None = 1, **when: Unpack[Moment]
@@ -300,26 +286,25 @@ class FaultPlan:
         """Deliver a request once more, `again_after_s` seconds after it was answered."""
         if at in LEAVING:
             raise ConfigError(f"requests come twice, and {at.name} is when an answer leaves. Choose a request's phase.")
-        return self._add(
-            Fault(kind="duplicate", peer=_peer_id(peer), at=at, when=when, for_s=again_after_s, times=times)
-        )
+        return self._add("duplicate", peer, at, when, for_s=again_after_s, times=times)
 
     def corrupt(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
         """Flip a bit of a message on its way. In memory only: an encrypted connection would break."""
-        return self._add(Fault(kind="corrupt", peer=_peer_id(peer), at=at, when=when, times=times))
+        return self._add("corrupt", peer, at, when, times=times)
 
     def partition(self, *groups: Collection[str], for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
         """Let nothing pass between groups of peers for a time; a peer in no group reaches all. In memory only."""
         if len(groups) < 2:
             raise ConfigError(f"a partition parts at least two groups of peers, got {groups}. Name both sides.")
         sides = tuple(frozenset(map(PeerId, group)) for group in groups)
-        return self._add(Fault(kind="partition", peer=None, at=at, when=when, for_s=for_s, groups=sides))
+        return self._add("partition", None, at, when, for_s=for_s, groups=sides)
 
-    def _add(self, fault: Fault) -> Self:
-        if fault.when.get("nth", 1) < 1 or fault.for_s < 0.0 or (fault.times is not None and fault.times < 1):
+    def _add(self, kind: Kind, peer: str | None, at: Phase | None, when: Moment, **options: Any) -> Self:
+        fault = Fault(kind=kind, peer=None if peer is None else PeerId(peer), at=at, when=when, **options)
+        if when.get("nth", 1) < 1 or fault.for_s < 0.0 or (fault.times is not None and fault.times < 1):
             raise ConfigError(
-                f"`nth` and `times` count from 1, and no time is negative, got {dict(fault.when)}, "
-                f"times={fault.times}, {fault.for_s} s"
+                f"`nth` and `times` count from 1, and no time is negative, got {dict(when)}, times={fault.times}, "
+                f"{fault.for_s} s"
             )
         self.faults.append(fault)
         return self
@@ -342,7 +327,3 @@ class FaultPlan:
     def strike(self, message: MessagePoint, kinds: Collection[Kind]) -> Sequence[Fault]:
         """Count a message, and return the faults of these kinds that strike with it."""
         return [fault for fault in self.faults if fault.kind in kinds and fault.strikes(message)]
-
-
-def _peer_id(name: str | None) -> PeerId | None:
-    return None if name is None else PeerId(name)

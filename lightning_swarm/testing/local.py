@@ -81,17 +81,13 @@ class InMemoryStrategy(_SwarmStrategy):
         self._latency_s = latency_s
         self.network: MemoryNetwork | None = None
         self.peers: list[Peer] = []
+        self.servers: list[Server] = []  # of the last run, by their peers; they stay readable after its end
         self.refusals: list[SwarmError] = []  # errors that kept servers from joining, or ended them
         self._copies: list[LightningModule] = []
         self._original: LightningModule | None = None
         self._side_tasks = TaskOwner()
         self._shared_loop: VirtualLoop | None = None
         self._ending_tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def servers(self) -> list[Server]:
-        """All servers of the last run, in the order of their peers; they stay readable after its end."""
-        return self._servers
 
     @property
     def virtual_loop(self) -> VirtualLoop:
@@ -112,7 +108,7 @@ class InMemoryStrategy(_SwarmStrategy):
         )
         if self._faults is not None:
             sabotage(self.network, self._faults, killed=self._end_tasks_of)
-        self._servers: list[Server] = []
+        self.servers = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]
         module = self.lightning_module
@@ -132,28 +128,16 @@ class InMemoryStrategy(_SwarmStrategy):
                 if self.config.settings.rebalancing != "none":  # a peer that is sent to another stage has to move
                     peer.runtime.run(self.spawn(self._serve_run(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
-        self._servers = [peer.server for peer in self.peers if peer.server is not None]
+        self.servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 
     def join(self, module: LightningModule | None = None) -> Server:
-        """Start one more server, which joins the current run with one of its next records.
-
-        Args:
-            module: The model from which it builds its stage; None: the run's own model.
-        """
+        """Start one more server, which joins the run with one of its next records, with its own model or `module`."""
         peer, model = self._newcomer(module)
         return peer.runtime.run(self._enter(peer, model))
 
     async def come(self, microbatch_s: float, line: SimulatedLink) -> PeerId:
-        """Start one more server from a coroutine on the loop; see `join`.
-
-        Args:
-            microbatch_s: Seconds that it takes for a microbatch.
-            line: Its simulated link.
-
-        Returns:
-            The new peer's id.
-        """
+        """Like `join`, on the loop, with a server that takes `microbatch_s` for a microbatch; returns its peer's id."""
         self._lines[_name(len(self.peers))] = line
         peer, model = self._newcomer()
         self.set_pace(peer.transport.peer_id, microbatch_s)
@@ -179,7 +163,7 @@ class InMemoryStrategy(_SwarmStrategy):
     async def _enter(self, peer: Peer, model: PeerModel) -> Server:
         await peer.begin_to_serve(model)
         assert peer.server is not None
-        self._servers.append(peer.server)
+        self.servers.append(peer.server)
         await self.spawn(self._serve_run(peer))
         return peer.server
 

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from lightning_swarm import cli
-from lightning_swarm.cli import commands, join, trainer
+from lightning_swarm.cli import commands, programs
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
 from lightning_swarm.cli.swarm_cli import SwarmCLI
 from lightning_swarm.network import addresses as addresses_module
@@ -73,7 +73,7 @@ def check(words: list[str]) -> None:
 def check_span(text: str) -> None:
     """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
     words = shlex.split(text)
-    names = {*trainer.TRAINER_COMMANDS, *join.COMMANDS, "doctor", "status", "plan", "export", "simulate"}
+    names = {*programs.TRAINER_COMMANDS, *programs.PEER_COMMANDS, "doctor", "status", "plan", "export", "simulate"}
     if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
 

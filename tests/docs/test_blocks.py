@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
 from lightning_swarm import cli
-from lightning_swarm.cli import SwarmCLI, simulate
+from lightning_swarm.cli import SwarmCLI, commands
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.process import invitation
 from lightning_swarm.planner import report
@@ -223,7 +223,7 @@ def peers_can_join(block: Block) -> None:
 def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
     runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
-    assert report.span_table(simulate.simulated(runs)) == block.text.rstrip("\n")
+    assert report.span_table(commands.simulated(runs)) == block.text.rstrip("\n")
 
 
 def planned(block: Block) -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import lightning_swarm.pytorch_lightning
+from lightning_swarm.cli.programs import choose_framework
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI
-from lightning_swarm.cli.trainer import choose_framework
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING, ImportTree
 from lightning_swarm.testing.pytorch_lightning import InMemoryStrategy
 from tests.unit.cli import test_cli

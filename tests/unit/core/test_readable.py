@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.errors import PeerError, from_wire
+from lightning_swarm.core.readable import printable, short_name, shorten
 
 PEER = "12D3KooWM7CaTpaYCfDNfo8mBoJC6tJUtsUAnUqmRnzhZ6errLTo"
 DIAL = f"failed to dial: failed to dial {PEER}: all dials failed\n  * [/ip4/127.0.0.1/tcp/42661] "
@@ -47,3 +48,35 @@ def test_a_message_becomes_one_short_line(text: str, line: str) -> None:
 def test_a_peer_is_named_by_the_end_of_its_id() -> None:
     assert short_name(PEER) == "errLTo"
     assert short_name("peer-12") == "peer-12"
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202eforged\x00\r\nWARNING: all is lost\u2028\x7f\ud800"
+
+
+def test_nothing_that_a_terminal_obeys_is_shown() -> None:
+    line = "?[2J?]0;title? ?31m ?forged? WARNING: all is lost ??"
+    assert shorten(HOSTILE) == line
+    assert " ".join(printable(HOSTILE).split()) == line
+    assert short_name(f"{PEER}\x1b[2J") == "To?[2J"
+    assert shorten("Größe, 模型 and ½") == "Größe, 模型 and ½"
+
+
+def test_an_error_from_the_network_has_no_control_characters() -> None:
+    assert str(from_wire("PeerError", f"a{HOSTILE}b")).isprintable()
+    assert isinstance(from_wire("PeerError", HOSTILE), PeerError)
+    assert str(from_wire("no such error", "a\nb")) == "a b"
+    for kind in ("StageError", "TrainerFailed"):
+        error = from_wire(kind, "it raised\x1b[2J\n  File x, line 1\n")
+        assert type(error).__name__ == kind
+        assert str(error) == "it raised?[2J\n  File x, line 1\n", "a traceback's lines are kept"
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["x", " ", "* [", "Cannot connect to ", "failed to dial", "Cannot x to y: ", "dial a b: ", "12D3KooW", "[Errno 1"],
+)
+@pytest.mark.parametrize("start", ["", f"Cannot connect to {PEER}: {DIAL}"])
+def test_the_work_for_a_long_text_is_bounded(part: str, start: str) -> None:
+    line = shorten(start + part * 1_000_000)
+    assert len(line) <= 2000
+    assert shorten(line) == line

@@ -14,7 +14,7 @@ from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError
 from lightning_swarm.monitor import survey
-from lightning_swarm.monitor.survey import Sighting, picture, table
+from lightning_swarm.monitor.survey import Sighting, summarize, table
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer import lead
@@ -66,7 +66,7 @@ def seen(peer: str, report: PeerReport | None = REPORT, problem: str | None = No
 
 
 def test_rates_are_since_the_peers_began() -> None:
-    found = picture([seen("a")])
+    found = summarize([seen("a")])
     assert (found.run_id, found.step, found.steps_per_minute) == ("x", 40, 30.0)
     assert found.stages == (("a",), ())
     [peer] = found.peers
@@ -79,7 +79,7 @@ def test_rates_are_since_the_look_before() -> None:
         REPORT, age_s=3610.0, sent_bytes=REPORT.sent_bytes + 10_000_000,
         server=said(SERVING, age_s=70.0, step=50, num_samples=1300),
     )  # fmt: skip
-    found = picture([seen("a", later)], [seen("a")])
+    found = summarize([seen("a", later)], [seen("a")])
     assert found.steps_per_minute == 60.0
     assert found.peers[0].samples_per_s == 10.0
     assert found.peers[0].sent_gb_per_hour == pytest.approx(3.6)
@@ -95,18 +95,18 @@ def test_rates_are_since_the_look_before() -> None:
     ids=["started again", "another process", "another run"],
 )
 def test_a_peer_in_another_life_begins_anew(before: PeerReport) -> None:
-    assert picture([seen("a")], [seen("a", before)]) == picture([seen("a")])
+    assert summarize([seen("a")], [seen("a", before)]) == summarize([seen("a")])
 
 
 def test_the_very_first_moment_has_no_rates() -> None:
     young = said(REPORT, age_s=0.0, server=said(SERVING, age_s=0.0))
-    found = picture([seen("a", young)])
+    found = summarize([seen("a", young)])
     assert (found.steps_per_minute, found.peers[0].samples_per_s, found.peers[0].sent_gb_per_hour) == (0.0, 0.0, 0.0)
 
 
 def test_table_of_a_run_with_a_silent_and_a_waiting_peer() -> None:
     waiting = said(REPORT, age_s=30.0, server=None)
-    found = picture(
+    found = summarize(
         [
             seen("a"),
             seen("12D3KooWBTrNL8qKG3", said(REPORT, age_s=200_000.0, server=said(SERVING, stages=[0, 1]))),
@@ -129,7 +129,9 @@ def test_table_of_a_run_with_a_silent_and_a_waiting_peer() -> None:
 
 def test_the_trainers_own_stage_is_marked() -> None:
     trainer = said(REPORT, server=said(SERVING, num_stages=3, stages=[1, 2], trainers_stage=2))
-    found = picture([seen("b", said(REPORT, server=said(SERVING, num_stages=3, trainers_stage=2))), seen("a", trainer)])
+    found = summarize(
+        [seen("b", said(REPORT, server=said(SERVING, num_stages=3, trainers_stage=2))), seen("a", trainer)]
+    )
     assert found.trainers_stage == 2
     assert [line.split()[:6] for line in table(found).splitlines()[2:]] == [
         ["stage", "peer", "at", "step", "samples/s", "queue"],
@@ -141,13 +143,13 @@ def test_the_trainers_own_stage_is_marked() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    assert "no run is under way yet, 1 peer" in table(picture([seen("w", said(REPORT, server=None))]))
+    assert "no run is under way yet, 1 peer" in table(summarize([seen("w", said(REPORT, server=None))]))
     orphan = said(REPORT, server=said(SERVING, coordinator="gone"))
-    found = picture([seen("a", orphan)])
+    found = summarize([seen("a", orphan)])
     assert found.step is None
     assert "no coordinator answers" in table(found)
     assert "stage 1: nobody who answers holds it" in table(found)
-    assert picture([seen("a", None, "gone")]).run_id == ""
+    assert summarize([seen("a", None, "gone")]).run_id == ""
 
 
 # ---------------------------------------------------------------------- asking
@@ -170,7 +172,7 @@ def test_a_running_swarm_is_seen_by_a_stranger() -> None:
             assert strategy.network is not None
             transport = strategy.network.transport("stranger") if not pictures else strategy.network.find("stranger")
             sightings = strategy.peers[0].runtime.run(survey.look(transport, PeerId("peer-2"), "peer-2", timeout=9.0))
-            pictures.append(picture(sightings))
+            pictures.append(summarize(sightings))
 
     strategy = InMemoryStrategy(num_stages=2, run_id="seen")
     trainer = L.Trainer(**{**QUIET, "devices": 3, "max_steps": 2}, strategy=strategy, callbacks=[Onlooker()])

@@ -158,6 +158,22 @@ def test_servers_that_cannot_be_reached_are_no_servers(town: Town, address: str)
     town.loop.run_until_complete(town.directory(town.seeker).connect_all())
 
 
+def test_what_is_wrong_with_an_announcement_is_said_once_in_a_life(
+    town: Town, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, gone = town.directory(town.seeker), PeerId("0-gone")
+    town.announce_raw("0-malformed\x1b[2J", b"nonsense")
+    for boot_id, num_looks in ((1, 3), (2, 2)):
+        town.announce_raw(gone, encode(ServerAnnouncement(boot_id=boot_id, addresses=["nonsense"])))
+        for _ in range(num_looks):
+            town.loop.run_until_complete(directory.connect_all())
+        town.network.kill(gone)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.split(",")[0] for text in warned if "reach" in text] == ["Cannot reach server 0-gone"] * 2
+    assert len(warned) == 3
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
 def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None:
     transport = town.network.transport("a")
     directory = town.directory(transport)

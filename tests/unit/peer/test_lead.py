@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 import pytest
 
 from lightning_swarm.core.errors import PeerError
@@ -11,6 +15,7 @@ from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.methods import LOAD
+from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
 from tests.unit.peer.test_config import config
 from tests.unit.swarm import Swarm
@@ -32,7 +37,7 @@ class Starter:
             announcing = RunDirectory(place, transport, config().run_id)
             swarm.run(announcing.announce(swarm.members[name].boot_id, timeout=5.0))
 
-    def begin(self) -> None:
+    def begin(self, **changes: Any) -> None:
         spec = RunSpec(
             ranges=self.swarm.ranges,
             num_servers=len(self.swarm.ranges),
@@ -45,6 +50,7 @@ class Starter:
             max_steps=None,
             total_steps=None,
         )
+        spec = replace(spec, **changes)
         model = self.swarm._model
         servers = self.lead.find_servers(spec, lambda: None)
         me = Member(peer_id=self.swarm.trainer.peer_id, boot_id=1)
@@ -83,3 +89,29 @@ def test_the_next_run_begins_with_those_that_are_left(starter: Starter) -> None:
     assert starter.lead.run is not None
     assert starter.lead.run.manifest.generation == 1
     assert sorted(starter.lead.run.servers) == [A, B]
+
+
+def test_a_peer_that_takes_over_keeps_what_the_starter_decided(
+    make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own program may have other settings: then it says so."""
+    swarm = make_swarm("a b", "c")
+    settings = msgspec.structs.replace(config().settings, microbatch_size=2)
+    manifest = msgspec.structs.replace(
+        swarm.manifest, trainers=[swarm.trainer.peer_id], seed=5, gradient_clip_norm=0.5, max_steps=7, settings=settings
+    )
+    starter = Starter(swarm)
+    starter.lead.take_over(RunState(manifest))
+    assert "`microbatch_size` is 2, not None." in caplog.text
+    assert "rebalancing" not in caplog.text
+    starter.lead.release(0, serves=False)
+    caplog.clear()
+    starter.begin(seed=7, gradient_clip_norm=3.0, max_steps=9)
+    assert caplog.messages[:2] == [
+        "The run keeps its `gradient_clip_norm` of 0.5; this Trainer's is 3.0.",
+        "The run ends with this Trainer's `max_steps` of 9, not 7.",
+    ]
+    assert starter.lead.run is not None
+    began = starter.lead.run.manifest
+    assert (began.settings, began.seed, began.gradient_clip_norm) == (settings, 5, 0.5)
+    assert began.generation == manifest.generation + 1

@@ -172,7 +172,9 @@ def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
         swarm.run(swarm.steps.renew())
 
 
-def test_servers_end_where_nobody_may_coordinate(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_end_where_nobody_may_coordinate(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The lead is gone, and a majority of the voters: those that are left answer each other, and nobody else does."""
     monkeypatch.setattr("lightning_swarm.peer.lifecycle._SILENCE_S", 2 * LEAD_S)
     swarm = begun(make_swarm)
@@ -190,6 +192,8 @@ def test_servers_end_where_nobody_may_coordinate(make_swarm: MakeSwarm, monkeypa
                 lives[name].result()
 
     swarm.run(go())
+    silent = sorted(text.split()[0] for text in caplog.messages if "does not answer:" in text)
+    assert silent == ["a", "a", "b", "b", LEAD, LEAD], "each of the two says so once, at whatever number of looks"
 
 
 def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm import cli
-from lightning_swarm.cli import status as status_module
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting
@@ -330,7 +329,7 @@ STEP = StepReport(num_samples=64, num_batches=2)
 
 def test_the_command_says_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = looks(report(server(HELD, newest=STEP)), report(server(SECOND)), None)
-    monkeypatch.setattr(status_module, "looks", found)
+    monkeypatch.setattr(survey, "look_repeatedly", found)
     assert typed(monkeypatch, "--swarm", ADDRESS, "--line-mbit", "50") == 0
     said = capsys.readouterr().out
     for words in (
@@ -357,7 +356,7 @@ def test_the_command_takes_the_swarms_codecs_unless_it_is_told(
     told = []
     for has in (Compression(), Compression(activations="8bit", averaging="4bit")):
         found = looks(report(server(HELD, newest=STEP, compression=has)), report(server(SECOND, compression=has)))
-        monkeypatch.setattr(status_module, "looks", found)
+        monkeypatch.setattr(survey, "look_repeatedly", found)
         for others in ((), ("--compression", "4bit")):
             assert typed(monkeypatch, "--swarm", ADDRESS, "--line-mbit", "1", "--json", *others) == 0
             told.append(json.loads(capsys.readouterr().out))
@@ -392,7 +391,7 @@ def test_what_cannot_be_planned_is_refused(
     status: int,
     words: list[str],
 ) -> None:
-    monkeypatch.setattr(status_module, "looks", looks(report(None)))
+    monkeypatch.setattr(survey, "look_repeatedly", looks(report(None)))
     assert typed(monkeypatch, *arguments) == status
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == []

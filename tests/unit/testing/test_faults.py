@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,9 @@ from lightning_swarm.protocol.messages.calls import CancelRequest, Ticket
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import CANCEL, FORWARD
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
-from lightning_swarm.testing import FaultPlan, Phase, processes
+from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.faults import MessagePoint, read_message
-from lightning_swarm.testing.processes import strike_in_process
-from lightning_swarm.testing.sabotage import sabotage
+from lightning_swarm.testing.sabotage import sabotage, strike_in_process
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, key, rows
 
@@ -213,8 +213,8 @@ def test_a_partition_parts_groups_and_ends(loop: VirtualLoop) -> None:
 def test_a_process_strikes_itself(loop: VirtualLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wires = Wires(loop, FaultPlan())
     signals, woken = [], []
-    monkeypatch.setattr(processes.os, "kill", lambda pid, number: signals.append((pid, number)))
-    monkeypatch.setattr(processes.subprocess, "Popen", lambda command, **_: woken.append(command[-1]))
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: woken.append(command[-1]))
     plan = FaultPlan().kill("peer-1", at=Phase.CANCEL_DONE).freeze("peer-1", for_s=2.5, at=Phase.CANCEL)
     plan.kill("peer-2", at=Phase.CANCEL).delay("peer-1", by_s=3.0, at=Phase.CANCEL)
     strike_in_process(wires.peers[B], plan, "peer-1", tmp_path / "fired")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_swarm import cli
-from lightning_swarm.cli import join
+from lightning_swarm.cli import programs
 from lightning_swarm.peer import process
 from lightning_swarm.strategy.launcher import SwarmLauncher
 
@@ -35,15 +35,15 @@ def _process_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     """Programs that would have run, and what they would have been told."""
-    programs: Ran = []
+    started: Ran = []
 
     def run(program: list[str]) -> None:
-        programs.append((program, {name: os.environ[name] for name in NAMES if name in os.environ}))
+        started.append((program, {name: os.environ[name] for name in NAMES if name in os.environ}))
         SwarmLauncher.launched = True
 
-    monkeypatch.setattr(join._bootstrap, "run", run)
-    monkeypatch.setattr(join, "run_trainer", lambda: run(["lightning-swarm", *sys.argv[1:]]))
-    return programs
+    monkeypatch.setattr(programs._bootstrap, "run", run)
+    monkeypatch.setattr(programs, "run_trainer", lambda: run(["lightning-swarm", *sys.argv[1:]]))
+    return started
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
