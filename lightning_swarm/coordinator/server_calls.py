@@ -77,11 +77,6 @@ class ServerCalls:
         """An address of the coordinator."""
         return (await self._transport.addresses())[0]
 
-    def enter_generation(self) -> None:
-        """Begin with the next run generation, whose records all servers have."""
-        self._behind.clear()
-        self.unsettled.clear()
-
     async def settle(self, request: SettleRequest) -> None:
         """Have the servers train what the open step shall train. One that is not reached takes no part in the step.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from lightning_swarm.coordinator.context import StepOutcome, StepState
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.step.step_state import StepOutcome, StepState
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
@@ -43,9 +43,9 @@ async def gather_step_state(
     replies = await gather(ask(trainer) for trainer in trainers)
     reports = {trainer: reply for trainer, reply in zip(trainers, replies, strict=True) if reply is not None}
     metrics = await fetch_metrics(transport, reports, timeout=timeout)
-    books = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
-    books.reselected = reselected
-    return books
+    state = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
+    state.reselected = reselected
+    return state
 
 
 async def fetch_metrics(

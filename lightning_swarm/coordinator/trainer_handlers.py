@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.long_poll import ChangeNotifier, LeadLiveness, StepEnds, check_stepped_with
-from lightning_swarm.coordinator.membership.trainers import TrainerMembership
+from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_stepped_with
+from lightning_swarm.coordinator.membership.trainers import LeaseExpiry, TrainerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.leases import LeaseTable, first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.takeover import fetch_metrics
-from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
 from lightning_swarm.network import Message, PeerId
@@ -66,7 +65,7 @@ class TrainerHandlers:
         *,
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
     ) -> None:
-        self._transport, self._run, self._books = context.transport, context.run, context.step_state
+        self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._servers = servers
         self._lease_expiry = lease_expiry
         self._first_lease = first_lease(context.proposer.term)
@@ -74,11 +73,11 @@ class TrainerHandlers:
         self._events = context.events
         self._limits = context.limits
         self._settling = asyncio.Lock()
-        self.changes = ChangeNotifier(context.limits.call_timeout)
-        self.lead = LeadLiveness(context.run, self.changes, timeout=context.limits.lead_timeout)
-        self.leases = LeaseTable(context.run, self._first_lease, self._on_grant, lease_expiry.gone)
-        self._ends = StepEnds(context, self.leases, self.lead, self.changes, lease_expiry)
-        self.membership = TrainerMembership(context, lease_expiry, self.changes, epoch=lambda: self.lead.epoch)
+        self._changes = context.changes
+        self.lead = LeadLiveness(context)
+        self.leases = LeaseTable(context.run, context.leases, self._on_grant, lease_expiry.gone)
+        self._ends = StepEnds(context, self.leases, self.lead, lease_expiry)
+        self.membership = TrainerMembership(context, lease_expiry, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
         """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
@@ -99,12 +98,6 @@ class TrainerHandlers:
         transport.handle_call(QUIT, self._handle_quit)
         self.membership.answer()
 
-    async def enter_generation(self) -> None:
-        """Begin with the next run generation."""
-        self.leases.enter_generation()
-        self.lead.enter_generation()
-        await self.changes.enter_generation()
-
     # ------------------------------------------------------------------ what the open step trains, and who has a place
 
     async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
@@ -115,8 +108,8 @@ class TrainerHandlers:
         self._run.check_generation(request.generation)
         check_selection(request.selection, manifest.stages)
         async with self._settling:
-            step = self._books.open
-            if request.step != step.step or step.begun or self._books.due is not None:
+            step = self._step_state.open
+            if request.step != step.step or step.begun or self._step_state.due is not None:
                 raise ProtocolError(
                     f"what trains changes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
@@ -125,7 +118,7 @@ class TrainerHandlers:
             settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
             await self._servers.settle(settle)
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            self._books.reselected = request.selection
+            self._step_state.reselected = request.selection
         return b""
 
     async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:
@@ -134,49 +127,49 @@ class TrainerHandlers:
         self._hear(caller)
         request = decode(body, PlanRequest)
         self._run.check_generation(request.generation)
-        self._books.plan(request.plan, request.position)
-        await self.changes.notify()
+        self._step_state.plan(request.plan, request.position)
+        await self._changes.notify()
         return b""
 
     async def _handle_take_plan(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, TakePlanRequest)
         self._run.check_generation(request.generation)
-        books = self._books
+        state = self._step_state
 
         def passed() -> bool:
-            return books.open.window is not None and request.epoch < books.open.window.begin[0]
+            return state.open.window is not None and request.epoch < state.open.window.begin[0]
 
-        await self.changes.until(lambda: books.order.plan(request.epoch) is not None or passed())
+        await self._changes.until(lambda: state.order.plan(request.epoch) is not None or passed())
         self._run.check_generation(request.generation)  # it may have changed meanwhile
-        if not books.begun:
+        if not state.begun:
             self.lead.check()
-        plan = books.order.plan(request.epoch)
+        plan = state.order.plan(request.epoch)
         return encode(TakePlanReply(plan=plan, passed=plan is None and passed()))
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, GrantRequest)
-        books = self._books
+        state = self._step_state
         self._run.check_generation(request.generation)
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
-            return encode(GrantReply(wait=WaitForRecord(step=books.open.step)))
-        if is_lead and not books.begun:
-            books.begun = True
-            await self.changes.notify()
-        elif not books.begun and not await self.changes.until(lambda: books.begun):
+            return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+        if is_lead and not state.begun:
+            state.begun = True
+            await self._changes.notify()
+        elif not state.begun and not await self._changes.until(lambda: state.begun):
             self.lead.check()
             return encode(GrantReply(wait=WaitForRecord(step=None)))
-        if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
+        if request.batch is not None and not await self._changes.until(lambda: state.open.window is not None):
             return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            reply = self.leases.grant(books.open, caller, request)
+            reply = self.leases.grant(state.open, caller, request)
             if reply.wait is not None:
-                self._look_for_others(books.open)
-        if is_lead and reply.grant is not None and books.due is not None:
-            await self.lead.permit(books.due.step, version=books.due.step)  # it trains, so it does not validate
+                self._look_for_others(state.open)
+        if is_lead and reply.grant is not None and state.due is not None:
+            await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
         return encode(reply)
 
     def _look_for_others(self, step: OpenStep) -> None:
@@ -186,7 +179,7 @@ class TrainerHandlers:
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
-            self._books.closing_s = now_s()
+            self._step_state.closing_s = now_s()
         self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
@@ -198,7 +191,7 @@ class TrainerHandlers:
             return None
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            step = self._books.open
+            step = self._step_state.open
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
                 return None  # an old request, or the end of its step is still to come
@@ -210,7 +203,7 @@ class TrainerHandlers:
         self._run.check_generation(request.generation)
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
-        step, due = self._books.open, self._books.due
+        step, due = self._step_state.open, self._step_state.due
         if due is not None and request.step == step.step and request.first in step.under_way(caller):
             await self.lead.permit(due.step, version=due.step)
         return b""
@@ -246,16 +239,17 @@ class TrainerHandlers:
                 raise ProtocolError(
                     f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
                 )
-        step = self._books.open
+        step = self._step_state.open
         if caller == self._run.manifest.lead and request.report.position is not None:
             for plan in request.report.plans:  # though the lead may have missed a record: it tells them once
-                self._books.plan(plan, self._run.position or request.report.position)
-            await self.changes.notify()
-        if request.step != step.step or self._books.finishing:
+                self._step_state.plan(plan, self._run.position or request.report.position)
+            await self._changes.notify()
+        if request.step != step.step or self._step_state.finishing:
             return b""  # a step whose record is on its way does without it
         timeout = self._limits.call_timeout
         metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
-        if step is not self._books.open or self._books.finishing:
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
+        if step is not self._step_state.open or self._step_state.finishing:
             return b""
         for lease in request.report.leases:
             if lease.grant.step == step.step:
@@ -295,7 +289,7 @@ class TrainerHandlers:
             if request.lease is not None and not request.withdrawn:
                 raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
-        step, due = self._books.open, self._books.due
+        step, due = self._step_state.open, self._step_state.due
         if due is not None and request.step == due.step:  # reported again, for no answer came
             self._enter(due, caller, request)
             return BatchDoneReply(closing=True)
@@ -321,10 +315,10 @@ class TrainerHandlers:
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
         self.lead.note_version(version)
-        if self.lead.deciding is None and not self.lead.has_news(self._books.outcome.step):
+        if self.lead.deciding is None and not self.lead.has_news(self._step_state.outcome.step):
             self.lead.go_on()
             return None
-        return self._books.outcome.step if self.lead.deciding is None else self.lead.deciding
+        return self._step_state.outcome.step if self.lead.deciding is None else self.lead.deciding
 
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         if request.lease is None:
@@ -340,7 +334,7 @@ class TrainerHandlers:
     def _close(self, step: OpenStep, total_weight: float | None) -> None:
         if not step.close_asked:
             step.ask_to_close(total_weight)
-            self._books.closing_s = now_s()
+            self._step_state.closing_s = now_s()
 
     # ------------------------------------------------------------------ the record
 
@@ -379,7 +373,7 @@ class TrainerHandlers:
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
         """Give all callers an error, for the open step cannot be decided; the first reason stays."""
-        await self.changes.fail(kind(f"step {self._books.open.step} could not be decided: {reason}"))
+        await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
 
     def _hear(self, caller: PeerId) -> None:
         """Take in a trainer's call as a sign of life; raise what went wrong, if something did."""
@@ -390,11 +384,11 @@ class TrainerHandlers:
         self.membership.hear(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
-        self.changes.check()
+        self._changes.check()
 
     def _undecided(self, step: int, what: str) -> OpenStep:
         """Return a step that a trainer reports on; it must not be decided yet."""
-        found = self._books.find(step)
+        found = self._step_state.find(step)
         if found is not None:
             return found
         if self._is_beyond(step, what):
@@ -406,7 +400,7 @@ class TrainerHandlers:
 
         Raises ProtocolError if it can have been open nowhere.
         """
-        number = self._books.open.step
+        number = self._step_state.open.step
         if step > number + self._run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
         return step > number

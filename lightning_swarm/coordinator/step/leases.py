@@ -8,9 +8,8 @@ or that has not come to it after a while.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from msgspec.structs import replace as replaced
@@ -52,12 +51,12 @@ class LeaseTable:
     def __init__(
         self,
         run: RunState,
-        first_lease: int,
+        leases: Iterator[int],
         on_grant: Callable[[OpenStep, PeerId], None],
         gone: Collection[PeerId],
     ) -> None:
         self._run = run
-        self._leases = itertools.count(first_lease)
+        self._leases = leases  # their numbers
         self._on_grant = on_grant
         self._gone = gone
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
@@ -66,10 +65,6 @@ class LeaseTable:
         self._granted_s: dict[PeerId, float] = {}  # when each got its newest place
         self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
         self._warned_large = False
-
-    def enter_generation(self) -> None:
-        """Begin with the next run generation."""
-        self._waiting, self._reserved, self._idle, self._granted_s = {}, {}, {}, {}
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
         """Grant a trainer a place in the open step, or say what to wait for.

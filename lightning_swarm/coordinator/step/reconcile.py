@@ -40,7 +40,7 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.events import EventLog, OutageWait
+from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
 from lightning_swarm.protocol.messages.run import Member, Selection, first_trained
 from lightning_swarm.protocol.messages.step import (
@@ -209,7 +209,6 @@ class SumReconciliation:
         *,
         joining: Callable[[], bool],  # whether a server may enter with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
-        outage: OutageWait,
     ) -> None:
         run, events = context.run, context.events
         self._run = run
@@ -218,11 +217,10 @@ class SumReconciliation:
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._joining = joining
         self._fence = fence
-        self._outage = outage
+        self._outage = context.outage
         self._events = events
-        self._rounds = itertools.count(
-            context.proposer.first_round
-        )  # nobody else counts rounds of this step from there
+        # Nobody else counts rounds of this step from there.
+        self._rounds = itertools.count(context.proposer.first_round)
         self._replays = ReplayRounds(run, servers, step, events)
         self._pause_s = _FIRST_PAUSE_S
         self.step_servers = StepServers(run, servers, step.step, events)

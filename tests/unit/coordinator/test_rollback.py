@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
+from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import RestartRequest, Selection
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
@@ -124,11 +124,16 @@ def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm
     swarm = make_swarm("a", "b")
     role = swarm.servers[A].admission.coordinator
     assert role is not None
-    wait = partial(role._step_commit._outage.keep, 1, {B: SwarmError("it is gone")}, step=0, address="here")
-    wait(now_s=0.0)
+
+    def wait(now_s: float) -> EventLog:
+        context = role.generation.context
+        context.outage.keep(1, {B: SwarmError("it is gone")}, step=0, address="here", now_s=now_s)
+        return context.events
+
+    wait(0.0)
     go_back(swarm)
-    wait(now_s=1e9)
-    assert (role._events.counts["pause"], role._events.counts["resume"]) == (2, 1)
+    counts = wait(1e9).counts
+    assert (counts["pause"], counts["resume"]) == (2, 1)
 
 
 def test_what_trains_is_settled_anew(make_swarm: MakeSwarm) -> None:
