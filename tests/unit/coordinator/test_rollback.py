@@ -14,17 +14,19 @@ from lightning_swarm.client import model_state
 from lightning_swarm.client.generation import TrainerGeneration
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.batches import Grant, RecordRequest
 from lightning_swarm.protocol.messages.run import RestartRequest, Selection
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, FORWARD, FREEZE, RESTART
+from lightning_swarm.protocol.methods import APPLY, AVERAGE, FORWARD, FREEZE, RECORD, RESTART
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import Swarm, key, make_module, plain_steps, rows
+from tests.unit.swarm import HYPERPARAMETERS, Swarm, key, make_module, plain_steps, rows
 
 A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
 
@@ -243,6 +245,39 @@ def test_the_old_generation_is_refused_and_changes_nothing(make_swarm: MakeSwarm
         swarm.run(old_calls(swarm)[name]())
     swarm.settle()
     assert swarm.state() == before
+
+
+def test_who_waits_for_a_record_hears_of_the_next_generation_at_once(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    request = RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS)
+
+    async def go() -> None:
+        await swarm.steps.grant(2)
+        await swarm.steps.close()  # its batch is under way still
+        waiting = asyncio.ensure_future(swarm.trainer.call(A, RECORD, encode(request), timeout=30.0))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        begin_s = now_s()
+        await discovery.restart(swarm.trainer, swarm.steps.run, restarting(swarm), timeout=30.0)
+        with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
+            await waiting
+        assert now_s() - begin_s < 0.1
+
+    swarm.run(go())
+
+
+def test_what_an_old_call_still_does_begins_nothing_in_the_new_generation(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    first = swarm.run(swarm.steps.grant(2))
+    assert isinstance(first, Grant)
+    before = swarm.coordinator.generation
+    go_back(swarm)
+    assert swarm.coordinator.generation is not before
+    with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
+        before.lease_expiry.fence(before.step_state.open, [0])
+    second = swarm.run(swarm.steps.grant(2))
+    assert isinstance(second, Grant)
+    assert second.lease > first.lease, "a loop's state names by lease what was logged"
 
 
 def test_weights_that_were_lent_are_gone(make_swarm: MakeSwarm) -> None:
