@@ -267,7 +267,7 @@ class Proposer:
 
     @property
     def rival_number(self) -> int:
-        """Highest number that a voter is known to have promised to another peer; 0: none."""
+        """Highest number, its own included, that a voter is known to have promised to another peer; 0: none."""
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
     async def prepare(self) -> Record | None:

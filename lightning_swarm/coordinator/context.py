@@ -186,6 +186,9 @@ class CoordinatorContext:
     step_state: StepState
     limits: Limits
     events: EventLog
+    # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass
+    # for something of the next generation.
+    generation: int = field(init=False)
     tasks: TaskOwner = field(init=False, default_factory=TaskOwner)
     changes: ChangeNotifier = field(init=False)
     outage: OutageWait = field(init=False)
@@ -193,7 +196,7 @@ class CoordinatorContext:
     members: set[PeerId] = field(init=False)  # those that were in the run by the newest record
 
     def __post_init__(self) -> None:
-        self._generation = self.run.manifest.generation
+        self.generation = self.run.manifest.generation
         self.changes = ChangeNotifier(self.limits.call_timeout)
         self.outage = OutageWait(self.events, stage_timeout=self.limits.stage_timeout)
         self.leases = itertools.count(first_lease(self.proposer.term))
@@ -216,7 +219,7 @@ class CoordinatorContext:
         """
         if not self.tasks.is_running:
             work.close()
-            self.run.check_generation(self._generation)
+            self.run.check_generation(self.generation)
             raise self.not_any_more()
         return self.tasks.spawn(work)
 

@@ -166,13 +166,14 @@ def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
 
 async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str:
     """Have a peer take the run over. Returns why none does; "" if one was told to."""
+    generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
     held.pop(run.manifest.lead, None)
     chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
     heir, version = chosen
-    body = encode(InheritRequest(generation=run.manifest.generation, heir=heir, first_step=version))
+    body = encode(InheritRequest(generation=generation, heir=heir, first_step=version))
 
     async def tell(peer: PeerId) -> bool:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from msgspec.structs import replace as replaced
 
@@ -51,6 +52,19 @@ from lightning_swarm.protocol.methods import (
     SELECT,
     TAKE_METRICS,
     TAKE_PLAN,
+)
+
+_Request = TypeVar(
+    "_Request",
+    PlanRequest,
+    TakePlanRequest,
+    GrantRequest,
+    BatchBegins,
+    BatchMetrics,
+    BatchArmed,
+    RegisterRequest,
+    BatchDone,
+    MetricsRequest,
 )
 
 
@@ -108,33 +122,29 @@ class TrainerHandlers:
         self._run.check_generation(request.generation)
         check_selection(request.selection, manifest.stages)
         async with self._settling:
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
             step = self._step_state.open
             if request.step != step.step or step.begun or self._step_state.due is not None:
                 raise ProtocolError(
                     f"what trains changes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
                 )
-            generation = self._run.manifest.generation
-            settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
-            await self._servers.settle(settle)
-            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            own = request.generation  # of the run, which may be rolled back meanwhile
+            await self._servers.settle(SettleRequest(own, step.step, attempt=0, selection=request.selection))
+            self._run.check_generation(own)
             self._step_state.reselected = request.selection
         return b""
 
     async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
-        self._hear(caller)
-        request = decode(body, PlanRequest)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, PlanRequest)
         self._step_state.plan(request.plan, request.position)
         await self._changes.notify()
         return b""
 
     async def _handle_take_plan(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, TakePlanRequest)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, TakePlanRequest)
         state = self._step_state
 
         def passed() -> bool:
@@ -148,10 +158,8 @@ class TrainerHandlers:
         return encode(TakePlanReply(plan=plan, passed=plan is None and passed()))
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, GrantRequest)
+        request = self._read(caller, body, GrantRequest)
         state = self._step_state
-        self._run.check_generation(request.generation)
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
             return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
@@ -198,9 +206,7 @@ class TrainerHandlers:
             return self.leases.ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, BatchBegins)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, BatchBegins)
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
         step, due = self._step_state.open, self._step_state.due
@@ -211,9 +217,7 @@ class TrainerHandlers:
     # ------------------------------------------------------------------ the batches that have one
 
     async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
-        self._hear(caller)
-        request = decode(message.body, BatchMetrics)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, message.body, BatchMetrics)
         step = self._undecided(request.step, "metrics of a batch")
         num_tensors = sum(length for one in request.metrics for length in one.lengths)
         if num_tensors != len(message.tensors):
@@ -223,17 +227,13 @@ class TrainerHandlers:
         return Message()
 
     async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, BatchArmed)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, BatchArmed)
         self._undecided(request.step, "an armed batch").arm(request.lease, caller, request.receipts, request.logs)
         return b""
 
     async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
         """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
-        self._hear(caller)
-        request = decode(body, RegisterRequest)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, RegisterRequest)
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
                 raise ProtocolError(
@@ -263,9 +263,7 @@ class TrainerHandlers:
         return b""
 
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, BatchDone)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, BatchDone)
         self._check_ahead(caller, request)
         reply = await self._done(caller, request)
         if request.ends is not None and reply.closing:
@@ -350,9 +348,7 @@ class TrainerHandlers:
     async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"metrics are for the lead {self._run.manifest.lead}, not for {caller}")
-        self._hear(caller)
-        request = decode(message.body, MetricsRequest)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, message.body, MetricsRequest)
         return self._ends.metrics(request)
 
     # ------------------------------------------------------------------ signs of life, and the end
@@ -374,6 +370,13 @@ class TrainerHandlers:
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
         """Give all callers an error, for the open step cannot be decided; the first reason stays."""
         await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
+
+    def _read(self, caller: PeerId, body: bytes, kind: type[_Request]) -> _Request:
+        """Read a request of a trainer, which must be of this run generation; it is a sign of life, too."""
+        self._hear(caller)
+        request = decode(body, kind)
+        self._run.check_generation(request.generation)
+        return request
 
     def _hear(self, caller: PeerId) -> None:
         """Take in a trainer's call as a sign of life; raise what went wrong, if something did."""

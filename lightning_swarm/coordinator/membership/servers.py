@@ -35,9 +35,9 @@ from lightning_swarm.protocol.messages.membership import (
 )
 from lightning_swarm.protocol.messages.run import Member, Selection
 from lightning_swarm.protocol.messages.step import Candidate, Closing
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
-from lightning_swarm.protocol.run_state import boot_ids
+from lightning_swarm.protocol.run_state import boot_ids, check_protocol_version
 
 _MAX_MISSES: Final = 3
 _MAX_MISSING: Final = 1024
@@ -144,7 +144,7 @@ class ServerMembership:
         self._waiting, self._misses = joiners.waiting, joiners.backoff
         self._on_restarted_lead = on_restarted_lead
         self._entering: set[PeerId] = set()  # by the record that is being decided
-        self._leaving: dict[PeerId, None] = {}  # who asked first comes first
+        self._leaving: dict[PeerId, None] = {}  # who asked first comes first; after a rollback they ask again
 
     def answer(self) -> None:
         """Begin to answer servers that join or leave."""
@@ -196,11 +196,7 @@ class ServerMembership:
 
     def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
         manifest = self._run.manifest
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"`protocol_version` is {request.protocol_version} there and {PROTOCOL_VERSION} in the run. "
-                "Install the same version of lightning_swarm on all peers."
-            )
+        check_protocol_version(request.protocol_version)
         if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
             raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
         if manifest.selection is None:

@@ -30,9 +30,9 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, first_trained
 from lightning_swarm.protocol.messages.step import FenceRequest, ReceiptsReply, ReceiptsRequest, Record
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode, from_bitmap
+from lightning_swarm.protocol.messages.wire import decode, encode, from_bitmap
 from lightning_swarm.protocol.methods import ENLIST, FENCE, RECEIPTS, RETIRE
-from lightning_swarm.protocol.run_state import check_open
+from lightning_swarm.protocol.run_state import check_open, check_protocol_version
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class LeaseExpiry:
         self._spawn = context.spawn
         self._on_change = on_change
         self._owes = owes
+        self._generation = context.generation
         self._interval_s = context.limits.silence_timeout / 5  # for which a trainer that has a place is left alone
         self._timeout = context.limits.call_timeout  # for which servers may take to complete a batch
         self._watched: set[PeerId] = set()
@@ -135,7 +136,7 @@ class LeaseExpiry:
         self._spawn(self._fence(step, batches))
 
     async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
-        generation = self._run.manifest.generation
+        generation = self._generation
         request = encode(FenceRequest(generation=generation, step=step.step, attempt=0, batches=list(batches)))
 
         async def fence(peer: PeerId) -> None:
@@ -185,7 +186,7 @@ class LeaseExpiry:
         self, step: OpenStep, receipts: Sequence[Receipt]
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
         """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
-        generation = self._run.manifest.generation
+        generation = self._generation
         request = encode(ReceiptsRequest(generation=generation, step=step.step, attempt=0, receipts=list(receipts)))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
 
@@ -298,11 +299,7 @@ class TrainerMembership:
 
     def _check_may_train(self, caller: PeerId, request: EnlistRequest) -> None:
         manifest = self._run.manifest
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"`protocol_version` is {request.protocol_version} there and {PROTOCOL_VERSION} in the run. "
-                "Install the same version of lightning_swarm on all peers."
-            )
+        check_protocol_version(request.protocol_version)
         check_open(manifest)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(

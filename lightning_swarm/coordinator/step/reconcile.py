@@ -40,7 +40,6 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
 from lightning_swarm.protocol.messages.run import Member, Selection, first_trained
 from lightning_swarm.protocol.messages.step import (
@@ -51,7 +50,6 @@ from lightning_swarm.protocol.messages.step import (
     Replay,
     ReplayRequest,
 )
-from lightning_swarm.protocol.run_state import RunState
 
 _MAX_BLAMELESS: Final = 3
 
@@ -62,11 +60,10 @@ class StepServers:
     A server that does not know what the step trains takes no part in it.
     """
 
-    def __init__(self, run: RunState, servers: ServerCalls, step: int, events: EventLog) -> None:
-        self._run = run
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
+        self._run, self._events = context.run, context.events
         self._own = servers.own
         self._step = step
-        self._events = events
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
         self.gone: dict[PeerId, SwarmError] = {}  # those that take no part any more, and why
@@ -123,11 +120,10 @@ _PAUSE_S: Final = 0.5
 class ReplayRounds:
     """Has the trainers of one step send microbatches again."""
 
-    def __init__(self, run: RunState, servers: ServerCalls, step: OpenStep, events: EventLog) -> None:
-        self._run = run
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep) -> None:
+        self._generation, self._events = context.generation, context.events
         self._servers = servers  # through which trainers are asked, too
         self._step = step
-        self._events = events
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # of trainers
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
@@ -162,7 +158,7 @@ class ReplayRounds:
         lost: set[int] = set()
         for begin in range(0, len(work), _MAX_WORK):
             request = ReplayRequest(
-                generation=self._run.manifest.generation,
+                generation=self._generation,
                 step=self._step.step,
                 attempt=0,
                 work=work[begin : begin + _MAX_WORK],
@@ -210,20 +206,19 @@ class SumReconciliation:
         joining: Callable[[], bool],  # whether a server may enter with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
     ) -> None:
-        run, events = context.run, context.events
-        self._run = run
+        run = self._run = context.run
+        self._generation, self._events = context.generation, context.events
         self._servers = servers
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._joining = joining
         self._fence = fence
         self._outage = context.outage
-        self._events = events
         # Nobody else counts rounds of this step from there.
         self._rounds = itertools.count(context.proposer.first_round)
-        self._replays = ReplayRounds(run, servers, step, events)
+        self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
-        self.step_servers = StepServers(run, servers, step.step, events)
+        self.step_servers = StepServers(context, servers, step.step)
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
     def are_of(self, step: OpenStep) -> bool:
@@ -262,7 +257,7 @@ class SumReconciliation:
         self, round_: int, *, named: list[NamedReceipts] | None = None, struck: list[int] | None = None
     ) -> FreezeRequest:
         return FreezeRequest(
-            generation=self._run.manifest.generation,
+            generation=self._generation,
             step=self._step.step,
             attempt=0,
             round=round_,
@@ -302,7 +297,7 @@ class SumReconciliation:
     def _closing(self, ledgers: Ledgers, round_: int) -> Closing:
         step = self._step
         return Closing(
-            generation=self._run.manifest.generation,
+            generation=self._generation,
             step=step.step,
             attempt=0,
             round=round_,

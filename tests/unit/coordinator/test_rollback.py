@@ -280,6 +280,27 @@ def test_what_an_old_call_still_does_begins_nothing_in_the_new_generation(make_s
     assert second.lease > first.lease, "a loop's state names by lease what was logged"
 
 
+def test_what_the_old_generation_is_to_train_is_not_settled_in_the_next_one(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    groups = {name: 0 for name, _ in swarm.module.named_parameters()}
+    asked = restarting(swarm)
+
+    async def go() -> None:
+        async with swarm.coordinator.generation.trainers._settling:
+            selecting = asyncio.ensure_future(
+                swarm.steps.select(Selection(num_groups=1, groups=groups, frozen=["0.0.weight"]))
+            )
+            await asyncio.sleep(0.1)
+            await discovery.restart(swarm.trainer, swarm.steps.run, asked, timeout=30.0)
+        with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
+            await selecting
+        swarm.steps.enter_generation(asked)
+        await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
+
+    swarm.run(go())
+    assert_trains_as_from_the_beginning(swarm)
+
+
 def test_weights_that_were_lent_are_gone(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(model_state.lend_weights(swarm.trainer, swarm.steps.run, swarm.stages, 1, timeout=1.0))
