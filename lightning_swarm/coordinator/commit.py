@@ -44,7 +44,7 @@ def choose_keepers(
     on_trainers: Sequence[bool],
     hosts: Mapping[PeerId, str],
     *,
-    has_heirs: bool = False,
+    has_standbys: bool = False,
 ) -> list[PeerId | None]:
     """Choose for each stage a server that does not hold it itself, on another host where that is known. Pure.
 
@@ -60,7 +60,7 @@ def choose_keepers(
         holders = {member.peer_id for member in roster}
         near = {hosts[peer] for peer in holders if peer in hosts}
         others = [peer for peer in servers if peer not in holders]
-        if (own and not has_heirs) or not others:
+        if (own and not has_standbys) or not others:
             keepers.append(None)
             continue
         keeper = min(others, key=lambda peer: (hosts.get(peer) in near, num_kept[peer], peer))
@@ -101,8 +101,8 @@ class SnapshotSchedule:
         self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
         keep = version_to_keep(held, next_roster, on_trainers)
-        has_heirs = any(one.loops for one in held.values())
-        keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_heirs=has_heirs)
+        has_standbys = any(one.loops for one in held.values())
+        keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_standbys=has_standbys)
         return SnapshotOrder(keep=keep, keepers=keepers)
 
 
@@ -126,7 +126,7 @@ class StepCommit:
         self._snapshots = SnapshotSchedule(context)
         self._moves = moves
         self._trainer_membership = trainers.membership
-        self._lead_asks = trainers.lead.asks_for
+        self._lead = trainers.lead
         self._fence = fence
         self._events = context.events
         self._sums: SumReconciliation | None = None  # of the newest step that closed
@@ -151,14 +151,14 @@ class StepCommit:
                 return None
             closing = closed.closing
             squared_norm = await self._average(sums, closed, reselected, late=late)
-        hyperparameters = await self._lead_asks(step)
+        hyperparameters = await self._lead.wait_until_ready(step)
         self._moves.take_loads(sums.loads)
         position = None if step.window is None else step.window.end
-        record = replaced(self._plain(closing, squared_norm, hyperparameters), position=position)
+        record = replaced(self._step_record(closing, squared_norm, hyperparameters), position=position)
         newcomers: Sequence[Candidate] = ()
         if not late:
             newcomers = await self._server_membership.newcomers(closing)
-            record = await self._changed(record, reselected, newcomers, sums.step_servers.gone)
+            record = await self._with_changes(record, reselected, newcomers, sums.step_servers.gone)
         await self._context.proposer.decide(record)
         await self._servers.apply(record)
         if late:
@@ -176,7 +176,7 @@ class StepCommit:
         is_due = self._snapshots.is_due(self._run.servers)
         return is_due or self._someone_gone or self._server_membership.wants_changes() or self._moves.put_off
 
-    def _plain(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
+    def _step_record(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
         """A record that says how to step, and nothing else."""
         return Record(
             closing=closing,
@@ -194,7 +194,7 @@ class StepCommit:
             retired=[],
         )
 
-    async def _changed(
+    async def _with_changes(
         self,
         record: Record,
         reselected: Selection | None,

@@ -116,7 +116,7 @@ class LeadLiveness:
         """Enter that the lead was started again, and knows nothing of the run."""
         self._restarted = True
 
-    async def lead_waits_for(
+    async def note_waiting(
         self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
     ) -> None:
         """Enter that the lead's loop waits for the end of a step, and the hyperparameters that it steps with.
@@ -155,7 +155,7 @@ class LeadLiveness:
         self.deciding = None
         self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > step}
 
-    async def asks_for(self, step: OpenStep) -> list[dict[str, Any]]:
+    async def wait_until_ready(self, step: OpenStep) -> list[dict[str, Any]]:
         """Wait until the lead's loop is ready for the record, so that it sees every step and validates frozen weights.
 
         Returns the hyperparameters to step with, for each parameter group. Raises StepError if the lead was silent for
@@ -189,13 +189,13 @@ class StepEnds:
         self._learnt = partial(context.events.learnt, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # to the lead
 
-    async def asked(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+    async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """Answer a trainer that asks for a record; first take in what the lead sends along."""
         if caller == self._run.manifest.lead and request.step >= self._run.version:
             await self._hear_lead(request)
-        return await self.until_over(caller, request)
+        return await self.hold(caller, request)
 
-    async def until_over(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+    async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """Hold the answer until the record is decided and applied everywhere, for a while."""
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
@@ -229,10 +229,10 @@ class StepEnds:
 
     async def _hear_lead(self, request: RecordRequest) -> None:
         """Take in what the lead sends with its request for the record of an undecided step."""
-        stepped_with = {request.step: check_stepped_with(request)}
+        stepped_with = {request.step: check_hyperparameters(request)}
         if request.before:
             stepped_with[request.step - 1] = request.before
-        await self._lead.lead_waits_for(request.step, stepped_with, version=request.version, epoch=request.epoch)
+        await self._lead.note_waiting(request.step, stepped_with, version=request.version, epoch=request.epoch)
 
     async def _let_record_come(self) -> bool:
         """The lead goes on with this answer: so a record that it was ready for is in it, or the lead asks again."""
@@ -280,7 +280,7 @@ class StepEnds:
         return outcome.metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
 
 
-def check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
+def check_hyperparameters(request: RecordRequest) -> list[dict[str, Any]]:
     """The hyperparameters that the lead sends with a request; raises ProtocolError if it sends none."""
     if not request.hyperparameters:
         raise ProtocolError("the lead says with which hyperparameters to step, got none")

@@ -182,20 +182,20 @@ class ServerCalls:
 
     async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
         try:
-            return await self._unharmed(peer, method, body, timeout=timeout or self._timeout)
+            return await self._call_undamaged(peer, method, body, timeout=timeout or self._timeout)
         except Unreachable as error:
             held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
             stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
-    async def _unharmed(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+    async def _call_undamaged(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """Ask again where a message was damaged on its way: told twice, each of these calls is done once."""
         for _ in range(_MAX_DAMAGED):
             with contextlib.suppress(Damaged):
-                return await self._led(peer, method, body, timeout=timeout)
-        return await self._led(peer, method, body, timeout=timeout)
+                return await self._call_as_coordinator(peer, method, body, timeout=timeout)
+        return await self._call_as_coordinator(peer, method, body, timeout=timeout)
 
-    async def _led(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+    async def _call_as_coordinator(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """Call again a peer that had not heard that this peer coordinates.
 
         Raises NotCoordinator if it has heard of a coordinator under a higher term.

@@ -172,19 +172,19 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str
     chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
-    heir, version = chosen
-    body = encode(InheritRequest(generation=generation, heir=heir, first_step=version))
+    standby, version = chosen
+    body = encode(InheritRequest(generation=generation, heir=standby, first_step=version))
 
     async def tell(peer: PeerId) -> bool:
         try:
             await transport.call(peer, INHERIT, body, timeout=timeout)
         except SwarmError as error:
-            _log.info("%s was not told that %s takes the run over: %s", peer, heir, error)
+            _log.info("%s was not told that %s takes the run over: %s", peer, standby, error)
             return False
         return True
 
-    others = [peer for peer in held if peer != heir]
-    told = [peer for peer, heard in zip(others, await gather(map(tell, others)), strict=True) if heard]
-    if not has_majority(run, [*told, heir]):
-        return f"no majority of the {len(run.voters)} voters lives to let {heir} take it over"
-    return "" if await tell(heir) else f"{heir}, which was to take it over, does not answer"
+    others = [peer for peer in held if peer != standby]
+    informed = [peer for peer, heard in zip(others, await gather(map(tell, others)), strict=True) if heard]
+    if not has_majority(run, [*informed, standby]):
+        return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over"
+    return "" if await tell(standby) else f"{standby}, which was to take it over, does not answer"

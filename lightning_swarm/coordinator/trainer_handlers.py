@@ -9,7 +9,7 @@ from typing import TypeVar
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_stepped_with
+from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_hyperparameters
 from lightning_swarm.coordinator.membership.trainers import LeaseExpiry, TrainerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.leases import LeaseTable, first_lease
@@ -270,7 +270,7 @@ class TrainerHandlers:
             reply = replaced(reply, ended=await self._record(caller, request.ends))
         elif request.following is not None and reply.imminent is not None:
             news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
-            reply = replaced(reply, ended=await self._ends.until_over(caller, news))
+            reply = replaced(reply, ended=await self._ends.hold(caller, news))
         return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
@@ -280,7 +280,7 @@ class TrainerHandlers:
             if what is not None and (what.generation, what.step) != own:
                 raise ProtocolError(f"the end of a batch of step {request.step} came with a request for {what.step}")
         if request.ends is not None and caller == self._run.manifest.lead:
-            check_stepped_with(request.ends)
+            check_hyperparameters(request.ends)
 
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
@@ -306,9 +306,9 @@ class TrainerHandlers:
         if request.close:
             self._close(step, request.total_weight)
         await self._on_change(step)
-        return BatchDoneReply(closing=step.closing, imminent=self._let_go(caller, request.version))
+        return BatchDoneReply(closing=step.closing, imminent=self._release_lead(caller, request.version))
 
-    def _let_go(self, trainer: PeerId, version: int) -> int | None:
+    def _release_lead(self, trainer: PeerId, version: int) -> int | None:
         """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
@@ -343,7 +343,7 @@ class TrainerHandlers:
     async def _record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         self._run.check_generation(request.generation)
         self._is_beyond(request.step, "a request for the record")
-        return await self._ends.asked(caller, request)
+        return await self._ends.answer(caller, request)
 
     async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
         if caller != self._run.manifest.lead:

@@ -39,13 +39,19 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.protocol.run_state import boot_ids, check_protocol_version
 
+_log = logging.getLogger(__name__)
+
 _MAX_MISSES: Final = 3
 _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
+_MAX_CANDIDATES: Final = 64
+_FIRST_READY_S: Final = 300.0
+_MIN_ENTERING: Final = 2
+_MEET_TIMEOUT_S: Final = 10.0
+_GRACE_S: Final = 2.0
+_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
 
 
-# Rounds that joiners missed, and how long a joiner that missed some must wait. The time comes with each call, so this
-# asks no clock.
 @dataclass
 class _Backoff:
     count: int = 0
@@ -54,7 +60,10 @@ class _Backoff:
 
 @dataclass
 class JoinBackoff:
-    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait."""
+    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait.
+
+    The time comes with each call, so this asks no clock.
+    """
 
     _missed: dict[PeerId, _Backoff] = field(default_factory=dict)  # those with the latest miss last
 
@@ -78,16 +87,6 @@ class JoinBackoff:
     def clear(self, peer: PeerId) -> None:
         """Forget what a peer missed: it has joined."""
         self._missed.pop(peer, None)
-
-
-_log = logging.getLogger(__name__)
-
-_MAX_CANDIDATES: Final = 64
-_FIRST_READY_S: Final = 300.0
-_MIN_ENTERING: Final = 2
-_MEET_TIMEOUT_S: Final = 10.0
-_GRACE_S: Final = 2.0
-_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +339,7 @@ class ServerMembership:
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         rosters = self._run.present(closing.absent)
-        hearing = []
+        listening = []
         num_asked = Counter[int]()
         for one in self._waiting.values():
             index = one.candidate.stage_index
@@ -348,8 +347,8 @@ class ServerMembership:
             if one.may_enter and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
                 one.asked = round_
-                hearing.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
-        return hearing
+                listening.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
+        return listening
 
     async def _listen(self, waiting: _WaitingServer, round_: _Round, *, timeout: float) -> None:
         member = waiting.candidate.member
@@ -370,11 +369,11 @@ class ServerMembership:
             return
         _log.warning("A server did not get in: %s", waiting.refusal)
 
-    async def heard(self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
+    async def heard(self, closing: Closing, listening: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
         """Wait a little for the last joiners that listen to a round, and go on without slower ones."""
-        if not hearing:
+        if not listening:
             return
-        _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
+        _, late = await asyncio.wait(listening, timeout=max(_GRACE_S, averaging_s))
         await ended(late)
         for one in self._waiting.values():
             asked = one.asked is not None and one.asked.request.closing is closing

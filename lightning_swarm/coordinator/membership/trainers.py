@@ -164,7 +164,7 @@ class LeaseExpiry:
         pause_s = _FIRST_LOOK_S
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
-            held, pending = await self._look(step, receipts)
+            held, pending = await self._ask_receipts(step, receipts)
             first_stage = first_trained(self._step_state.selection(self._run), self._run.manifest.stages)
             missing = {
                 (index, receipt)
@@ -182,7 +182,7 @@ class LeaseExpiry:
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
         return None
 
-    async def _look(
+    async def _ask_receipts(
         self, step: OpenStep, receipts: Sequence[Receipt]
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
         """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""

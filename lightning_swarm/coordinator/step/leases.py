@@ -28,17 +28,16 @@ from lightning_swarm.protocol.messages.batches import (
 from lightning_swarm.protocol.messages.run import BatchNumber, Term
 from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 
-
-def first_lease(term: Term) -> int:
-    """First lease of a coordinator: none of another coordinator's is taken for one of its own."""
-    return ((term[0] - 1) << 32) + 1
-
-
 _log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 0.5
 _FIRST_PATIENCE_S: Final = 5.0
 """Patience with a trainer of which no batch was seen yet: compilers and caches are cold."""
+
+
+def first_lease(term: Term) -> int:
+    """First lease of a coordinator: none of another coordinator's is taken for one of its own."""
+    return ((term[0] - 1) << 32) + 1
 
 
 class LeaseTable:

@@ -21,11 +21,11 @@ from lightning_swarm.coordinator.step.replay_plan import (
     ReplayPlan,
     ServerLedger,
     check_tied,
-    loads,
-    named,
+    named_receipts,
     plan_replays,
-    read,
-    touched,
+    read_ledger,
+    reported_loads,
+    touched_parameters,
     version_hash,
 )
 from lightning_swarm.core.clock import now_s
@@ -233,7 +233,7 @@ class SumReconciliation:
         """
         while True:
             round_ = next(self._rounds)
-            ledgers = await self._frozen(round_)
+            ledgers = await self._freeze(round_)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
@@ -243,8 +243,8 @@ class SumReconciliation:
             check_tied(ledgers, step=self._step.step)
             plan = self._plan(ledgers)
             if plan.done:
-                self.loads = loads(ledgers)
-                return ReconciledStep(self._closing(ledgers, round_), named(ledgers), hashes)
+                self.loads = reported_loads(ledgers)
+                return ReconciledStep(self._closing(ledgers, round_), named_receipts(ledgers), hashes)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
@@ -266,7 +266,7 @@ class SumReconciliation:
             joining=self._joining(),
         )
 
-    async def _frozen(self, round_: int) -> Ledgers:
+    async def _freeze(self, round_: int) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
         request = self._request(round_)
         there = self.step_servers
@@ -275,7 +275,7 @@ class SumReconciliation:
         for index, roster in enumerate(there.rosters):
             for member in roster:
                 try:
-                    found[index][member] = read(replies[member.peer_id], member, index)
+                    found[index][member] = read_ledger(replies[member.peer_id], member, index)
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
@@ -305,7 +305,7 @@ class SumReconciliation:
             num_samples=step.num_granted,
             total_weight=step.total_weight,
             absent=sorted(self.step_servers.gone),
-            touched=[touched(stage.values()) for stage in ledgers],
+            touched=[touched_parameters(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
 

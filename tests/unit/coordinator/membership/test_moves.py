@@ -217,8 +217,8 @@ def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) 
             swarm.network.freeze(B)
         return record
 
-    decide = commit.StepCommit._changed
-    monkeypatch.setattr(commit.StepCommit, "_changed", freeze)
+    decide = commit.StepCommit._with_changes
+    monkeypatch.setattr(commit.StepCommit, "_with_changes", freeze)
 
     async def go() -> None:
         records = await steps(swarm, 0, 3)

@@ -73,9 +73,9 @@ def test_what_trainers_hold_is_kept_by_no_server() -> None:
 
 
 def test_where_a_trainer_may_be_replaced_a_server_keeps_what_it_holds() -> None:
-    kept = choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}, has_heirs=True)
+    kept = choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}, has_standbys=True)
     assert kept == ["b", "a", "b"]
-    assert choose_keepers(rosters("a", "a", "a t"), [False, False, True], {}, has_heirs=True) == [None, None, None]
+    assert choose_keepers(rosters("a", "a", "a t"), [False, False, True], {}, has_standbys=True) == [None, None, None]
 
 
 @pytest.mark.parametrize(
