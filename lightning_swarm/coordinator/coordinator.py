@@ -35,6 +35,7 @@ class Coordinator:
         self._step_aside = step_aside
         self._balancer = balancer_of(context.run.manifest, now_s=now_s())
         self._joiners = Joiners()
+        self._is_over = False
         self.deposed = False  # another peer coordinates by now; this role is to be retired
         self.generation = self._begin(context)
 
@@ -53,7 +54,7 @@ class Coordinator:
 
     async def retire(self) -> None:
         """Stop because another peer coordinates; callers are told to ask that one. Raises what a task raised."""
-        context = self.generation.context
+        self._is_over, context = True, self.generation.context
         await context.changes.shut_down(context.not_any_more())
         await context.tasks.close()
 
@@ -62,6 +63,7 @@ class Coordinator:
 
         With `over` the lead has ended the run; peers that it may not reach are told so here.
         """
+        self._is_over = True
         try:
             await self.generation.dismiss_others(over=over)
         finally:
@@ -73,7 +75,8 @@ class Coordinator:
         self._joiners.refuse_all()
         self.generation = self._begin(before.next_generation())
         await before.end_generation()
-        await self.generation.start()
+        if not self._is_over:  # another peer may have come to coordinate meanwhile
+            await self.generation.start()
 
 
 class CoordinatorGeneration:
