@@ -13,7 +13,7 @@ from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.core.errors import NotCoordinator, ProtocolError, SwarmError
+from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import Message, PeerId, Transport
@@ -215,11 +215,13 @@ class CoordinatorContext:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work in a task that ends with this run generation, or with the role.
 
-        Raises ProtocolError or NotCoordinator if that has ended while a call waited.
+        Raises NotCoordinator if the role has ended while a call waited, and Busy if the run was rolled back: a trainer
+        that retires, say, shall ask again.
         """
         if not self.tasks.is_running:
             work.close()
-            self.run.check_generation(self.generation)
+            if self.run.manifest.generation != self.generation:
+                raise Busy("the run was rolled back meanwhile")
             raise self.not_any_more()
         return self.tasks.spawn(work)
 
