@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -27,8 +26,7 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
-
-_log = logging.getLogger(__name__)
+from lightning_swarm.protocol.queries import call_each
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
@@ -37,14 +35,8 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
     `broken_off` says why nobody ended the run in order; empty, the lead did. `timeout` is in seconds, for each peer.
     """
     method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
-
-    async def one(peer: PeerId) -> None:
-        try:
-            await transport.call(peer, method, body, timeout=timeout)
-        except SwarmError as error:  # refused by one that was never admitted: it goes on waiting for a run
-            _log.info("%s did not hear of the end: %s", peer, error)
-
-    await gather(one(peer) for peer in sorted(set(peers)))
+    # A peer that was never admitted refuses, and goes on waiting for a run.
+    await call_each(transport, sorted(set(peers)), method, body, bytes, timeout=timeout)
 
 
 _T = TypeVar("_T")

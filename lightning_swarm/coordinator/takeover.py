@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from lightning_swarm.coordinator.context import StepOutcome, StepState
 from lightning_swarm.coordinator.step.data_order import DataOrder
@@ -16,7 +17,7 @@ from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest
 from lightning_swarm.protocol.messages.run import InheritRequest, Selection
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
-from lightning_swarm.protocol.queries import Held, ask_held, holders_of
+from lightning_swarm.protocol.queries import Held, ask_held, call_each, holders_of
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -31,17 +32,11 @@ async def gather_step_state(
     is what that server trains in the open step, if that is not what trained in the step before.
     """
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
-
-    async def ask(trainer: PeerId) -> ReportReply | None:
-        try:
-            return decode(await transport.call(trainer, REPORT, request, timeout=timeout), ReportReply)
-        except SwarmError as error:
-            _log.warning("Trainer %s does not say what it has under way: %s", trainer, error)
-            return None
-
     trainers = list(run.trainers)  # who does not answer now may register yet
-    replies = await gather(ask(trainer) for trainer in trainers)
-    reports = {trainer: reply for trainer, reply in zip(trainers, replies, strict=True) if reply is not None}
+    read = partial(decode, kind=ReportReply)
+    reports = await call_each(transport, trainers, REPORT, request, read, timeout=timeout)
+    if silent := [trainer for trainer in trainers if trainer not in reports]:
+        _log.warning("These trainers do not say what they have under way: %s", ", ".join(silent))
     metrics = await fetch_metrics(transport, reports, timeout=timeout)
     state = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
     state.reselected = reselected
@@ -174,17 +169,10 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
     standby, version = chosen
     body = encode(InheritRequest(generation=generation, heir=standby, first_step=version))
-
-    async def tell(peer: PeerId) -> bool:
-        try:
-            await transport.call(peer, INHERIT, body, timeout=timeout)
-        except SwarmError as error:
-            _log.info("%s was not told that %s takes the run over: %s", peer, standby, error)
-            return False
-        return True
-
     others = [peer for peer in held if peer != standby]
-    informed = [peer for peer, heard in zip(others, await gather(map(tell, others)), strict=True) if heard]
+    informed = await call_each(transport, others, INHERIT, body, bytes, timeout=timeout)
     if not has_majority(run, [*informed, standby]):
         return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over"
-    return "" if await tell(standby) else f"{standby}, which was to take it over, does not answer"
+    if await call_each(transport, [standby], INHERIT, body, bytes, timeout=timeout):
+        return ""
+    return f"{standby}, which was to take it over, does not answer"

@@ -21,8 +21,7 @@ from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.rosters import trainer_changes
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, SwarmError
-from lightning_swarm.core.tasks import gather
+from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import Quit
@@ -32,6 +31,7 @@ from lightning_swarm.protocol.messages.run import MAX_TRAINERS, first_trained
 from lightning_swarm.protocol.messages.step import FenceRequest, ReceiptsReply, ReceiptsRequest, Record
 from lightning_swarm.protocol.messages.wire import decode, encode, from_bitmap
 from lightning_swarm.protocol.methods import ENLIST, FENCE, RECEIPTS, RETIRE
+from lightning_swarm.protocol.queries import call_each
 from lightning_swarm.protocol.run_state import check_open, check_protocol_version
 
 _log = logging.getLogger(__name__)
@@ -136,16 +136,9 @@ class LeaseExpiry:
         self._spawn(self._fence(step, batches))
 
     async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
-        generation = self._generation
-        request = encode(FenceRequest(generation=generation, step=step.step, attempt=0, batches=list(batches)))
-
-        async def fence(peer: PeerId) -> None:
-            try:
-                await self._transport.call(peer, FENCE, request, timeout=self._timeout)
-            except SwarmError as error:  # what it adds no closing will name
-                _log.info("%s does not give up the batches at %s: %s", peer, batches, error)
-
-        await gather(fence(peer) for peer in self._run.servers)
+        request = FenceRequest(generation=self._generation, step=step.step, attempt=0, batches=list(batches))
+        # No closing will name what a server adds that is not reached.
+        await call_each(self._transport, self._run.servers, FENCE, encode(request), bytes, timeout=self._timeout)
 
     async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
         try:
@@ -186,23 +179,16 @@ class LeaseExpiry:
         self, step: OpenStep, receipts: Sequence[Receipt]
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
         """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
-        generation = self._generation
-        request = encode(ReceiptsRequest(generation=generation, step=step.step, attempt=0, receipts=list(receipts)))
+        request = ReceiptsRequest(generation=self._generation, step=step.step, attempt=0, receipts=list(receipts))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
 
-        async def look(peer: PeerId) -> None:
-            try:
-                reply = decode(
-                    await self._transport.call(peer, RECEIPTS, request, timeout=self._timeout), ReceiptsReply
-                )
-                for stage in reply.stages:
-                    for found, bitmap in ((held, stage.held), (pending, stage.pending)):
-                        flags = from_bitmap(bitmap, len(receipts))
-                        found |= {(stage.stage_index, one) for one, flag in zip(receipts, flags, strict=True) if flag}
-            except SwarmError as error:
-                _log.info("%s does not say what it holds of step %d: %s", peer, step.step, error)
+        def read(body: bytes) -> None:
+            for stage in decode(body, ReceiptsReply).stages:
+                for found, bitmap in ((held, stage.held), (pending, stage.pending)):
+                    flags = from_bitmap(bitmap, len(receipts))
+                    found |= {(stage.stage_index, one) for one, flag in zip(receipts, flags, strict=True) if flag}
 
-        await gather(look(peer) for peer in self._run.servers)
+        await call_each(self._transport, self._run.servers, RECEIPTS, encode(request), read, timeout=self._timeout)
         return held, pending
 
 
