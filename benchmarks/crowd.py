@@ -32,6 +32,7 @@ from lightning_swarm.model.selection import read_selection
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
+from lightning_swarm.peer.discovery import RunDirectory, WantedServers
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 from lightning_swarm.protocol.messages.run import Manifest, Member
@@ -128,7 +129,7 @@ class Swarm:
         self.network = MemoryNetwork(latency_s=0.02)
         self.calls = Calls()
         self.directory: Counter[str] = Counter()
-        self._directories: dict[PeerId, CountedDirectory] = {}
+        self._directories: dict[PeerId, RunDirectory] = {}
         names = names_of(num_servers + num_trainers)
         self.transports = [self._transport(name) for name in names]
         self.members = [Member(peer_id=name, boot_id=self._rng.getrandbits(62)) for name in names[:num_servers]]
@@ -140,7 +141,8 @@ class Swarm:
 
     def _transport(self, name: PeerId) -> MemoryTransport:
         transport = self.network.transport(name)
-        self._directories[name] = CountedDirectory(self.network.directory(transport), self.directory)
+        counted = CountedDirectory(self.network.directory(transport), self.directory)
+        self._directories[name] = RunDirectory(counted, transport, RUN)
         return transport
 
     def _model(self) -> PeerModel:
@@ -164,11 +166,8 @@ class Swarm:
     def _trainer(self, transport: MemoryTransport) -> TakesSteps:
         return Trainer(transport, self.manifest, self._rng)
 
-    def _directory(self, peer: PeerId) -> discovery.RunDirectory:
-        return discovery.RunDirectory(self._directories[peer], self.network.find(peer), RUN)
-
     def _server(self, transport: MemoryTransport, member: Member) -> Server:
-        directory = self._directory(transport.peer_id)
+        directory = self._directories[transport.peer_id]
         context = ServerContext(
             transport,
             TicketStore(transport, max_bytes=1 << 30),
@@ -202,19 +201,19 @@ class Swarm:
 
     async def begin(self) -> None:
         """Announce, find, admit, and bring one step that is not counted."""
-        lead = self._directory(self.manifest.lead)
+        lead = self._directories[self.manifest.lead]
         await self.gather(lead)
         stages = self.model.build_stages([range(index, index + 1) for index in range(NUM_STAGES)])
         await discovery.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)
         await lead.announce_run(self.manifest.coordinator)
         await self.step()
 
-    async def gather(self, lead: discovery.RunDirectory) -> None:
+    async def gather(self, lead: RunDirectory) -> None:
         """Start the servers, and have the lead find them."""
-        for server, member, one in zip(self.servers, self.members, self.transports, strict=False):
+        for server, member in zip(self.servers, self.members, strict=True):
             await server.start()
-            await self._directory(one.peer_id).announce(member.boot_id, timeout=10.0)
-        wanted = discovery.WantedServers(len(self.servers), num_trainers=0)
+            await self._directories[member.peer_id].announce(member.boot_id, timeout=10.0)
+        wanted = WantedServers(num_servers=len(self.servers), num_trainers=0)
         await lead.find_servers(wanted, timeout=10.0, check=lambda: None)
 
     async def step(self) -> None:
