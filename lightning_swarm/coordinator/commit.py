@@ -2,13 +2,17 @@
 
 A server that does not answer is left out of the rest of the step, and of the next roster by its record; what it held is
 computed again elsewhere (`step/reconcile.py`), and the round is repeated.
+
+A record may also order a snapshot. A stage whose last server dies takes what that one held along, so a server of
+another stage keeps a copy of its snapshots, too.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace as replaced
 
@@ -17,7 +21,6 @@ from lightning_swarm.coordinator.membership.moves import PlannedMoves
 from lightning_swarm.coordinator.membership.rosters import choose_voters, next_rosters
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep, StepServers, SumReconciliation
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
@@ -26,9 +29,81 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
-from lightning_swarm.protocol.events import OutageWait
-from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.run import Member, Selection
+from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
+from lightning_swarm.protocol.queries import ASK_TIMEOUT_S, ask_held, newest_safe, version_to_keep
+
+_log = logging.getLogger(__name__)
+
+_GIVEN_UP_AFTER: Final = 2.0  # intervals, for a snapshot that is not through
+
+
+def choose_keepers(
+    rosters: Sequence[Sequence[Member]],
+    on_trainers: Sequence[bool],
+    hosts: Mapping[PeerId, str],
+    *,
+    has_standbys: bool = False,
+) -> list[PeerId | None]:
+    """Choose for each stage a server that does not hold it itself, on another host where that is known. Pure.
+
+    None where there is no such server: whoever is alive then holds the stage. And for what trainers hold, unless the
+    run has standby leads: with the trainers the loop is gone, too, and nobody could go on.
+    """
+    servers = sorted(
+        {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
+    )
+    num_kept = dict.fromkeys(servers, 0)
+    keepers: list[PeerId | None] = []
+    for roster, own in zip(rosters, on_trainers, strict=True):
+        holders = {member.peer_id for member in roster}
+        near = {hosts[peer] for peer in holders if peer in hosts}
+        others = [peer for peer in servers if peer not in holders]
+        if (own and not has_standbys) or not others:
+            keepers.append(None)
+            continue
+        keeper = min(others, key=lambda peer: (hosts.get(peer) in near, num_kept[peer], peer))
+        num_kept[keeper] += 1
+        keepers.append(keeper)
+    return keepers
+
+
+class SnapshotSchedule:
+    """Decides when the servers take a snapshot."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._transport, self._run = context.transport, context.run
+        self._interval_s = context.limits.snapshot_interval  # at least, between two snapshots; None: there are none
+        self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
+        self._last: tuple[int, float] | None = None  # its version, and when it was ordered
+        self.hosts: dict[PeerId, str] = {}  # machines of the servers, as far as they were asked
+
+    def is_due(self, servers: Sequence[PeerId]) -> bool:
+        """Return whether a snapshot should be taken soon."""
+        if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
+            return False
+        return self._last is None or now_s() >= self._last[1] + self._interval_s
+
+    async def order(self, step: int, next_roster: Sequence[Sequence[Member]]) -> SnapshotOrder | None:
+        """Make the order for the record of `step`; None: the servers take no snapshot then."""
+        at_s = now_s()
+        servers = sorted({member.peer_id for roster in next_roster for member in roster})
+        if self._interval_s is None or not self.is_due(servers):
+            return None
+        held = await ask_held(self._transport, servers, timeout=self._timeout)
+        on_trainers = [stage.on_trainers for stage in self._run.manifest.stages]
+        through = newest_safe(held, next_roster, on_trainers)
+        if self._last is not None and through != self._last[0]:
+            if at_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
+                return None  # it is on its way still, and what is on its way takes bandwidth
+            _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
+        self._last = (step + 1, at_s)
+        self.hosts = {peer: one.host for peer, one in held.items() if one.host}
+        keep = version_to_keep(held, next_roster, on_trainers)
+        has_standbys = any(one.loops for one in held.values())
+        keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_standbys=has_standbys)
+        return SnapshotOrder(keep=keep, keepers=keepers)
 
 
 class StepCommit:
@@ -39,7 +114,6 @@ class StepCommit:
         context: CoordinatorContext,
         servers: ServerCalls,
         server_membership: ServerMembership,
-        snapshots: SnapshotSchedule,
         moves: PlannedMoves,
         trainers: TrainerHandlers,
         *,
@@ -49,13 +123,11 @@ class StepCommit:
         self._run = context.run
         self._servers = servers
         self._server_membership = server_membership
-        self._proposer = context.proposer
-        self._snapshots = snapshots
+        self._snapshots = SnapshotSchedule(context)
         self._moves = moves
         self._trainer_membership = trainers.membership
-        self._lead_asks = trainers.lead.asks_for
+        self._lead = trainers.lead
         self._fence = fence
-        self._outage = OutageWait(context.events, stage_timeout=context.limits.stage_timeout)
         self._events = context.events
         self._sums: SumReconciliation | None = None  # of the newest step that closed
         self._someone_gone = False  # in the last step, whose record left the rosters as they were
@@ -69,7 +141,7 @@ class StepCommit:
         what the step trains, if that is not what trained in the step before. Returns None where batches were struck,
         and the step takes others. Raises SwarmError if the record could not be decided.
         """
-        begun = await self._proposer.prepare()
+        begun = await self._context.proposer.prepare()
         assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
         sums = self._sums_of(step, selection, late=late)
         squared_norm: float | None = None
@@ -79,15 +151,15 @@ class StepCommit:
                 return None
             closing = closed.closing
             squared_norm = await self._average(sums, closed, reselected, late=late)
-        hyperparameters = await self._lead_asks(step)
+        hyperparameters = await self._lead.wait_until_ready(step)
         self._moves.take_loads(sums.loads)
         position = None if step.window is None else step.window.end
-        record = replaced(self._plain(closing, squared_norm, hyperparameters), position=position)
+        record = replaced(self._step_record(closing, squared_norm, hyperparameters), position=position)
         newcomers: Sequence[Candidate] = ()
         if not late:
             newcomers = await self._server_membership.newcomers(closing)
-            record = await self._changed(record, reselected, newcomers, sums.step_servers.gone)
-        await self._proposer.decide(record)
+            record = await self._with_changes(record, reselected, newcomers, sums.step_servers.gone)
+        await self._context.proposer.decide(record)
         await self._servers.apply(record)
         if late:
             self._someone_gone = bool(sums.step_servers.gone)
@@ -104,7 +176,7 @@ class StepCommit:
         is_due = self._snapshots.is_due(self._run.servers)
         return is_due or self._someone_gone or self._server_membership.wants_changes() or self._moves.put_off
 
-    def _plain(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
+    def _step_record(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
         """A record that says how to step, and nothing else."""
         return Record(
             closing=closing,
@@ -122,7 +194,7 @@ class StepCommit:
             retired=[],
         )
 
-    async def _changed(
+    async def _with_changes(
         self,
         record: Record,
         reselected: Selection | None,
@@ -155,11 +227,6 @@ class StepCommit:
             retired=retired,
         )
 
-    def enter_generation(self) -> None:
-        """Begin with the next run generation: servers have all the time to answer again."""
-        self._outage.stage_found(step=self._run.manifest.first_step)
-        self._someone_gone = False
-
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
         """The sums of a step. One that takes batches again closes again: who is gone stays gone, and rounds go on."""
         if self._sums is None or not self._sums.are_of(step):
@@ -170,7 +237,6 @@ class StepCommit:
                 selection,
                 joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
-                outage=self._outage,
             )
         return self._sums
 

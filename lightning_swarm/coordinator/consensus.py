@@ -209,7 +209,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=WireMessage)
 
 _RETRY_S: Final = 1.0
-_SAY_S: Final = 60.0
+_LOG_EVERY_S: Final = 60.0
 
 
 def serve(voter: Voter, transport: Transport, may_propose: Callable[[PeerId], bool]) -> None:
@@ -267,7 +267,7 @@ class Proposer:
 
     @property
     def rival_number(self) -> int:
-        """Highest number that a voter is known to have promised to another peer; 0: none."""
+        """Highest number, its own included, that a voter is known to have promised to another peer; 0: none."""
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
     async def prepare(self) -> Record | None:
@@ -326,7 +326,7 @@ class Proposer:
         """Ask the voters, again and again, until a majority has done what is asked."""
         step = ballot.slot[1]
         deadline_s = now_s() + self._patience_s
-        paused, said_s = False, now_s()
+        paused, logged_s = False, now_s()
         while not reached():
             await _ask_all(ballot, reached, ask)
             if reached():
@@ -342,10 +342,10 @@ class Proposer:
                 )
             if not paused:
                 self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")
-            elif now_s() >= said_s + _SAY_S:
+            elif now_s() >= logged_s + _LOG_EVERY_S:
                 names = ", ".join(one.peer_id for one in ballot.voters)
                 _log.warning("Step %d waits for a majority of its voters: %s.", step, names)
-                said_s = now_s()
+                logged_s = now_s()
             paused = True
             await asyncio.sleep(_RETRY_S)
         if paused:

@@ -1,25 +1,184 @@
-"""The state and the services that all parts of one coordinator share."""
+"""What the parts of one coordinator share in one run generation: the state of its steps, services, and held calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_swarm.coordinator.consensus import Proposer
-from lightning_swarm.coordinator.step.step_state import StepState
-from lightning_swarm.core.errors import NotCoordinator
+from lightning_swarm.coordinator.step.data_order import DataOrder
+from lightning_swarm.coordinator.step.leases import first_lease
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.network import Transport
-from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol.events import EventLog, OutageWait
+from lightning_swarm.protocol.messages.batches import LoggedValue
+from lightning_swarm.protocol.messages.run import BatchNumber, EpochPlan, Manifest, Selection
+from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
 
 @dataclass(eq=False)
+class StepOutcome:
+    """The newest record, and what came with it for the lead."""
+
+    record: Record | None = None  # None: the generation begins
+    logs: list[LoggedValue] = field(default_factory=list)  # by other trainers, of the batches that the record counts
+    metrics: dict[int, Message] = field(default_factory=dict)  # likewise added to metrics, by the batches' places
+
+    @property
+    def step(self) -> int:
+        """Step of the record; -1: there is none."""
+        return -1 if self.record is None else self.record.step
+
+
+@dataclass(eq=False)
+class StepState:
+    """One coordinator's state of the steps that are not decided yet."""
+
+    open: OpenStep
+    begun: bool = False  # the lead asked for its first place
+    reselected: Selection | None = None  # what the step trains, if it is not what trained in the step before
+    outcome: StepOutcome = field(default_factory=StepOutcome)  # of the newest step that is decided
+    due: OpenStep | None = None  # where steps are delayed: the one before the open step, while its record is to come
+    finishing: bool = False  # a task of the coordinator decides the open step
+    closing_s: float | None = None  # since when the open step's batches are waited for
+    order: DataOrder = field(default_factory=DataOrder)  # of the batches, where the lead has told it
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, begun: bool = False) -> StepState:
+        """Make the state of a run generation that begins."""
+        return cls(OpenStep(manifest.first_step, manifest.settings.target_batch_size), begun)
+
+    def selection(self, run: RunState) -> Selection | None:
+        """The selection that the open step trains."""
+        return self.reselected or run.selection
+
+    def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
+        """Learn the order of an epoch. The first one settles which batches the open step takes, from `position` on.
+
+        Raises ProtocolError if the epoch has another order, or the run goes without.
+        """
+        begins = self.open.window is None
+        if begins:
+            self.open.check_numbered()
+            if position > (plan.epoch, plan.num_batches) and position[0] == plan.epoch:
+                raise ProtocolError(
+                    f"epoch {plan.epoch} has {plan.num_batches} batches, no step begins at {position[1]}"
+                )
+        self.order.add(plan)
+        if begins:
+            self.open.plan(self.order, position)
+
+    def following(self, step: OpenStep) -> OpenStep:
+        """Make the step after one that is over, or whose batches are all through."""
+        opened = OpenStep(step.step + 1, step.target_batch_size)
+        if step.window is not None:
+            begin = step.window.end
+            opened.plan(self.order, begin)
+            self.order.forget_before(begin[0])
+        return opened
+
+    def find(self, step: int) -> OpenStep | None:
+        """Return a step by its number, if it is not decided yet."""
+        return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
+
+    def close_step(self, outcome: StepOutcome) -> None:
+        """Enter that the open step is over; the next one is still to be opened."""
+        self.outcome = outcome
+        self._end_open()
+
+    def postpone(self, following: OpenStep) -> OpenStep:
+        """Open the step after the open one, whose record comes later; returns that one."""
+        due = self.due = self.open
+        due.sealed = True
+        self.open = following
+        self._end_open()
+        return due
+
+    def _end_open(self) -> None:
+        self.reselected = self.closing_s = None
+        self.finishing = False
+
+
+class ChangeNotifier:
+    """Holds calls until something changes, or nothing goes on here; callers wait for `timeout` seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        self._hold_s = timeout / 2  # shorter than the caller waits
+        self._condition = asyncio.Condition()
+        self._is_over = False
+        self._failure: SwarmError | None = None  # why nothing goes on here: all callers get it
+
+    def check(self) -> None:
+        """Raise the failure, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def fail(self, error: SwarmError) -> None:
+        """Give callers an error from now on; the first one stays."""
+        self._failure = self._failure or error
+        await self.notify()
+
+    async def shut_down(self, error: SwarmError) -> None:
+        """Give callers an error from now on, in place of any earlier one."""
+        self._failure = error
+        await self.notify()
+
+    async def end_generation(self) -> None:
+        """Hold no call any more: the run has entered its next generation, and callers learn that when they ask again.
+
+        What went wrong in this generation is no longer of interest to them.
+        """
+        self._is_over, self._failure = True, None
+        await self.notify()
+
+    async def notify(self) -> None:
+        """Have all held calls look again."""
+        async with self._condition:
+            self._condition.notify_all()
+
+    async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
+        """Wait for as long as a caller may be held; return whether it was reached. Raises what the step failed with.
+
+        `reached` is looked at when something changes, and once after `look_again_s` seconds though nothing did.
+        """
+        try:
+            async with asyncio.timeout(self._hold_s):
+                if look_again_s is not None and look_again_s < self._hold_s:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(look_again_s):
+                            await self._until(reached)
+                await self._until(reached)
+        except TimeoutError:
+            return False
+        self.check()
+        return not self._is_over
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        async with self._condition:
+            await self._condition.wait_for(lambda: reached() or self._is_over or self._failure is not None)
+
+    async def next(self, *, until_s: float) -> None:
+        """Wait for the next change, or that time on the loop's clock."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s), self._condition:
+                await self._condition.wait()
+
+
+@dataclass(eq=False)
 class CoordinatorContext:
-    """The run, the network, the limits and the tasks of one coordinator."""
+    """The run, the network, the limits, and what one coordinator has of one run generation.
+
+    A rollback replaces the whole object, and all parts that hold it. A call of the old generation that is still under
+    way goes on with the old ones, and begins nothing in the new one.
+    """
 
     transport: Transport
     run: RunState  # of the coordinator's own server, which applies the records
@@ -27,12 +186,42 @@ class CoordinatorContext:
     step_state: StepState
     limits: Limits
     events: EventLog
-    tasks: TaskOwner = field(default_factory=TaskOwner)  # those of one run generation
+    # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass
+    # for something of the next generation.
+    generation: int = field(init=False)
+    tasks: TaskOwner = field(init=False, default_factory=TaskOwner)
+    changes: ChangeNotifier = field(init=False)
+    outage: OutageWait = field(init=False)
+    leases: Iterator[int] = field(init=False)  # numbers of the leases that it grants
+    members: set[PeerId] = field(init=False)  # those that were in the run by the newest record
+
+    def __post_init__(self) -> None:
+        self.generation = self.run.manifest.generation
+        self.changes = ChangeNotifier(self.limits.call_timeout)
+        self.outage = OutageWait(self.events, stage_timeout=self.limits.stage_timeout)
+        self.leases = itertools.count(first_lease(self.proposer.term))
+        self.members = {*self.run.servers, *self.run.trainers}
+
+    def next_generation(self) -> CoordinatorContext:
+        """Make the context of the generation that the run has entered.
+
+        Trainers do not wait for the lead to begin once more. No lease has the number of an earlier one, for trainers
+        keep what they logged by lease in the state of their loop.
+        """
+        after = replace(self, step_state=StepState.of(self.run.manifest, begun=self.step_state.begun))
+        after.leases, after.members = self.leases, self.members
+        return after
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in a task that ends with this run generation, or with the role."""
-        if not self.tasks.is_running:  # a call that waited for something while this role ended
+        """Run work in a task that ends with this run generation, or with the role.
+
+        Raises NotCoordinator if the role has ended while a call waited, and Busy if the run was rolled back: a trainer
+        that retires, say, shall ask again.
+        """
+        if not self.tasks.is_running:
             work.close()
+            if self.run.manifest.generation != self.generation:
+                raise Busy("the run was rolled back meanwhile")
             raise self.not_any_more()
         return self.tasks.spawn(work)
 
@@ -40,8 +229,8 @@ class CoordinatorContext:
         """The error for callers that wait here when the role ends."""
         return NotCoordinator(f"{self.transport.peer_id} does not coordinate any more")
 
-    async def restart_tasks(self) -> None:
-        """End the tasks of a run generation; those of the next one may begin before the old ones are over."""
-        tasks, self.tasks = self.tasks, TaskOwner()
-        await self.tasks.start()
-        await tasks.close()
+    async def end_generation(self) -> None:
+        """End the tasks of a run generation that is over, and hold none of its calls any more."""
+        await self.tasks.close()
+        self.outage.stage_found(step=self.run.manifest.first_step)
+        await self.changes.end_generation()

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.membership.trainers import LeaseExpiry
 from lightning_swarm.coordinator.step.leases import LeaseTable
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
+from lightning_swarm.coordinator.takeover import appoint
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ProtocolError, StepError, SwarmError
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.core.errors import ProtocolError, StepError
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import MetricsRequest, RecordReply, RecordRequest
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.run_state import RunState
 
 MAX_NEWS: Final = 1000
 """Peers in one answer: with all kinds of events these are four hundred kilobytes."""
@@ -49,81 +47,18 @@ class EventDeltas:
         return dict(self._sent)
 
 
-class ChangeNotifier:
-    """Holds calls until something changes, or nothing goes on here; callers wait for `timeout` seconds."""
-
-    def __init__(self, timeout: float) -> None:
-        self._hold_s = timeout / 2  # shorter than the caller waits
-        self._condition = asyncio.Condition()
-        self.failure: SwarmError | None = None  # why nothing goes on here: all callers get it
-
-    def check(self) -> None:
-        """Raise the failure, if there is one."""
-        if self.failure is not None:
-            raise self.failure
-
-    async def fail(self, error: SwarmError) -> None:
-        """Give callers an error from now on; the first one stays."""
-        self.failure = self.failure or error
-        await self.notify()
-
-    async def shut_down(self, error: SwarmError) -> None:
-        """Give callers an error from now on, in place of any earlier one."""
-        self.failure = error
-        await self.notify()
-
-    async def enter_generation(self) -> None:
-        """Begin with the next run generation, where nothing went wrong yet."""
-        self.failure = None
-        await self.notify()
-
-    async def notify(self) -> None:
-        """Have all held calls look again."""
-        async with self._condition:
-            self._condition.notify_all()
-
-    async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
-        """Wait for as long as a caller may be held; return whether it was reached. Raises what the step failed with.
-
-        `reached` is looked at when something changes, and once after `look_again_s` seconds though nothing did.
-        """
-        try:
-            async with asyncio.timeout(self._hold_s):
-                if look_again_s is not None and look_again_s < self._hold_s:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(look_again_s):
-                            await self._until(reached)
-                await self._until(reached)
-        except TimeoutError:
-            return False
-        self.check()
-        return True
-
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        async with self._condition:
-            await self._condition.wait_for(lambda: reached() or self.failure is not None)
-
-    async def next(self, *, until_s: float) -> None:
-        """Wait for the next change, or that time on the loop's clock."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until_s), self._condition:
-                await self._condition.wait()
-
-
-async def _nobody() -> str:
-    return "nobody may"
-
-
 class LeadLiveness:
     """Watches over the lead: whether it is there, and which record its loop is ready for.
 
-    It may be silent for `timeout` seconds.
+    It may be silent for `Limits.lead_timeout`.
     """
 
-    def __init__(self, run: RunState, changes: ChangeNotifier, *, timeout: float) -> None:
-        self._run = run
-        self._changes = changes
-        self._timeout = timeout
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._run, self._changes = context.run, context.changes
+        self._transport = context.transport
+        limits = context.limits
+        self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout
+        self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)
         self._heard_s = 0.0
         self._restarted = False
         self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
@@ -144,30 +79,24 @@ class LeadLiveness:
                 "`Limits.lead_timeout` if what it does between two batches takes longer."
             )
 
-    async def until_gone(
-        self,
-        transport: Transport,
-        *,
-        silence_s: float,
-        appoint: Callable[[], Awaitable[str]] = _nobody,
-        appoint_after_s: float = math.inf,
-    ) -> str:
+    async def until_gone(self) -> str:
         """Wait until neither the lead's loop nor its process was heard of for its timeout; return why to end then.
 
         A lead whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was
-        frozen, that time does not count. After `appoint_after_s` seconds of silence `appoint` has another peer lead, or
-        says in words why none does; returns "" if one leads by now. `silence_s` is the time between two looks, and for
-        an answer.
+        frozen, that time does not count. After `Limits.revive_timeout` of silence another peer is appointed to lead;
+        returns "" if one leads by now.
         """
+        silence_s = self._silence_s  # between two looks, and for an answer
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
             is_heard = not self._restarted and (
-                self._heard_s + silence_s > asked_s or bool(await alive_among(transport, [lead], timeout=silence_s))
+                self._heard_s + silence_s > asked_s
+                or bool(await alive_among(self._transport, [lead], timeout=silence_s))
             )
             is_over = not is_heard and (self._restarted or silent_s >= self._timeout)
-            if is_over or (not is_heard and silent_s >= tried_s + min(appoint_after_s, self._timeout)):
-                tried_s, why = silent_s, await appoint()
+            if is_over or (not is_heard and silent_s >= tried_s + self._appoint_after_s):
+                tried_s, why = silent_s, await appoint(self._transport, self._run, timeout=silence_s)
                 if not why:
                     self._heard_s, self._restarted = 0.0, False
                     return ""
@@ -187,7 +116,7 @@ class LeadLiveness:
         """Enter that the lead was started again, and knows nothing of the run."""
         self._restarted = True
 
-    async def lead_waits_for(
+    async def note_waiting(
         self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
     ) -> None:
         """Enter that the lead's loop waits for the end of a step, and the hyperparameters that it steps with.
@@ -221,16 +150,12 @@ class LeadLiveness:
         """Return whether a record came that the lead does not know."""
         return step >= self._knows
 
-    def enter_generation(self) -> None:
-        """Begin with the next run generation."""
-        self._stepped_with, self._permits, self._knows, self.deciding = {}, None, 0, None
-
     def decided(self, step: int) -> None:
         """Enter that a step's record is applied."""
         self.deciding = None
         self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > step}
 
-    async def asks_for(self, step: OpenStep) -> list[dict[str, Any]]:
+    async def wait_until_ready(self, step: OpenStep) -> list[dict[str, Any]]:
         """Wait until the lead's loop is ready for the record, so that it sees every step and validates frozen weights.
 
         Returns the hyperparameters to step with, for each parameter group. Raises StepError if the lead was silent for
@@ -253,46 +178,44 @@ class StepEnds:
     def __init__(
         self,
         context: CoordinatorContext,
-        places: LeaseTable,
+        leases: LeaseTable,
         lead: LeadLiveness,
-        changes: ChangeNotifier,
         lease_expiry: LeaseExpiry,
     ) -> None:
-        self._run, self._books = context.run, context.step_state
-        self._places = places
+        self._run, self._step_state, self._changes = context.run, context.step_state, context.changes
+        self._leases = leases
         self._lead = lead
-        self._changes = changes
         self._lease_expiry = lease_expiry
         self._learnt = partial(context.events.learnt, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # to the lead
 
-    async def asked(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+    async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """Answer a trainer that asks for a record; first take in what the lead sends along."""
         if caller == self._run.manifest.lead and request.step >= self._run.version:
             await self._hear_lead(request)
-        return await self.until_over(caller, request)
+        return await self.hold(caller, request)
 
-    async def until_over(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+    async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """Hold the answer until the record is decided and applied everywhere, for a while."""
-        books = self._books
+        state = self._step_state
         is_lead = caller == self._run.manifest.lead
-        if request.step > books.open.step and not await self._changes.until(lambda: books.open.step >= request.step):
+        if request.step > state.open.step and not await self._changes.until(lambda: state.open.step >= request.step):
             return RecordReply(record=None, closing=True, open=self._open_for(caller))
-        step = books.open
+        step = state.open
 
         def is_over() -> bool:
-            if is_lead and books.outcome.step >= request.version:
+            if is_lead and state.outcome.step >= request.version:
                 return True  # the next record does not come before the lead knows this one
-            return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
+            return (state.outcome.step if request.decided else state.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
-            if request.step != books.open.step:
+            if request.step != state.open.step:
                 return False
-            if self._places.is_idle(caller):
-                return self._places.would_answer(books.open, caller)
-            return not books.open.closing
+            if self._leases.is_idle(caller):
+                return self._leases.would_answer(state.open, caller)
+            return not state.open.closing
 
-        patience_s = self._places.patience_s(caller)
+        patience_s = self._leases.patience_s(caller)
         await self._changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if is_over():
@@ -306,10 +229,10 @@ class StepEnds:
 
     async def _hear_lead(self, request: RecordRequest) -> None:
         """Take in what the lead sends with its request for the record of an undecided step."""
-        stepped_with = {request.step: check_stepped_with(request)}
+        stepped_with = {request.step: check_hyperparameters(request)}
         if request.before:
             stepped_with[request.step - 1] = request.before
-        await self._lead.lead_waits_for(request.step, stepped_with, version=request.version, epoch=request.epoch)
+        await self._lead.note_waiting(request.step, stepped_with, version=request.version, epoch=request.epoch)
 
     async def _let_record_come(self) -> bool:
         """The lead goes on with this answer: so a record that it was ready for is in it, or the lead asks again."""
@@ -322,7 +245,7 @@ class StepEnds:
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """Make the answer to a trainer that knows `version`: short on other peers, for all trainers get one."""
-        outcome = self._books.outcome
+        outcome = self._step_state.outcome
         open_ = self._open_for(trainer)
         follows = outcome.record is None or version == outcome.step
         # The record after it may be applied here already.
@@ -341,15 +264,15 @@ class StepEnds:
 
     def _open_for(self, trainer: PeerId) -> int:
         """The step that grants places; to the lead none before it gave the hyperparameters of the one before."""
-        books = self._books
-        is_lead, due = trainer == self._run.manifest.lead, books.due
+        state = self._step_state
+        is_lead, due = trainer == self._run.manifest.lead, state.due
         if is_lead and due is not None and not self._lead.has_hyperparameters(due.step):
             return due.step
-        return books.open.step
+        return state.open.step
 
     def metrics(self, request: MetricsRequest) -> Message:
         """Answer the lead with what a batch of the newest record added to metrics."""
-        outcome = self._books.outcome
+        outcome = self._step_state.outcome
         if request.step != outcome.step:
             raise ProtocolError(
                 f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
@@ -357,7 +280,7 @@ class StepEnds:
         return outcome.metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
 
 
-def check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
+def check_hyperparameters(request: RecordRequest) -> list[dict[str, Any]]:
     """The hyperparameters that the lead sends with a request; raises ProtocolError if it sends none."""
     if not request.hyperparameters:
         raise ProtocolError("the lead says with which hyperparameters to step, got none")

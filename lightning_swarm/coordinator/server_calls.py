@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -27,8 +26,7 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
-
-_log = logging.getLogger(__name__)
+from lightning_swarm.protocol.queries import call_each
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
@@ -37,14 +35,8 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
     `broken_off` says why nobody ended the run in order; empty, the lead did. `timeout` is in seconds, for each peer.
     """
     method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
-
-    async def one(peer: PeerId) -> None:
-        try:
-            await transport.call(peer, method, body, timeout=timeout)
-        except SwarmError as error:  # refused by one that was never admitted: it goes on waiting for a run
-            _log.info("%s did not hear of the end: %s", peer, error)
-
-    await gather(one(peer) for peer in sorted(set(peers)))
+    # A peer that was never admitted refuses, and goes on waiting for a run.
+    await call_each(transport, sorted(set(peers)), method, body, bytes, timeout=timeout)
 
 
 _T = TypeVar("_T")
@@ -76,11 +68,6 @@ class ServerCalls:
     async def address(self) -> str:
         """An address of the coordinator."""
         return (await self._transport.addresses())[0]
-
-    def enter_generation(self) -> None:
-        """Begin with the next run generation, whose records all servers have."""
-        self._behind.clear()
-        self.unsettled.clear()
 
     async def settle(self, request: SettleRequest) -> None:
         """Have the servers train what the open step shall train. One that is not reached takes no part in the step.
@@ -187,20 +174,20 @@ class ServerCalls:
 
     async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
         try:
-            return await self._unharmed(peer, method, body, timeout=timeout or self._timeout)
+            return await self._call_undamaged(peer, method, body, timeout=timeout or self._timeout)
         except Unreachable as error:
             held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
             stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
-    async def _unharmed(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+    async def _call_undamaged(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """Ask again where a message was damaged on its way: told twice, each of these calls is done once."""
         for _ in range(_MAX_DAMAGED):
             with contextlib.suppress(Damaged):
-                return await self._led(peer, method, body, timeout=timeout)
-        return await self._led(peer, method, body, timeout=timeout)
+                return await self._call_as_coordinator(peer, method, body, timeout=timeout)
+        return await self._call_as_coordinator(peer, method, body, timeout=timeout)
 
-    async def _led(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+    async def _call_as_coordinator(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """Call again a peer that had not heard that this peer coordinates.
 
         Raises NotCoordinator if it has heard of a coordinator under a higher term.

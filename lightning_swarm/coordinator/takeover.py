@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+from lightning_swarm.coordinator.context import StepOutcome, StepState
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.step.step_state import StepOutcome, StepState
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
@@ -16,7 +17,7 @@ from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest
 from lightning_swarm.protocol.messages.run import InheritRequest, Selection
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
-from lightning_swarm.protocol.queries import Held, ask_held, holders_of
+from lightning_swarm.protocol.queries import Held, ask_held, call_each, holders_of
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -31,21 +32,15 @@ async def gather_step_state(
     is what that server trains in the open step, if that is not what trained in the step before.
     """
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
-
-    async def ask(trainer: PeerId) -> ReportReply | None:
-        try:
-            return decode(await transport.call(trainer, REPORT, request, timeout=timeout), ReportReply)
-        except SwarmError as error:
-            _log.warning("Trainer %s does not say what it has under way: %s", trainer, error)
-            return None
-
     trainers = list(run.trainers)  # who does not answer now may register yet
-    replies = await gather(ask(trainer) for trainer in trainers)
-    reports = {trainer: reply for trainer, reply in zip(trainers, replies, strict=True) if reply is not None}
+    read = partial(decode, kind=ReportReply)
+    reports = await call_each(transport, trainers, REPORT, request, read, timeout=timeout)
+    if silent := [trainer for trainer in trainers if trainer not in reports]:
+        _log.warning("These trainers do not say what they have under way: %s", ", ".join(silent))
     metrics = await fetch_metrics(transport, reports, timeout=timeout)
-    books = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
-    books.reselected = reselected
-    return books
+    state = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
+    state.reselected = reselected
+    return state
 
 
 async def fetch_metrics(
@@ -166,24 +161,18 @@ def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
 
 async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str:
     """Have a peer take the run over. Returns why none does; "" if one was told to."""
+    generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
     held.pop(run.manifest.lead, None)
     chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
-    heir, version = chosen
-    body = encode(InheritRequest(generation=run.manifest.generation, heir=heir, first_step=version))
-
-    async def tell(peer: PeerId) -> bool:
-        try:
-            await transport.call(peer, INHERIT, body, timeout=timeout)
-        except SwarmError as error:
-            _log.info("%s was not told that %s takes the run over: %s", peer, heir, error)
-            return False
-        return True
-
-    others = [peer for peer in held if peer != heir]
-    told = [peer for peer, heard in zip(others, await gather(map(tell, others)), strict=True) if heard]
-    if not has_majority(run, [*told, heir]):
-        return f"no majority of the {len(run.voters)} voters lives to let {heir} take it over"
-    return "" if await tell(heir) else f"{heir}, which was to take it over, does not answer"
+    standby, version = chosen
+    body = encode(InheritRequest(generation=generation, heir=standby, first_step=version))
+    others = [peer for peer in held if peer != standby]
+    informed = await call_each(transport, others, INHERIT, body, bytes, timeout=timeout)
+    if not has_majority(run, [*informed, standby]):
+        return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over"
+    if await call_each(transport, [standby], INHERIT, body, bytes, timeout=timeout):
+        return ""
+    return f"{standby}, which was to take it over, does not answer"

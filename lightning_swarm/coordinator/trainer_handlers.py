@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.long_poll import ChangeNotifier, LeadLiveness, StepEnds, check_stepped_with
-from lightning_swarm.coordinator.membership.trainers import TrainerMembership
+from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_hyperparameters
+from lightning_swarm.coordinator.membership.trainers import LeaseExpiry, TrainerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.leases import LeaseTable, first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.takeover import fetch_metrics
-from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
 from lightning_swarm.network import Message, PeerId
@@ -54,6 +54,19 @@ from lightning_swarm.protocol.methods import (
     TAKE_PLAN,
 )
 
+_Request = TypeVar(
+    "_Request",
+    PlanRequest,
+    TakePlanRequest,
+    GrantRequest,
+    BatchBegins,
+    BatchMetrics,
+    BatchArmed,
+    RegisterRequest,
+    BatchDone,
+    MetricsRequest,
+)
+
 
 class TrainerHandlers:
     """Answers the calls of the run's trainers."""
@@ -66,7 +79,7 @@ class TrainerHandlers:
         *,
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
     ) -> None:
-        self._transport, self._run, self._books = context.transport, context.run, context.step_state
+        self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._servers = servers
         self._lease_expiry = lease_expiry
         self._first_lease = first_lease(context.proposer.term)
@@ -74,11 +87,11 @@ class TrainerHandlers:
         self._events = context.events
         self._limits = context.limits
         self._settling = asyncio.Lock()
-        self.changes = ChangeNotifier(context.limits.call_timeout)
-        self.lead = LeadLiveness(context.run, self.changes, timeout=context.limits.lead_timeout)
-        self.leases = LeaseTable(context.run, self._first_lease, self._on_grant, lease_expiry.gone)
-        self._ends = StepEnds(context, self.leases, self.lead, self.changes, lease_expiry)
-        self.membership = TrainerMembership(context, lease_expiry, self.changes, epoch=lambda: self.lead.epoch)
+        self._changes = context.changes
+        self.lead = LeadLiveness(context)
+        self.leases = LeaseTable(context.run, context.leases, self._on_grant, lease_expiry.gone)
+        self._ends = StepEnds(context, self.leases, self.lead, lease_expiry)
+        self.membership = TrainerMembership(context, lease_expiry, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
         """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
@@ -99,12 +112,6 @@ class TrainerHandlers:
         transport.handle_call(QUIT, self._handle_quit)
         self.membership.answer()
 
-    async def enter_generation(self) -> None:
-        """Begin with the next run generation."""
-        self.leases.enter_generation()
-        self.lead.enter_generation()
-        await self.changes.enter_generation()
-
     # ------------------------------------------------------------------ what the open step trains, and who has a place
 
     async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
@@ -115,68 +122,62 @@ class TrainerHandlers:
         self._run.check_generation(request.generation)
         check_selection(request.selection, manifest.stages)
         async with self._settling:
-            step = self._books.open
-            if request.step != step.step or step.begun or self._books.due is not None:
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            step = self._step_state.open
+            if request.step != step.step or step.begun or self._step_state.due is not None:
                 raise ProtocolError(
                     f"what trains changes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
                 )
-            generation = self._run.manifest.generation
-            settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
-            await self._servers.settle(settle)
-            self._run.check_generation(request.generation)  # it may have changed meanwhile
-            self._books.reselected = request.selection
+            own = request.generation  # of the run, which may be rolled back meanwhile
+            await self._servers.settle(SettleRequest(own, step.step, attempt=0, selection=request.selection))
+            self._run.check_generation(own)
+            self._step_state.reselected = request.selection
         return b""
 
     async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
-        self._hear(caller)
-        request = decode(body, PlanRequest)
-        self._run.check_generation(request.generation)
-        self._books.plan(request.plan, request.position)
-        await self.changes.notify()
+        request = self._read(caller, body, PlanRequest)
+        self._step_state.plan(request.plan, request.position)
+        await self._changes.notify()
         return b""
 
     async def _handle_take_plan(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, TakePlanRequest)
-        self._run.check_generation(request.generation)
-        books = self._books
+        request = self._read(caller, body, TakePlanRequest)
+        state = self._step_state
 
         def passed() -> bool:
-            return books.open.window is not None and request.epoch < books.open.window.begin[0]
+            return state.open.window is not None and request.epoch < state.open.window.begin[0]
 
-        await self.changes.until(lambda: books.order.plan(request.epoch) is not None or passed())
+        await self._changes.until(lambda: state.order.plan(request.epoch) is not None or passed())
         self._run.check_generation(request.generation)  # it may have changed meanwhile
-        if not books.begun:
+        if not state.begun:
             self.lead.check()
-        plan = books.order.plan(request.epoch)
+        plan = state.order.plan(request.epoch)
         return encode(TakePlanReply(plan=plan, passed=plan is None and passed()))
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, GrantRequest)
-        books = self._books
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, GrantRequest)
+        state = self._step_state
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
-            return encode(GrantReply(wait=WaitForRecord(step=books.open.step)))
-        if is_lead and not books.begun:
-            books.begun = True
-            await self.changes.notify()
-        elif not books.begun and not await self.changes.until(lambda: books.begun):
+            return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+        if is_lead and not state.begun:
+            state.begun = True
+            await self._changes.notify()
+        elif not state.begun and not await self._changes.until(lambda: state.begun):
             self.lead.check()
             return encode(GrantReply(wait=WaitForRecord(step=None)))
-        if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
+        if request.batch is not None and not await self._changes.until(lambda: state.open.window is not None):
             return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            reply = self.leases.grant(books.open, caller, request)
+            reply = self.leases.grant(state.open, caller, request)
             if reply.wait is not None:
-                self._look_for_others(books.open)
-        if is_lead and reply.grant is not None and books.due is not None:
-            await self.lead.permit(books.due.step, version=books.due.step)  # it trains, so it does not validate
+                self._look_for_others(state.open)
+        if is_lead and reply.grant is not None and state.due is not None:
+            await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
         return encode(reply)
 
     def _look_for_others(self, step: OpenStep) -> None:
@@ -186,7 +187,7 @@ class TrainerHandlers:
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
-            self._books.closing_s = now_s()
+            self._step_state.closing_s = now_s()
         self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
@@ -198,19 +199,17 @@ class TrainerHandlers:
             return None
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            step = self._books.open
+            step = self._step_state.open
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
                 return None  # an old request, or the end of its step is still to come
             return self.leases.ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, BatchBegins)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, BatchBegins)
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
-        step, due = self._books.open, self._books.due
+        step, due = self._step_state.open, self._step_state.due
         if due is not None and request.step == step.step and request.first in step.under_way(caller):
             await self.lead.permit(due.step, version=due.step)
         return b""
@@ -218,9 +217,7 @@ class TrainerHandlers:
     # ------------------------------------------------------------------ the batches that have one
 
     async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
-        self._hear(caller)
-        request = decode(message.body, BatchMetrics)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, message.body, BatchMetrics)
         step = self._undecided(request.step, "metrics of a batch")
         num_tensors = sum(length for one in request.metrics for length in one.lengths)
         if num_tensors != len(message.tensors):
@@ -230,32 +227,29 @@ class TrainerHandlers:
         return Message()
 
     async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, BatchArmed)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, BatchArmed)
         self._undecided(request.step, "an armed batch").arm(request.lease, caller, request.receipts, request.logs)
         return b""
 
     async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
         """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
-        self._hear(caller)
-        request = decode(body, RegisterRequest)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, RegisterRequest)
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
                 raise ProtocolError(
                     f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
                 )
-        step = self._books.open
+        step = self._step_state.open
         if caller == self._run.manifest.lead and request.report.position is not None:
             for plan in request.report.plans:  # though the lead may have missed a record: it tells them once
-                self._books.plan(plan, self._run.position or request.report.position)
-            await self.changes.notify()
-        if request.step != step.step or self._books.finishing:
+                self._step_state.plan(plan, self._run.position or request.report.position)
+            await self._changes.notify()
+        if request.step != step.step or self._step_state.finishing:
             return b""  # a step whose record is on its way does without it
         timeout = self._limits.call_timeout
         metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
-        if step is not self._books.open or self._books.finishing:
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
+        if step is not self._step_state.open or self._step_state.finishing:
             return b""
         for lease in request.report.leases:
             if lease.grant.step == step.step:
@@ -269,16 +263,14 @@ class TrainerHandlers:
         return b""
 
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        request = decode(body, BatchDone)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, body, BatchDone)
         self._check_ahead(caller, request)
         reply = await self._done(caller, request)
         if request.ends is not None and reply.closing:
             reply = replaced(reply, ended=await self._record(caller, request.ends))
         elif request.following is not None and reply.imminent is not None:
             news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
-            reply = replaced(reply, ended=await self._ends.until_over(caller, news))
+            reply = replaced(reply, ended=await self._ends.hold(caller, news))
         return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
@@ -288,14 +280,14 @@ class TrainerHandlers:
             if what is not None and (what.generation, what.step) != own:
                 raise ProtocolError(f"the end of a batch of step {request.step} came with a request for {what.step}")
         if request.ends is not None and caller == self._run.manifest.lead:
-            check_stepped_with(request.ends)
+            check_hyperparameters(request.ends)
 
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
             if request.lease is not None and not request.withdrawn:
                 raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
-        step, due = self._books.open, self._books.due
+        step, due = self._step_state.open, self._step_state.due
         if due is not None and request.step == due.step:  # reported again, for no answer came
             self._enter(due, caller, request)
             return BatchDoneReply(closing=True)
@@ -314,17 +306,17 @@ class TrainerHandlers:
         if request.close:
             self._close(step, request.total_weight)
         await self._on_change(step)
-        return BatchDoneReply(closing=step.closing, imminent=self._let_go(caller, request.version))
+        return BatchDoneReply(closing=step.closing, imminent=self._release_lead(caller, request.version))
 
-    def _let_go(self, trainer: PeerId, version: int) -> int | None:
+    def _release_lead(self, trainer: PeerId, version: int) -> int | None:
         """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
         self.lead.note_version(version)
-        if self.lead.deciding is None and not self.lead.has_news(self._books.outcome.step):
+        if self.lead.deciding is None and not self.lead.has_news(self._step_state.outcome.step):
             self.lead.go_on()
             return None
-        return self._books.outcome.step if self.lead.deciding is None else self.lead.deciding
+        return self._step_state.outcome.step if self.lead.deciding is None else self.lead.deciding
 
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         if request.lease is None:
@@ -340,7 +332,7 @@ class TrainerHandlers:
     def _close(self, step: OpenStep, total_weight: float | None) -> None:
         if not step.close_asked:
             step.ask_to_close(total_weight)
-            self._books.closing_s = now_s()
+            self._step_state.closing_s = now_s()
 
     # ------------------------------------------------------------------ the record
 
@@ -351,14 +343,12 @@ class TrainerHandlers:
     async def _record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         self._run.check_generation(request.generation)
         self._is_beyond(request.step, "a request for the record")
-        return await self._ends.asked(caller, request)
+        return await self._ends.answer(caller, request)
 
     async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"metrics are for the lead {self._run.manifest.lead}, not for {caller}")
-        self._hear(caller)
-        request = decode(message.body, MetricsRequest)
-        self._run.check_generation(request.generation)
+        request = self._read(caller, message.body, MetricsRequest)
         return self._ends.metrics(request)
 
     # ------------------------------------------------------------------ signs of life, and the end
@@ -379,7 +369,14 @@ class TrainerHandlers:
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
         """Give all callers an error, for the open step cannot be decided; the first reason stays."""
-        await self.changes.fail(kind(f"step {self._books.open.step} could not be decided: {reason}"))
+        await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
+
+    def _read(self, caller: PeerId, body: bytes, kind: type[_Request]) -> _Request:
+        """Read a request of a trainer, which must be of this run generation; it is a sign of life, too."""
+        self._hear(caller)
+        request = decode(body, kind)
+        self._run.check_generation(request.generation)
+        return request
 
     def _hear(self, caller: PeerId) -> None:
         """Take in a trainer's call as a sign of life; raise what went wrong, if something did."""
@@ -390,11 +387,11 @@ class TrainerHandlers:
         self.membership.hear(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
-        self.changes.check()
+        self._changes.check()
 
     def _undecided(self, step: int, what: str) -> OpenStep:
         """Return a step that a trainer reports on; it must not be decided yet."""
-        found = self._books.find(step)
+        found = self._step_state.find(step)
         if found is not None:
             return found
         if self._is_beyond(step, what):
@@ -406,7 +403,7 @@ class TrainerHandlers:
 
         Raises ProtocolError if it can have been open nowhere.
         """
-        number = self._books.open.step
+        number = self._step_state.open.step
         if step > number + self._run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
         return step > number

@@ -7,10 +7,10 @@ import importlib.metadata
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Final
+from functools import cache, partial
+from typing import Final, TypeVar
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
@@ -23,12 +23,40 @@ from lightning_swarm.protocol.methods import HELD, VIEW, WATCH
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 ASK_TIMEOUT_S: Final = 10.0
 GRACE_S: Final = 2.0
 """Seconds that peers which may be gone are waited for, if the others can go on without them."""
 
 Held = Mapping[PeerId, HeldSnapshots]
 """The snapshots that each server reports to hold."""
+
+
+async def call_each(
+    transport: Transport,
+    peers: Iterable[PeerId],
+    method: str,
+    body: bytes,
+    read: Callable[[bytes], _T],
+    *,
+    timeout: float,
+) -> dict[PeerId, _T]:
+    """Call peers at once and return their answers, in the peers' order; one without an answer is logged, no error.
+
+    `timeout` is in seconds, for each peer.
+    """
+    answers: dict[PeerId, _T] = {}
+
+    async def ask(peer: PeerId) -> None:
+        try:
+            answers[peer] = read(await transport.call(peer, method, body, timeout=timeout))
+        except SwarmError as error:
+            _log.info("%s did not answer %s: %s", peer, method, error)
+
+    asked = list(peers)
+    await gather(map(ask, asked))
+    return {peer: answers[peer] for peer in asked if peer in answers}
 
 
 def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
@@ -82,15 +110,7 @@ async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> Run
 
 async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: float) -> dict[PeerId, HeldSnapshots]:
     """Ask servers which snapshots they hold, and return the answers that come in time."""
-
-    async def ask(peer: PeerId) -> tuple[PeerId, HeldSnapshots | None]:
-        try:
-            return peer, decode(await transport.call(peer, HELD, b"", timeout=timeout), HeldSnapshots)
-        except SwarmError as error:
-            _log.info("%s does not say which snapshots it holds: %s", peer, error)
-            return peer, None
-
-    return {peer: held for peer, held in await gather(ask(peer) for peer in servers) if held is not None}
+    return await call_each(transport, servers, HELD, b"", partial(decode, kind=HeldSnapshots), timeout=timeout)
 
 
 async def watch(transport: Transport, peer: PeerId, request: WatchRequest, *, timeout: float) -> WatchReply:

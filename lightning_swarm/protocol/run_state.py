@@ -30,6 +30,7 @@ from lightning_swarm.protocol.messages.run import (
     TiedTensors,
 )
 from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 
 
 def check_open(manifest: Manifest) -> None:
@@ -39,6 +40,15 @@ def check_open(manifest: Manifest) -> None:
             f"run {manifest.run_id!r} takes no trainers beside those that it began with: its starter must have "
             "`role='both'` and `target_batch_size`, no `delay_optimizer_step`, no `precision='16-mixed'`, no callback "
             "that changes weights, and the whole model in `pipeline`. Serve it, with `role='server'`, or start it so."
+        )
+
+
+def check_protocol_version(version: int) -> None:
+    """Refuse a peer that speaks another version of the protocol than the run."""
+    if version != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"`protocol_version` is {version} there and {PROTOCOL_VERSION} in the run. "
+            "Install the same version of lightning_swarm on all peers."
         )
 
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
-from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
-from lightning_swarm.coordinator.step.step_state import StepState
 from lightning_swarm.coordinator.takeover import gather_step_state
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError

@@ -139,7 +139,7 @@ class Watch(Losses):
         runtime = strategy.peer.runtime
         coordinator = strategy.peer.server.admission.coordinator
         assert coordinator is not None
-        enrolment = coordinator.trainers.membership
+        enrolment = coordinator.generation.trainers.membership
 
         async def all_there() -> bool:  # on the loop, whose clock it asks
             return len(enrolment.waiting) == self._others

@@ -184,7 +184,10 @@ def wait_for_joiner(trainer: L.Trainer) -> None:
     coordinator = peer.server.admission.coordinator
     assert coordinator is not None
     print("waiting for a joiner", flush=True)
-    wait_until(lambda: any(one.ready for one in list(coordinator.server_membership._waiting.values())), "nobody came")
+    wait_until(
+        lambda: any(one.ready for one in list(coordinator.generation.server_membership._waiting.values())),
+        "nobody came",
+    )
 
 
 def wait_until(happened: Callable[[], bool], otherwise: str) -> None:

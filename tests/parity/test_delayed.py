@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.coordinator.coordinator import CoordinatorGeneration
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.testing import FaultPlan, Phase
@@ -114,14 +114,14 @@ def assert_late(swarm: SwarmRun, late: Run) -> None:
 def _lates() -> Iterator[list[int]]:
     """Steps whose records came while the steps after them took batches."""
     found: list[int] = []
-    decide = Coordinator._decide_due
+    decide = CoordinatorGeneration._decide_due
 
-    async def noted(self: Coordinator, step: OpenStep) -> None:
+    async def noted(self: CoordinatorGeneration, step: OpenStep) -> None:
         found.append(step.step)
         await decide(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordinator, "_decide_due", noted)
+        patch.setattr(CoordinatorGeneration, "_decide_due", noted)
         yield found
 
 

@@ -101,7 +101,7 @@ class Returning(L.Callback):
         if again is None or again.server is None or own is None or own.server is None:
             return False
         coordinator = own.server.admission.coordinator
-        waiting = {} if coordinator is None else coordinator.server_membership._waiting
+        waiting = {} if coordinator is None else coordinator.generation.server_membership._waiting
         return again.server.admission.is_member or any(one.ready for one in waiting.values())
 
 

@@ -93,7 +93,7 @@ class Several(DigitsMLP):
         assert server is not None
         coordinator, until_s = server.admission.coordinator, time.monotonic() + 0.3
         assert coordinator is not None
-        self.seen.wait_for(lambda: coordinator.step_state.open.ready or time.monotonic() >= until_s)
+        self.seen.wait_for(lambda: coordinator.generation.step_state.open.ready or time.monotonic() >= until_s)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -505,7 +505,7 @@ class Awaiting(L.Callback):
         assert strategy.peer is not None
         assert strategy.peer.server is not None
         coordinator = strategy.peer.server.admission.coordinator
-        waiting = [] if coordinator is None else coordinator.trainers.membership.waiting
+        waiting = [] if coordinator is None else coordinator.generation.trainers.membership.waiting
         return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 
 

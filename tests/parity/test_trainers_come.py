@@ -36,7 +36,7 @@ def enrolment(seen: Seen) -> TrainerMembership:
     assert server is not None
     coordinator = server.admission.coordinator
     assert coordinator is not None
-    return coordinator.trainers.membership
+    return coordinator.generation.trainers.membership
 
 
 def under_way(seen: Seen) -> None:

@@ -107,11 +107,11 @@ def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
     async def freezing(caller: PeerId, body: bytes) -> bytes:
         role = next(peer for peer in seen.peers if peer.transport is coordinator).server.admission.coordinator
         assert role is not None
-        step = role.step_state.open
+        step = role.generation.step_state.open
         through = [batch.first for batch in step._batches.values() if batch.trainer == VICTIM and batch.completed]
         lost = [place for first in through if (place := (step.step, first)) >= pinned_from]
         early = step.step < seen.trainers[0].max_steps - ROOM
-        if caller != VICTIM or not (lost and early) or role.step_state.finishing:
+        if caller != VICTIM or not (lost and early) or role.generation.step_state.finishing:
             return await handler(caller, body)
         handlers[method] = handler
         for router in routers:

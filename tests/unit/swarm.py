@@ -345,18 +345,23 @@ class Swarm:
                 )
             if server.admission.coordinator is not None:
                 coordinator = server.admission.coordinator
-                books, lead = coordinator.step_state, coordinator.trainers.lead
+                books, lead = coordinator.generation.step_state, coordinator.generation.trainers.lead
                 state["books"] = copy.deepcopy(
-                    (books.open, lead._permits, lead._stepped_with, coordinator.step_state.selection(coordinator._run))
+                    (
+                        books.open,
+                        lead._permits,
+                        lead._stepped_with,
+                        coordinator.generation.step_state.selection(coordinator.generation._run),
+                    )
                 )
                 state["newest record"] = (books.outcome.record, books.outcome.logs, sorted(books.outcome.metrics))
-                state["misses"] = copy.deepcopy(coordinator.server_membership._misses)
-                enrolment = coordinator.trainers.membership
+                state["misses"] = copy.deepcopy(coordinator.generation.server_membership._misses)
+                enrolment = coordinator.generation.trainers.membership
                 state["enrolment"] = (sorted(enrolment._asked_s), dict(enrolment._going))
-                state["leaving"] = coordinator.server_membership.leaving
+                state["leaving"] = coordinator.generation.server_membership.leaving
                 state["gate"] = {
                     peer: (one.candidate, one.ready, one.refusal)
-                    for peer, one in coordinator.server_membership._waiting.items()
+                    for peer, one in coordinator.generation.server_membership._waiting.items()
                 }
         return state
 

@@ -26,7 +26,7 @@ _STATE_FACTOR: Final = 3
 """Bytes of a stage's state for each byte of weights: the weights, and two moments of an optimizer that has them."""
 
 
-def balance_of(manifest: Manifest, *, now_s: float) -> Balancer:
+def balancer_of(manifest: Manifest, *, now_s: float) -> Balancer:
     """Make the balancer of a run's stages, without those on trainers."""
     state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
     return Balancer(manifest.settings.rebalancing, manifest.settings.rebalance_interval, state_bytes, now_s=now_s)
@@ -46,13 +46,13 @@ class PlannedMoves:
         self,
         context: CoordinatorContext,
         server_membership: ServerMembership,
-        balance: Balancer,
+        balancer: Balancer,
         *,
         step_aside: Callable[[], None],
     ) -> None:
         self._run = context.run
         self._server_membership = server_membership
-        self._balance = balance
+        self._balancer = balancer
         self._events = context.events
         self._step_aside = step_aside
         self._steps_aside = False
@@ -62,7 +62,7 @@ class PlannedMoves:
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """Take in what the servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
-        self._balance.take_loads(
+        self._balancer.take_loads(
             {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
         )
 
@@ -74,19 +74,19 @@ class PlannedMoves:
         chosen, self._put_off = self._put_off, None
         if chosen is not None:
             return self._if_unchanged(chosen, gone)
-        self._steps_aside = False  # what was chosen before may not have been decided: the run rolled back, say
+        self._steps_aside = False  # what was chosen before is done, or was never decided
         run = self._run
         num_stages = run.num_pipeline_stages
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
         rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
         leaving, joining = self._server_membership.leaving, self._server_membership.targets
-        if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
+        if sheds := self._balancer.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
             return [], sheds  # who moves is decided on what that leaves
         fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
         if self._stays_among == members.keys():
             fixed.add(run.coordinator)  # nobody took over: others move meanwhile
-        moves = self._balance.moves(
+        moves = self._balancer.moves(
             rosters,
             fixed=fixed,
             joining=joining,
@@ -126,11 +126,11 @@ class PlannedMoves:
             self._step_aside()
         at_s = now_s()
         for one in record.newcomers:
-            self._balance.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
+            self._balancer.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
         for departure in record.departures:
             peer, target = departure.member.peer_id, departure.stage_index
             (source,) = (one.stage_index for one in record.left if one.member == departure.member)
-            self._balance.note_left(peer, source, target, now_s=at_s)
+            self._balancer.note_left(peer, source, target, now_s=at_s)
             self._events.note("moves", peer=peer, stage=target, step=record.step)
         staying = {member for roster in self._run.rosters for member in roster}
         for vacancy in record.left:

@@ -20,7 +20,6 @@ from typing import Final
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
-from lightning_swarm.coordinator.server_calls import dismiss
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended, gather
@@ -36,17 +35,23 @@ from lightning_swarm.protocol.messages.membership import (
 )
 from lightning_swarm.protocol.messages.run import Member, Selection
 from lightning_swarm.protocol.messages.step import Candidate, Closing
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
-from lightning_swarm.protocol.run_state import boot_ids
+from lightning_swarm.protocol.run_state import boot_ids, check_protocol_version
+
+_log = logging.getLogger(__name__)
 
 _MAX_MISSES: Final = 3
 _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
+_MAX_CANDIDATES: Final = 64
+_FIRST_READY_S: Final = 300.0
+_MIN_ENTERING: Final = 2
+_MEET_TIMEOUT_S: Final = 10.0
+_GRACE_S: Final = 2.0
+_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
 
 
-# Rounds that joiners missed, and how long a joiner that missed some must wait. The time comes with each call, so this
-# asks no clock.
 @dataclass
 class _Backoff:
     count: int = 0
@@ -55,7 +60,10 @@ class _Backoff:
 
 @dataclass
 class JoinBackoff:
-    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait."""
+    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait.
+
+    The time comes with each call, so this asks no clock.
+    """
 
     _missed: dict[PeerId, _Backoff] = field(default_factory=dict)  # those with the latest miss last
 
@@ -81,16 +89,6 @@ class JoinBackoff:
         self._missed.pop(peer, None)
 
 
-_log = logging.getLogger(__name__)
-
-_MAX_CANDIDATES: Final = 64
-_FIRST_READY_S: Final = 300.0
-_MIN_ENTERING: Final = 2
-_MEET_TIMEOUT_S: Final = 10.0
-_GRACE_S: Final = 2.0
-_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
-
-
 @dataclass(frozen=True, eq=False)
 class _Round:
     request: ListenRequest
@@ -98,7 +96,7 @@ class _Round:
 
 
 @dataclass
-class _WaitingCaller:
+class _WaitingServer:
     candidate: Candidate
     last_heard_s: float
     ready: bool = False
@@ -113,24 +111,45 @@ class _WaitingCaller:
         return self.ready and self.refusal is None
 
 
+@dataclass(eq=False)
+class Joiners:
+    """The servers that want to join, and the rounds that peers missed as they joined. They outlive a rollback."""
+
+    waiting: dict[PeerId, _WaitingServer] = field(default_factory=dict)
+    backoff: JoinBackoff = field(default_factory=JoinBackoff)
+
+    def refuse_all(self) -> None:
+        """Have all join again, for the run was rolled back: what they downloaded is of the old generation."""
+        for one in self.waiting.values():
+            one.refusal = _WENT_BACK
+
+
 class ServerMembership:
     """Decides which servers join with which record, and which leave."""
 
-    def __init__(self, context: CoordinatorContext, balance: Balancer) -> None:
-        transport = context.transport
-        self._transport, self._run = transport, context.run
-        self._balance = balance
+    def __init__(
+        self,
+        context: CoordinatorContext,
+        balancer: Balancer,
+        joiners: Joiners,
+        *,
+        on_restarted_lead: Callable[[], None],  # called when the lead joins as another process
+    ) -> None:
+        self._transport, self._run = context.transport, context.run
+        self._balancer = balancer
         self._spawn = context.spawn
         self._events = context.events
         self._limits = context.limits
-        self._waiting: dict[PeerId, _WaitingCaller] = {}
-        self._misses = JoinBackoff()
-        self.on_restarted_lead: Callable[[], None] = lambda: None  # called when the lead joins as another process
+        self._waiting, self._misses = joiners.waiting, joiners.backoff
+        self._on_restarted_lead = on_restarted_lead
         self._entering: set[PeerId] = set()  # by the record that is being decided
-        self._leaving: dict[PeerId, None] = {}  # who asked first comes first
-        transport.handle_call(JOIN, self._handle_join)
-        transport.handle_call(READY, self._handle_ready)
-        transport.handle_call(DRAIN, self._handle_drain)
+        self._leaving: dict[PeerId, None] = {}  # who asked first comes first; after a rollback they ask again
+
+    def answer(self) -> None:
+        """Begin to answer servers that join or leave."""
+        self._transport.handle_call(JOIN, self._handle_join)
+        self._transport.handle_call(READY, self._handle_ready)
+        self._transport.handle_call(DRAIN, self._handle_drain)
 
     @property
     def leaving(self) -> list[PeerId]:
@@ -155,17 +174,6 @@ class ServerMembership:
         """The peers that want to join."""
         return list(self._waiting)
 
-    async def close(self) -> None:
-        """Tell the peers that did not get in that the run is over, as far as they are reached."""
-        await dismiss(self._transport, self._waiting, timeout=self._limits.leave_timeout)
-
-    def enter_generation(self) -> None:
-        """Begin with the next run generation: what joiners downloaded is of the old one."""
-        self._entering.clear()
-        self._leaving.clear()  # they ask again
-        for one in self._waiting.values():
-            one.refusal = _WENT_BACK
-
     # ------------------------------------------------------------------ the joiners' calls
 
     async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
@@ -175,7 +183,7 @@ class ServerMembership:
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
         # Before anyone is told, so that of two that come at once at least one is told of the other.
-        waiting = self._waiting[caller] = _WaitingCaller(candidate, now_s())
+        waiting = self._waiting[caller] = _WaitingServer(candidate, now_s())
         try:
             await self._introduce(candidate)
         except BaseException:
@@ -187,11 +195,7 @@ class ServerMembership:
 
     def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
         manifest = self._run.manifest
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"`protocol_version` is {request.protocol_version} there and {PROTOCOL_VERSION} in the run. "
-                "Install the same version of lightning_swarm on all peers."
-            )
+        check_protocol_version(request.protocol_version)
         if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
             raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
         if manifest.selection is None:
@@ -199,7 +203,7 @@ class ServerMembership:
                 f"run {manifest.run_id!r} takes no steps, and servers join between two. Start it with all."
             )
         if caller == manifest.lead and request.boot_id not in boot_ids(manifest, caller):
-            self.on_restarted_lead()
+            self._on_restarted_lead()
         if caller in self._run.servers:
             held = any(Member(peer_id=caller, boot_id=request.boot_id) in roster for roster in self._run.rosters)
             what = "it is" if held else "what it was before it was restarted is, until a record leaves that out,"
@@ -226,7 +230,7 @@ class ServerMembership:
                 [member.peer_id for member in roster if member.peer_id not in self._leaving]
                 for roster in self._run.rosters[:num_stages]
             ]
-            return self._balance.stage_for(caller, rosters, self.targets, now_s=now_s())
+            return self._balancer.stage_for(caller, rosters, self.targets, now_s=now_s())
         if wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
         return wanted
@@ -335,7 +339,7 @@ class ServerMembership:
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         rosters = self._run.present(closing.absent)
-        hearing = []
+        listening = []
         num_asked = Counter[int]()
         for one in self._waiting.values():
             index = one.candidate.stage_index
@@ -343,10 +347,10 @@ class ServerMembership:
             if one.may_enter and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
                 one.asked = round_
-                hearing.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
-        return hearing
+                listening.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
+        return listening
 
-    async def _listen(self, waiting: _WaitingCaller, round_: _Round, *, timeout: float) -> None:
+    async def _listen(self, waiting: _WaitingServer, round_: _Round, *, timeout: float) -> None:
         member = waiting.candidate.member
         try:
             answer = await self._transport.call(member.peer_id, LISTEN, encode(round_.request), timeout=timeout)
@@ -365,11 +369,11 @@ class ServerMembership:
             return
         _log.warning("A server did not get in: %s", waiting.refusal)
 
-    async def heard(self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
+    async def heard(self, closing: Closing, listening: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
         """Wait a little for the last joiners that listen to a round, and go on without slower ones."""
-        if not hearing:
+        if not listening:
             return
-        _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
+        _, late = await asyncio.wait(listening, timeout=max(_GRACE_S, averaging_s))
         await ended(late)
         for one in self._waiting.values():
             asked = one.asked is not None and one.asked.request.closing is closing
@@ -384,7 +388,7 @@ class ServerMembership:
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
         self._entering = {one.candidate.member.peer_id for one in holding}
 
-        async def hold(waiting: _WaitingCaller) -> None:
+        async def hold(waiting: _WaitingServer) -> None:
             round_, waiting.holds = waiting.holds, None
             assert round_ is not None
             await self._listen(waiting, round_, timeout=_GRACE_S)
@@ -394,7 +398,7 @@ class ServerMembership:
         self._entering = {candidate.member.peer_id for candidate in there}
         return sorted(there, key=lambda candidate: candidate.member.peer_id)
 
-    def _miss(self, waiting: _WaitingCaller, reason: str) -> None:
+    def _miss(self, waiting: _WaitingServer, reason: str) -> None:
         peer, at_s = waiting.candidate.member.peer_id, now_s()
         self._misses.add(peer, now_s=at_s)
         waiting.ready = False  # until it reports so again

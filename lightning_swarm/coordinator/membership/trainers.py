@@ -1,34 +1,195 @@
-"""The coordinator's side of trainers that come and go: who trains from the next record on.
+"""The coordinator's side of trainers that come, go or fall silent: who trains from the next record on, what batches do.
 
 ``ENLIST -> the next record names the trainer -> its first place``. It changes nothing before that, and waits for no
 step in particular: the open one ends without it. ``RETIRE``, or a silence, and the next record names it no more. One
 that was only silent enlists again by itself when it is told so.
+
+Trainers that hold a place in the open step are asked now and then whether they are there. If one is gone, its batches
+are completed or struck. A batch whose backward calls were all accepted is *armed*: its servers have all that they need,
+so it is only waited for. Any other batch is struck and its samples are free for others; the servers add nothing of it
+any more, and its trainer, if it comes back, runs it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.long_poll import ChangeNotifier
 from lightning_swarm.coordinator.membership.rosters import trainer_changes
-from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
+from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import Quit
+from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
-from lightning_swarm.protocol.messages.run import MAX_TRAINERS
-from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import ENLIST, RETIRE
-from lightning_swarm.protocol.run_state import check_open
+from lightning_swarm.protocol.messages.run import MAX_TRAINERS, first_trained
+from lightning_swarm.protocol.messages.step import FenceRequest, ReceiptsReply, ReceiptsRequest, Record
+from lightning_swarm.protocol.messages.wire import decode, encode, from_bitmap
+from lightning_swarm.protocol.methods import ENLIST, FENCE, RECEIPTS, RETIRE
+from lightning_swarm.protocol.queries import call_each
+from lightning_swarm.protocol.run_state import check_open, check_protocol_version
+
+_log = logging.getLogger(__name__)
+
+_FIRST_LOOK_S: Final = 0.1
+_LONGEST_LOOK_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
 _ANEW: Final = "it was started again"
+
+
+class LeaseExpiry:
+    """Looks after batches that are under way, and does without those of trainers that are gone."""
+
+    def __init__(
+        self,
+        context: CoordinatorContext,
+        *,
+        on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch was struck, or completed without its trainer
+        owes: Callable[[PeerId], bool],  # whether others wait for a batch that a trainer would bring
+    ) -> None:
+        self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
+        self._events = context.events
+        self._spawn = context.spawn
+        self._on_change = on_change
+        self._owes = owes
+        self._generation = context.generation
+        self._interval_s = context.limits.silence_timeout / 5  # for which a trainer that has a place is left alone
+        self._timeout = context.limits.call_timeout  # for which servers may take to complete a batch
+        self._watched: set[PeerId] = set()
+        self.gone: set[PeerId] = set()  # trainers that did not answer, and were not heard of since
+        self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
+
+    def watch(self, trainer: PeerId) -> None:
+        """Watch over a trainer that has a place in the open step, or should have one."""
+        if trainer not in self._watched:
+            self._watched.add(trainer)
+            self._spawn(self._watch(trainer))
+
+    async def _watch(self, trainer: PeerId) -> None:
+        there = True
+        try:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                if not self._step_state.open.under_way(trainer) and not self._owes(trainer):
+                    return
+                if len(self._run.trainers) < 2:
+                    continue  # nobody would take its places, so everything waits for it
+                try:
+                    await self._transport.ping(trainer)
+                except PeerError as error:
+                    if there:  # else it is gone still, while servers complete what it left behind
+                        self._events.note("gone", peer=trainer, step=self._step_state.open.step, reason=str(error))
+                    there = False
+                    self.gone.add(trainer)
+                    await self.give_up(self._step_state.open, trainer, str(error))
+                    await self._on_change(self._step_state.open)  # others may bring what it owes
+                else:
+                    there = True
+                    self.gone.discard(trainer)
+        finally:
+            self._watched.discard(trainer)
+
+    async def _is_whole(self) -> bool:
+        """Return whether a server of every stage answers: else batches wait for that, and not for their trainers."""
+        there = await alive_among(self._transport, self._run.servers)
+        return all(any(member.peer_id in there for member in roster) for roster in self._run.rosters)
+
+    async def check_overdue(self, step: OpenStep) -> None:
+        """Do without batches that a closing step waits for for too long."""
+        since_s, timeout = self._step_state.closing_s, self._timeout
+        if step.closing and not step.ready and since_s is not None and now_s() >= since_s + timeout:
+            self._step_state.closing_s = now_s()
+            for trainer in step.missing() if await self._is_whole() else ():
+                await self.give_up(
+                    step,
+                    trainer,
+                    f"it was not through {timeout:g} s after its step was full. Raise `Limits.call_timeout` if "
+                    "batches take longer.",
+                )
+
+    async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
+        """Wait no more for a trainer: its armed batches are completed without it, the others struck."""
+        under_way = step.under_way(trainer)
+        for first, receipts in under_way.items():
+            if receipts is not None and (step.step, first) not in self._completing:
+                self._completing.add((step.step, first))
+                self._spawn(self._complete(step, first, receipts, trainer))
+        await self.strike(step, [first for first, receipts in under_way.items() if receipts is None], reason)
+
+    async def strike(self, step: OpenStep, batches: Collection[int], reason: str) -> None:
+        """Let a step's batches, by their places, count nowhere."""
+        struck = step.strike(batches)
+        for first, trainer in struck.items():
+            self._events.note("strike", peer=trainer, step=step.step, reason=f"its batch at {first}: {reason}")
+        if struck:
+            self.fence(step, list(struck))
+            await self._on_change(step)
+
+    def fence(self, step: OpenStep, batches: Sequence[int]) -> None:
+        """Have servers give up what is under way of batches that were struck. Nothing waits for it."""
+        self._spawn(self._fence(step, batches))
+
+    async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
+        request = FenceRequest(generation=self._generation, step=step.step, attempt=0, batches=list(batches))
+        # No closing will name what a server adds that is not reached.
+        await call_each(self._transport, self._run.servers, FENCE, encode(request), bytes, timeout=self._timeout)
+
+    async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
+        try:
+            missing = await self._await_receipts(step, first, receipts, trainer)
+            if missing is not None:
+                await self.strike(step, [first], f"{trainer} is gone, and {missing}")
+            elif step.complete_armed(first):
+                await self._on_change(step)
+        finally:
+            self._completing.discard((step.step, first))
+
+    async def _await_receipts(
+        self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId
+    ) -> str | None:
+        """Wait until all stages have the receipts, or the trainer came back: None. Else return what is missing."""
+        pause_s = _FIRST_LOOK_S
+        deadline = now_s() + self._timeout
+        while first in step.under_way(trainer):
+            held, pending = await self._ask_receipts(step, receipts)
+            first_stage = first_trained(self._step_state.selection(self._run), self._run.manifest.stages)
+            missing = {
+                (index, receipt)
+                for index, stage in enumerate(self._run.manifest.stages)
+                for receipt in receipts
+                if index >= first_stage and not stage.on_trainers
+            } - held
+            if not missing:
+                return None
+            if missing - pending:
+                return f"{len(missing - pending)} gradients of what it left behind are nowhere"
+            if now_s() >= deadline:
+                return f"what it left behind was not completed in {self._timeout:g} s"
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        return None
+
+    async def _ask_receipts(
+        self, step: OpenStep, receipts: Sequence[Receipt]
+    ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
+        """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
+        request = ReceiptsRequest(generation=self._generation, step=step.step, attempt=0, receipts=list(receipts))
+        held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
+
+        def read(body: bytes) -> None:
+            for stage in decode(body, ReceiptsReply).stages:
+                for found, bitmap in ((held, stage.held), (pending, stage.pending)):
+                    flags = from_bitmap(bitmap, len(receipts))
+                    found |= {(stage.stage_index, one) for one, flag in zip(receipts, flags, strict=True) if flag}
+
+        await call_each(self._transport, self._run.servers, RECEIPTS, encode(request), read, timeout=self._timeout)
+        return held, pending
 
 
 class TrainerMembership:
@@ -38,13 +199,12 @@ class TrainerMembership:
         self,
         context: CoordinatorContext,
         lease_expiry: LeaseExpiry,
-        changes: ChangeNotifier,
         *,
         epoch: Callable[[], int | None],  # of the lead's loop; None: it is not known yet
     ) -> None:
-        self._transport, self._run, self._books = context.transport, context.run, context.step_state
+        self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._lease_expiry = lease_expiry
-        self._changes = changes
+        self._changes = context.changes
         self._epoch = epoch
         self._events = context.events
         self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
@@ -114,7 +274,7 @@ class TrainerMembership:
             self._going.pop(caller, None)
             self.hear(caller)
             if request.generation is None:
-                await self._lease_expiry.give_up(self._books.open, caller, _ANEW)
+                await self._lease_expiry.give_up(self._step_state.open, caller, _ANEW)
         else:
             self._asked_s[caller] = now_s()
         trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
@@ -125,11 +285,7 @@ class TrainerMembership:
 
     def _check_may_train(self, caller: PeerId, request: EnlistRequest) -> None:
         manifest = self._run.manifest
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"`protocol_version` is {request.protocol_version} there and {PROTOCOL_VERSION} in the run. "
-                "Install the same version of lightning_swarm on all peers."
-            )
+        check_protocol_version(request.protocol_version)
         check_open(manifest)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(
@@ -145,6 +301,6 @@ class TrainerMembership:
         check_open(manifest)
         self._run.check_trainer(caller)
         self._going[caller] = request.reason
-        await self._lease_expiry.give_up(self._books.open, caller, "it retires")
+        await self._lease_expiry.give_up(self._step_state.open, caller, "it retires")
         retired = await self._changes.until(lambda: caller not in self._run.trainers)
         return encode(RetireReply(retired=retired))

@@ -80,14 +80,14 @@ _FIRST_SCATTER: Final = 0.13
 """Standard deviation of a rate's logarithm that is assumed until reports show another."""
 
 _CORRELATED: Final = 2.0
-"""Reports that are about as good as one independent report, as they are moving averages."""
+"""Reports that tell about as much as one independent report would: servers report moving averages."""
 
 _SIGMAS: Final = 2.4
 """An error of more standard deviations than this is as good as excluded."""
 
 _WORK_SCATTER: Final = 0.3
-"""Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are only so
-even. Equal peers of two such stages seem to differ by as much."""
+"""Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are no more
+even than that. Equal peers of two such stages seem to differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ class RateEstimate:
 
     def __init__(self, samples_per_s: float, stage: int | None) -> None:
         self.stage = stage  # where the peer was when it reported last; None: it holds several
-        self._log = self._slow_log = math.log(samples_per_s)
+        self._log = self._slow_log = math.log(samples_per_s)  # means that follow the reports soon, and slowly
         self._num_here = self._num_reports = 1  # reports from this stage, and all
-        self._variance = _FIRST_SCATTER**2
+        self._variance = _FIRST_SCATTER**2  # of the reports' logarithms about the slow mean
 
     def update(self, samples_per_s: float, stage: int | None) -> None:
         """Take in the next report."""
@@ -123,11 +123,11 @@ class RateEstimate:
             return
         self._num_here += 1
         self._num_reports += 1
-        # At first the mean of all: where the newest counts for more, the first one would count for most.
+        # At first the plain mean: with the smoothing alone, the first report would count for most.
         self._log += max(_SMOOTHING, 1.0 / self._num_here) * (reported - self._log)
         off = reported - self._slow_log
         self._slow_log += max(_SCATTER_SMOOTHING, 1.0 / self._num_here) * off
-        # A mean of few reports that are alike follows them, so that they seem to scatter less than they do.
+        # The mean of a few correlated reports is close to them, so that they seem to scatter less than they do.
         squared = off**2 * (1.0 + _CORRELATED / self._num_here)
         self._variance += max(_SCATTER_SMOOTHING, 1.0 / self._num_reports) * (squared - self._variance)
 
@@ -216,25 +216,27 @@ class Balancer:
             del self._known[peer]
 
     def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
-        # With several stages, of each as much as of the others.
+        """Take in a peer's rates; if it has changed its stage, learn what a sample costs at these two."""
+        # A peer of several stages computes each sample at all of them, so their times add up.
         rate = 1.0 / math.fsum(1.0 / rate for rate in measured.values())
         index = next(iter(measured)) if len(measured) == 1 else None
         known = self._known.get(peer)
         if known is None:
             self._known[peer] = RateEstimate(rate, index)
             return
-        before, where = known.samples_per_s, known.stage
+        before, source = known.samples_per_s, known.stage
         known.update(rate, index)
-        if index is not None and where is not None and index != where:
-            self._num_compared[frozenset((index, where))] += 1
-            off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
-            for stage, learnt in ((index, off), (where, -off)):
+        if index is not None and source is not None and index != source:
+            self._num_compared[frozenset((index, source))] += 1
+            error = math.log(before / rate) - (self._log_work[index] - self._log_work[source])
+            for stage, learnt in ((index, error), (source, -error)):
                 changed = self._log_work[stage] + _LEARNT * learnt
                 self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
 
     def _work_scatter(self, source: int, target: int) -> float:
-        learnt = self._num_compared[frozenset((source, target))]
-        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** learnt  # two stages take over `_LEARNT` of an error each
+        """Share by which the estimate of two stages' work, relative to each other, may be off."""
+        num_compared = self._num_compared[frozenset((source, target))]
+        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** num_compared  # both stages take over `_LEARNT` of an error
 
     def _speed(self, known: RateEstimate) -> float:
         """A peer's samples/s at a stage of work 1."""
@@ -242,9 +244,9 @@ class Balancer:
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
         """Enter that a mover has arrived."""
-        journey = self._moving.pop(peer, None)
-        if journey is not None and journey.target == stage and self._state_bytes[stage]:
-            took_s = max(now_s - journey.began_s - self._between_s, 1e-3)
+        move = self._moving.pop(peer, None)
+        if move is not None and move.target == stage and self._state_bytes[stage]:
+            took_s = max(now_s - move.began_s - self._between_s, 1e-3)
             self._bytes_per_s.measure(self._state_bytes[stage] / took_s)
 
     def moves(
@@ -308,11 +310,10 @@ class Balancer:
         return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
 
     def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
-        looks = now_s >= self._decided_s + self._interval_s
+        is_due = now_s >= self._decided_s + self._interval_s
         if self._rule == "paper":
-            return looks and not self._moving  # it moves one at a time
-        changed = self._seen is not None and there != self._seen
-        return changed or looks
+            return is_due and not self._moving  # it moves one at a time
+        return is_due or (self._seen is not None and there != self._seen)
 
     def _computing_limits(self, rosters: Sequence[Sequence[PeerId]]) -> bool:
         """Return whether the busiest stage computes for so much of the time that a faster one would help."""
@@ -401,7 +402,7 @@ class Balancer:
                     left=self._left.get(peer, ()),
                     scatter=known[peer].scatter if peer in known else SCATTER,
                 )
-        coming = {peer: journey.target for peer, journey in self._moving.items()} | dict(joining)
+        coming = {peer: move.target for peer, move in self._moving.items()} | dict(joining)
         for peer, index in coming.items():
             stages.expect(peer, index, speeds.get(peer, usual))
         return stages
@@ -416,7 +417,7 @@ class Balancer:
 
     def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
         """Give up the movers that have not even asked to join for too long."""
-        late = [peer for peer, journey in self._moving.items() if now_s >= journey.until_s]
+        late = [peer for peer, move in self._moving.items() if now_s >= move.until_s]
         for peer in late:
             if peer not in joining:
                 del self._moving[peer]

@@ -23,11 +23,11 @@ class DataOrder:
 
     @property
     def plans(self) -> list[EpochPlan]:
-        """In order."""
+        """The orders of the known epochs, the first one first."""
         return [self._plans[epoch] for epoch in sorted(self._plans)]
 
     def plan(self, epoch: int) -> EpochPlan | None:
-        """Of an epoch."""
+        """Return the order of an epoch, if it is known."""
         return self._plans.get(epoch)
 
     def add(self, plan: EpochPlan) -> None:
@@ -53,18 +53,18 @@ class DataOrder:
         """Number of a batch's samples; raises ProtocolError if there is no such batch."""
         epoch, index = number
         plan = self._plans.get(epoch)
-        if plan is None or not self.there(number):
+        if plan is None or not self.has(number):
             raise ProtocolError(f"there is no batch {index} in epoch {epoch}, as far as its order is known")
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
-    def settled(self, number: BatchNumber) -> BatchNumber:
+    def normalized(self, number: BatchNumber) -> BatchNumber:
         """Turn the end of an epoch into the beginning of the next one, if that is known; leave other places."""
         epoch, index = number
         while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
             epoch, index = epoch + 1, 0
         return epoch, index
 
-    def there(self, number: BatchNumber) -> bool:
+    def has(self, number: BatchNumber) -> bool:
         """Return whether a batch is known."""
         return number[0] in self._plans and not self._is_beyond(number)
 
@@ -95,7 +95,7 @@ class StepWindow:
 
     def _extend(self) -> None:
         self._num_dropped = sum(self.order.size(one) for one in self.dropped if one in self._places)
-        while self._num_samples - self._num_dropped < self.target_batch_size and self.order.there(self._next):
+        while self._num_samples - self._num_dropped < self.target_batch_size and self.order.has(self._next):
             number = self._next
             self._places[number] = self._num_samples
             self._num_samples += self.order.size(number)
@@ -104,9 +104,9 @@ class StepWindow:
     @property
     def _next(self) -> BatchNumber:
         if not self._places:
-            return self.order.settled(self.begin)
+            return self.order.normalized(self.begin)
         epoch, index = next(reversed(self._places))
-        return self.order.settled((epoch, index + 1))
+        return self.order.normalized((epoch, index + 1))
 
     @property
     def end(self) -> BatchNumber:
@@ -139,7 +139,9 @@ class StepWindow:
     def is_passed(self, number: BatchNumber, through: Collection[BatchNumber]) -> bool:
         """Return whether all batches before `number`, the end of an epoch, are through."""
         self._extend()
-        return self._next >= self.order.settled(number) and all(one in through or one >= number for one in self.numbers)
+        return self._next >= self.order.normalized(number) and all(
+            one in through or one >= number for one in self.numbers
+        )
 
 
 @dataclass

@@ -8,9 +8,8 @@ or that has not come to it after a while.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from msgspec.structs import replace as replaced
@@ -29,17 +28,16 @@ from lightning_swarm.protocol.messages.batches import (
 from lightning_swarm.protocol.messages.run import BatchNumber, Term
 from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 
-
-def first_lease(term: Term) -> int:
-    """First lease of a coordinator: none of another coordinator's is taken for one of its own."""
-    return ((term[0] - 1) << 32) + 1
-
-
 _log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 0.5
 _FIRST_PATIENCE_S: Final = 5.0
 """Patience with a trainer of which no batch was seen yet: compilers and caches are cold."""
+
+
+def first_lease(term: Term) -> int:
+    """First lease of a coordinator: none of another coordinator's is taken for one of its own."""
+    return ((term[0] - 1) << 32) + 1
 
 
 class LeaseTable:
@@ -52,12 +50,12 @@ class LeaseTable:
     def __init__(
         self,
         run: RunState,
-        first_lease: int,
+        leases: Iterator[int],
         on_grant: Callable[[OpenStep, PeerId], None],
         gone: Collection[PeerId],
     ) -> None:
         self._run = run
-        self._leases = itertools.count(first_lease)
+        self._leases = leases  # their numbers
         self._on_grant = on_grant
         self._gone = gone
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
@@ -66,10 +64,6 @@ class LeaseTable:
         self._granted_s: dict[PeerId, float] = {}  # when each got its newest place
         self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
         self._warned_large = False
-
-    def enter_generation(self) -> None:
-        """Begin with the next run generation."""
-        self._waiting, self._reserved, self._idle, self._granted_s = {}, {}, {}, {}
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
         """Grant a trainer a place in the open step, or say what to wait for.

@@ -21,11 +21,11 @@ from lightning_swarm.coordinator.step.replay_plan import (
     ReplayPlan,
     ServerLedger,
     check_tied,
-    loads,
-    named,
+    named_receipts,
     plan_replays,
-    read,
-    touched,
+    read_ledger,
+    reported_loads,
+    touched_parameters,
     version_hash,
 )
 from lightning_swarm.core.clock import now_s
@@ -40,7 +40,6 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
 from lightning_swarm.protocol.messages.run import Member, Selection, first_trained
 from lightning_swarm.protocol.messages.step import (
@@ -51,7 +50,6 @@ from lightning_swarm.protocol.messages.step import (
     Replay,
     ReplayRequest,
 )
-from lightning_swarm.protocol.run_state import RunState
 
 _MAX_BLAMELESS: Final = 3
 
@@ -62,11 +60,10 @@ class StepServers:
     A server that does not know what the step trains takes no part in it.
     """
 
-    def __init__(self, run: RunState, servers: ServerCalls, step: int, events: EventLog) -> None:
-        self._run = run
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
+        self._run, self._events = context.run, context.events
         self._own = servers.own
         self._step = step
-        self._events = events
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
         self.gone: dict[PeerId, SwarmError] = {}  # those that take no part any more, and why
@@ -123,11 +120,10 @@ _PAUSE_S: Final = 0.5
 class ReplayRounds:
     """Has the trainers of one step send microbatches again."""
 
-    def __init__(self, run: RunState, servers: ServerCalls, step: OpenStep, events: EventLog) -> None:
-        self._run = run
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep) -> None:
+        self._generation, self._events = context.generation, context.events
         self._servers = servers  # through which trainers are asked, too
         self._step = step
-        self._events = events
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # of trainers
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
@@ -162,7 +158,7 @@ class ReplayRounds:
         lost: set[int] = set()
         for begin in range(0, len(work), _MAX_WORK):
             request = ReplayRequest(
-                generation=self._run.manifest.generation,
+                generation=self._generation,
                 step=self._step.step,
                 attempt=0,
                 work=work[begin : begin + _MAX_WORK],
@@ -209,23 +205,20 @@ class SumReconciliation:
         *,
         joining: Callable[[], bool],  # whether a server may enter with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
-        outage: OutageWait,
     ) -> None:
-        run, events = context.run, context.events
-        self._run = run
+        run = self._run = context.run
+        self._generation, self._events = context.generation, context.events
         self._servers = servers
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._joining = joining
         self._fence = fence
-        self._outage = outage
-        self._events = events
-        self._rounds = itertools.count(
-            context.proposer.first_round
-        )  # nobody else counts rounds of this step from there
-        self._replays = ReplayRounds(run, servers, step, events)
+        self._outage = context.outage
+        # Nobody else counts rounds of this step from there.
+        self._rounds = itertools.count(context.proposer.first_round)
+        self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
-        self.step_servers = StepServers(run, servers, step.step, events)
+        self.step_servers = StepServers(context, servers, step.step)
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
     def are_of(self, step: OpenStep) -> bool:
@@ -240,7 +233,7 @@ class SumReconciliation:
         """
         while True:
             round_ = next(self._rounds)
-            ledgers = await self._frozen(round_)
+            ledgers = await self._freeze(round_)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
@@ -250,8 +243,8 @@ class SumReconciliation:
             check_tied(ledgers, step=self._step.step)
             plan = self._plan(ledgers)
             if plan.done:
-                self.loads = loads(ledgers)
-                return ReconciledStep(self._closing(ledgers, round_), named(ledgers), hashes)
+                self.loads = reported_loads(ledgers)
+                return ReconciledStep(self._closing(ledgers, round_), named_receipts(ledgers), hashes)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
@@ -264,7 +257,7 @@ class SumReconciliation:
         self, round_: int, *, named: list[NamedReceipts] | None = None, struck: list[int] | None = None
     ) -> FreezeRequest:
         return FreezeRequest(
-            generation=self._run.manifest.generation,
+            generation=self._generation,
             step=self._step.step,
             attempt=0,
             round=round_,
@@ -273,7 +266,7 @@ class SumReconciliation:
             joining=self._joining(),
         )
 
-    async def _frozen(self, round_: int) -> Ledgers:
+    async def _freeze(self, round_: int) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
         request = self._request(round_)
         there = self.step_servers
@@ -282,7 +275,7 @@ class SumReconciliation:
         for index, roster in enumerate(there.rosters):
             for member in roster:
                 try:
-                    found[index][member] = read(replies[member.peer_id], member, index)
+                    found[index][member] = read_ledger(replies[member.peer_id], member, index)
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
@@ -304,7 +297,7 @@ class SumReconciliation:
     def _closing(self, ledgers: Ledgers, round_: int) -> Closing:
         step = self._step
         return Closing(
-            generation=self._run.manifest.generation,
+            generation=self._generation,
             step=step.step,
             attempt=0,
             round=round_,
@@ -312,7 +305,7 @@ class SumReconciliation:
             num_samples=step.num_granted,
             total_weight=step.total_weight,
             absent=sorted(self.step_servers.gone),
-            touched=[touched(stage.values()) for stage in ledgers],
+            touched=[touched_parameters(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
 

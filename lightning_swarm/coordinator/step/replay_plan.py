@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.wire import union
 class ServerLedger:
     """A server's ledger of one stage, as it reported it."""
 
-    said: StageLedger
+    report: StageLedger
     held: set[Receipt]  # the microbatches that the report names
 
     @property
@@ -37,7 +37,7 @@ Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
 """For each stage, the ledgers of those of its roster that are there, in the roster's order."""
 
 
-def read(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
+def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
     """Read a member's ledger of its stage.
 
     Raises StepError if its sums are gone or it reports none of this stage, ProtocolError if it reports too much.
@@ -55,7 +55,7 @@ def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: i
 
     Raises StepError if they do not agree, or not all give their hash.
     """
-    hashes = {ledger.said.version_hash for ledger in ledgers}
+    hashes = {ledger.report.version_hash for ledger in ledgers}
     if None in hashes and len(ledgers) > 1:
         raise StepError(
             f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of their weights"
@@ -70,7 +70,7 @@ def check_tied(ledgers: Ledgers, *, step: int) -> None:
     hashes: dict[str, set[int]] = {}
     for stage in ledgers:
         for ledger in stage.values():
-            for name, value in (ledger.said.tied or {}).items():
+            for name, value in (ledger.report.tied or {}).items():
                 hashes.setdefault(name, set()).add(value)
     differing = sorted(name for name, values in hashes.items() if len(values) > 1)
     if differing:
@@ -80,33 +80,32 @@ def check_tied(ledgers: Ledgers, *, step: int) -> None:
         )
 
 
-def named(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
+def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
     """Name what each server holds, for each of its stages."""
     found: dict[PeerId, list[NamedReceipts]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            found.setdefault(member.peer_id, []).append(NamedReceipts(stage_index=index, receipts=ledger.said.held))
+            found.setdefault(member.peer_id, []).append(NamedReceipts(stage_index=index, receipts=ledger.report.held))
     return found
 
 
-def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
+def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
     """Collect how busy each server was, by stage."""
     found: dict[PeerId, dict[int, ReportedLoad]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            said = ledger.said
-            found.setdefault(member.peer_id, {})[index] = ReportedLoad.from_report(
-                said.samples_per_s, said.queued, said.busy_share
-            )
+            report = ledger.report
+            load = ReportedLoad.from_report(report.samples_per_s, report.queued, report.busy_share)
+            found.setdefault(member.peer_id, {})[index] = load
     return found
 
 
-def touched(ledgers: Collection[ServerLedger]) -> bytes:
+def touched_parameters(ledgers: Collection[ServerLedger]) -> bytes:
     """Join the replicas' bitmaps over a stage's parameters: which got a gradient.
 
     Raises StepError if the replicas do not have the same parameters.
     """
-    bitmaps = [ledger.said.touched for ledger in ledgers]
+    bitmaps = [ledger.report.touched for ledger in ledgers]
     if len(set(map(len, bitmaps))) != 1:
         raise StepError("the replicas of a stage disagree on its number of parameters")
     return union(bitmaps)
@@ -153,7 +152,7 @@ def plan_replays(
     lost: set[int] = set()
     for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
         trains = index >= first_trained
-        dirty = _dirty(stage, frozenset(receipts) if trains else frozenset())
+        dirty = _unusable(stage, frozenset(receipts) if trains else frozenset())
         held = {peer: set[Receipt]() if peer in dirty else set(one) for peer, one in stage.items()}
         there = set[Receipt]().union(*held.values())
         missing = [receipt for receipt in receipts if trains and receipt not in there]
@@ -179,7 +178,7 @@ def _fill(
     return holders
 
 
-def _dirty(stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt]) -> list[PeerId]:
+def _unusable(stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt]) -> list[PeerId]:
     """The servers whose sum cannot be used."""
     dirty = {peer for peer, held in stage.items() if not held <= counted}
     # Those that hold the most choose first; the sort keeps the roster's order.

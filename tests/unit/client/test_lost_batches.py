@@ -164,12 +164,14 @@ def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm
     async def go() -> None:
         grant = await other.grant(2)
         coordinator = swarm.coordinator
-        await coordinator._lease_expiry.strike(coordinator.step_state.open, [grant.first], "it was not heard of")
+        await coordinator.generation.lease_expiry.strike(
+            coordinator.generation.step_state.open, [grant.first], "it was not heard of"
+        )
         swarm.network.kill(A)
         trial.trainer.avoid.add(A)
         while B not in trial.coordinators:  # noqa: ASYNC110 - it tells nobody here
             await asyncio.sleep(1.0)
-        open_step = swarm.servers[B].admission.coordinator.step_state.open  # type: ignore[union-attr]
+        open_step = swarm.servers[B].admission.coordinator.generation.step_state.open  # type: ignore[union-attr]
         assert list(open_step.under_way(OTHER)) == [grant.first]
         await other.revoked(grant.lease)
         assert not open_step.under_way(OTHER)

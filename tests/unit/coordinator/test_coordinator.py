@@ -230,7 +230,7 @@ def test_no_step_opens_beyond_the_last(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.record(0))
     with pytest.raises(RunOver, match="the run's last step is 0"):
         swarm.run(swarm.steps.grant(2))
-    assert swarm.coordinator.step_state.open.num_granted == 0
+    assert swarm.coordinator.generation.step_state.open.num_granted == 0
 
 
 def test_who_comes_when_the_step_is_full_waits_for_the_next(make_swarm: MakeSwarm) -> None:
@@ -425,7 +425,7 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
     async def odd(*_: object, **__: object) -> float:
         raise ZeroDivisionError("a bug")
 
-    swarm.coordinator._servers.average = odd  # type: ignore[method-assign]
+    swarm.coordinator.generation._step_commit._servers.average = odd  # type: ignore[method-assign]
     assert_undecided(swarm, "internal error: ZeroDivisionError")
     with pytest.raises(ExceptionGroup):
         swarm.close()

@@ -319,7 +319,7 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
     grant = Grant(lease=1, generation=0, step=0, attempt=0, first=0, weight=1.0)
     request = GrantRequest(step=0, num_samples=2, generation=0)
     report = ReportReply(begun=True, leases=[Lease(grant=grant, request=request)], closed=[])
-    swarm.coordinator.trainers._first_lease = 2  # as of one that came after another
+    swarm.coordinator.generation.trainers._first_lease = 2  # as of one that came after another
 
     async def slow(*_: Any, **__: Any) -> dict[tuple[int, int], Message]:
         await asyncio.sleep(5.0)
@@ -742,7 +742,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
         network.thaw(LEAD)
         coordinator = other.run.coordinator
         assert coordinator != A
-        books = swarm.servers[coordinator].admission.coordinator.step_state
+        books = swarm.servers[coordinator].admission.coordinator.generation.step_state
         assert not books.order.plans, "the lead has not answered"
         request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
         await swarm.trainer.call(coordinator, REGISTER, encode(request), timeout=30.0)

@@ -140,7 +140,7 @@ def test_nobody_trains_before_the_lead_does(make_swarm: MakeSwarm) -> None:
         waiting = asyncio.create_task(batch(swarm, other, 1))
         await asyncio.sleep(80.0)
         assert not waiting.done()
-        assert swarm.coordinator.step_state.open.num_granted == 0
+        assert swarm.coordinator.generation.step_state.open.num_granted == 0
         await swarm.batch(rows(0))
         return (await waiting)[0].first
 
@@ -369,7 +369,7 @@ def test_when_the_last_step_is_decided_nobody_waits(make_swarm: MakeSwarm) -> No
 
     swarm.run(go())
     assert swarm.loop.time() < 5.0
-    assert swarm.coordinator.step_state.open.num_granted == 0
+    assert swarm.coordinator.generation.step_state.open.num_granted == 0
 
 
 def test_a_trainer_that_ends_by_an_error_fails_the_step_for_all(make_swarm: MakeSwarm) -> None:

@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import GRANT, RELEASE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
-from tests.unit.coordinator.test_snapshot_schedule import step
+from tests.unit.coordinator.test_rollback import step
 from tests.unit.swarm import Swarm, make_module, plain_steps, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")

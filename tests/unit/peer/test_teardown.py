@@ -130,8 +130,8 @@ def test_a_coordinator_that_was_frozen_itself_ends_nothing(make_swarm: MakeSwarm
     swarm = begun(make_swarm)
 
     async def go() -> None:
-        watch = swarm.coordinator.trainers.lead
-        watching = asyncio.create_task(watch.until_gone(swarm.servers[A]._transport, silence_s=SILENCE_S))
+        watch = swarm.coordinator.generation.trainers.lead
+        watching = asyncio.create_task(watch.until_gone())
         await asyncio.sleep(SILENCE_S)
         swarm.network.freeze(LEAD)
         await asyncio.sleep(SILENCE_S)

@@ -113,7 +113,7 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
     assert swarm.servers[A].stepping.version == 3
     assert swarm.servers[B].stepping.version == 2, "it applied the record that let it go, and no later one"
     assert_plain(swarm, [0, 1, 2], [3, 4, 5], [6, 7])
-    assert swarm.coordinator._events.counts["left"] == 1
+    assert swarm.coordinator.generation.context.events.counts["left"] == 1
 
 
 def test_a_last_copy_waits_until_another_has_joined(make_swarm: MakeSwarm) -> None:
@@ -216,10 +216,10 @@ def test_who_is_still_joining_joins_no_more(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         await asyncio.sleep(1.0)
-        assert J in swarm.coordinator.server_membership._waiting
+        assert J in swarm.coordinator.generation.server_membership._waiting
         j.stay.leave()
         await asyncio.wait_for(j.task, 5.0)
-        assert J not in swarm.coordinator.server_membership._waiting
+        assert J not in swarm.coordinator.generation.server_membership._waiting
         assert j.said == ["This peer goes before run 'run' has let it in."]
         begin_s = swarm.loop.time()
         assert swarm.names_after(await step(swarm, 0)) == ["a", "c"]
@@ -273,7 +273,7 @@ def test_who_enters_by_the_record_that_is_being_decided_leaves_by_a_later_one(ma
 
     async def go() -> None:
         await asyncio.sleep(1.0)
-        gate = swarm.coordinator.server_membership
+        gate = swarm.coordinator.generation.server_membership
         newcomers = gate.newcomers
 
         async def leave(*arguments: Any) -> Any:
@@ -314,11 +314,11 @@ def test_only_a_member_that_holds_nothing_else_may_leave(make_swarm: MakeSwarm) 
             await drain(swarm, B, swarm.members[B].boot_id, generation=1)
         with pytest.raises(ProtocolError, match="trainer is not in run 'run'"):
             await drain(swarm, LEAD, 5)
-        assert swarm.coordinator.server_membership.leaving == []
+        assert swarm.coordinator.generation.server_membership.leaving == []
         assert swarm.state() == state
         assert await drain(swarm, B, swarm.members[B].boot_id) == []
         assert await drain(swarm, B, swarm.members[B].boot_id) == []
-        assert swarm.coordinator.server_membership.leaving == [B]
+        assert swarm.coordinator.generation.server_membership.leaving == [B]
 
     swarm.run(go())
 
@@ -494,7 +494,7 @@ def test_a_server_that_was_killed_comes_back_under_its_name(make_swarm: MakeSwar
 
     async def back() -> None:
         await asyncio.sleep(5.0)
-        assert B not in swarm.coordinator.server_membership._waiting, "it has to wait"
+        assert B not in swarm.coordinator.generation.server_membership._waiting, "it has to wait"
         assert swarm.names_after(await step(swarm, 2, 3, among="a")) == ["a", "c"]
         await asyncio.sleep(60.0)
         assert swarm.names_after(await step(swarm, 4, among="a")) == ["ab", "c"]

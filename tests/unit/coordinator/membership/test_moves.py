@@ -119,9 +119,9 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
 def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
     make_swarm: MakeSwarm, monkeypatch: Any, sheds: list[StageRelease]
 ) -> None:
-    """The first one is never decided: the run goes back, say."""
+    """The first one is never decided."""
     swarm = make_swarm("a b", "b")
-    moves = swarm.coordinator._step_commit._moves
+    moves = swarm.coordinator.generation._step_commit._moves
     handed_over: list[None] = []
     monkeypatch.setattr(moves, "_step_aside", lambda: handed_over.append(None))
     planned = [[Move(A, 0, 1)]]
@@ -173,7 +173,7 @@ def test_where_nobody_takes_over_who_coordinates_stays_and_another_one_moves(mak
 
         swarm.network.find(name)._call_handlers[TAKE_OVER] = refuses
     Staying(swarm, A)
-    balance = swarm.coordinator._step_commit._moves._balance
+    balance = swarm.coordinator._balancer
     balance._rule, balance._interval_s = "gain", 60.0
 
     async def go() -> None:
@@ -217,8 +217,8 @@ def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) 
             swarm.network.freeze(B)
         return record
 
-    decide = commit.StepCommit._changed
-    monkeypatch.setattr(commit.StepCommit, "_changed", freeze)
+    decide = commit.StepCommit._with_changes
+    monkeypatch.setattr(commit.StepCommit, "_with_changes", freeze)
 
     async def go() -> None:
         records = await steps(swarm, 0, 3)
@@ -254,7 +254,7 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
     make_swarm: MakeSwarm, monkeypatch: Any, rate: float
 ) -> None:
     swarm = make_swarm("a b", "c")
-    balance = swarm.coordinator._step_commit._moves._balance
+    balance = swarm.coordinator._balancer
     balance._rule, balance._interval_s = "gain", 1e-3
 
     class Absurd(StageLoad):

@@ -25,8 +25,8 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer import snapshots, stage_copy
 from tests.unit.conftest import MakeSwarm
-from tests.unit.coordinator.test_snapshot_schedule import go_back
-from tests.unit.coordinator.test_snapshot_schedule import step as restart_step
+from tests.unit.coordinator.test_rollback import go_back
+from tests.unit.coordinator.test_rollback import step as restart_step
 from tests.unit.coordinator.test_trainer_handlers import batch, begun
 from tests.unit.swarm import Swarm, make_module, plain_steps, rows
 
@@ -180,7 +180,7 @@ def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(
     """Nobody was asked for the hash that its weights are compared with."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
-    waiting = swarm.coordinator.server_membership._waiting[J]
+    waiting = swarm.coordinator.generation.server_membership._waiting[J]
     waiting.ready = False
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
     freeze = handlers[FREEZE]
@@ -311,7 +311,7 @@ def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) ->
     joiner._transport.stream = slow_download  # type: ignore[method-assign]
     task = entering(swarm, joiner)
     swarm.run(asyncio.sleep(0.5))
-    stage = swarm.coordinator.server_membership.targets[joiner.admission.me.peer_id]
+    stage = swarm.coordinator.generation.server_membership.targets[joiner.admission.me.peer_id]
     others = [entering(swarm, swarm.add_server(name)) for name in "klm"]
 
     async def go() -> None:

@@ -210,7 +210,9 @@ def moves_in(
         (["abcd", "efgh"], (1.0, 1.0)),
     ],
 )
-def test_equal_peers_never_exchange_their_stages(stages: list[str], work: Sequence[float], correlated: bool) -> None:
+def test_equal_peers_do_not_exchange_stages_whose_work_is_as_uneven_as_it_may_be(
+    stages: list[str], work: Sequence[float], correlated: bool
+) -> None:
     rates = dict.fromkeys("".join(stages), 10.0)
     for seed in range(10):
         assert not any(moves_in(stages, rates, seed, correlated=correlated, work=work))

@@ -285,7 +285,7 @@ def test_a_liar_gets_an_error_and_changes_nothing(
 ) -> None:
     swarm, _ = planned(make_swarm)
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
-    books = swarm.coordinator.step_state
+    books = swarm.coordinator.generation.step_state
     before = (books.order.plans, books.open.free, books.open.num_granted)
     caller = swarm.trainer if method == PLAN else swarm.network.find(OTHER)
     with pytest.raises(ProtocolError, match=words):
@@ -298,7 +298,7 @@ def test_only_the_lead_says_the_order(make_swarm: MakeSwarm) -> None:
     request = encode(PlanRequest(generation=0, plan=plan(1, (3, 3)), position=(0, 0)))
     with pytest.raises(ProtocolError, match="says in which order batches come, not other"):
         swarm.run(swarm.network.find(OTHER).call(PeerId("a"), PLAN, request, timeout=1.0))
-    assert [one.epoch for one in swarm.coordinator.step_state.order.plans] == [0]
+    assert [one.epoch for one in swarm.coordinator.generation.step_state.order.plans] == [0]
 
 
 def test_a_plan_is_waited_for_and_an_epoch_that_is_over_has_none(make_swarm: MakeSwarm) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
-from lightning_swarm.coordinator.snapshot_schedule import choose_keepers
+from lightning_swarm.coordinator.commit import choose_keepers
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, ProtocolError, TicketGone, Unreachable
 from lightning_swarm.core.limits import Limits
@@ -73,9 +73,9 @@ def test_what_trainers_hold_is_kept_by_no_server() -> None:
 
 
 def test_where_a_trainer_may_be_replaced_a_server_keeps_what_it_holds() -> None:
-    kept = choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}, has_heirs=True)
+    kept = choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}, has_standbys=True)
     assert kept == ["b", "a", "b"]
-    assert choose_keepers(rosters("a", "a", "a t"), [False, False, True], {}, has_heirs=True) == [None, None, None]
+    assert choose_keepers(rosters("a", "a", "a t"), [False, False, True], {}, has_standbys=True) == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_copy_that_came_damaged_is_not_kept(make_swarm: MakeSwarm) -> None:
 
 
 def test_going_back_drops_them(make_swarm: MakeSwarm) -> None:
-    from tests.unit.coordinator.test_snapshot_schedule import go_back
+    from tests.unit.coordinator.test_rollback import go_back
 
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
@@ -249,7 +249,7 @@ ON_DISK = Limits(call_timeout=30.0, snapshot_interval=INTERVAL_S, snapshot_bytes
 
 
 def test_a_server_that_is_released_while_it_takes_one_serves_the_next_run(make_swarm: MakeSwarm) -> None:
-    from tests.unit.coordinator.test_snapshot_schedule import step
+    from tests.unit.coordinator.test_rollback import step
     from tests.unit.peer.test_failover import begin_again, release
 
     swarm = make_swarm("a", "a", "b", limits=ON_DISK)
@@ -267,7 +267,7 @@ def test_a_server_that_is_released_while_it_takes_one_serves_the_next_run(make_s
 
 @pytest.mark.parametrize("after_s", [5.0, 15.0, 25.0], ids=["own", "checked", "other's"])
 def test_what_is_written_while_the_run_goes_back_is_not_kept(make_swarm: MakeSwarm, after_s: float) -> None:
-    from tests.unit.coordinator.test_snapshot_schedule import go_back
+    from tests.unit.coordinator.test_rollback import go_back
 
     swarm = make_swarm("a", "b", limits=ON_DISK)
     slow_disk(swarm.loop, 10.0)

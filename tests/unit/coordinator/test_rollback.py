@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,16 +14,19 @@ from lightning_swarm.client import model_state
 from lightning_swarm.client.generation import TrainerGeneration
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
-from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.batches import Grant, RecordRequest
 from lightning_swarm.protocol.messages.run import RestartRequest, Selection
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, FORWARD, FREEZE, RESTART
+from lightning_swarm.protocol.methods import APPLY, AVERAGE, FORWARD, FREEZE, RECORD, RESTART
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import Swarm, key, make_module, plain_steps, rows
+from tests.unit.swarm import HYPERPARAMETERS, Swarm, key, make_module, plain_steps, rows
 
 A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
 
@@ -124,11 +126,16 @@ def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm
     swarm = make_swarm("a", "b")
     role = swarm.servers[A].admission.coordinator
     assert role is not None
-    wait = partial(role._step_commit._outage.keep, 1, {B: SwarmError("it is gone")}, step=0, address="here")
-    wait(now_s=0.0)
+
+    def wait(now_s: float) -> EventLog:
+        context = role.generation.context
+        context.outage.keep(1, {B: SwarmError("it is gone")}, step=0, address="here", now_s=now_s)
+        return context.events
+
+    wait(0.0)
     go_back(swarm)
-    wait(now_s=1e9)
-    assert (role._events.counts["pause"], role._events.counts["resume"]) == (2, 1)
+    counts = wait(1e9).counts
+    assert (counts["pause"], counts["resume"]) == (2, 1)
 
 
 def test_what_trains_is_settled_anew(make_swarm: MakeSwarm) -> None:
@@ -238,6 +245,60 @@ def test_the_old_generation_is_refused_and_changes_nothing(make_swarm: MakeSwarm
         swarm.run(old_calls(swarm)[name]())
     swarm.settle()
     assert swarm.state() == before
+
+
+def test_who_waits_for_a_record_hears_of_the_next_generation_at_once(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    request = RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS)
+
+    async def go() -> None:
+        await swarm.steps.grant(2)
+        await swarm.steps.close()  # its batch is under way still
+        waiting = asyncio.ensure_future(swarm.trainer.call(A, RECORD, encode(request), timeout=30.0))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        begin_s = now_s()
+        await discovery.restart(swarm.trainer, swarm.steps.run, restarting(swarm), timeout=30.0)
+        with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
+            await waiting
+        assert now_s() - begin_s < 0.1
+
+    swarm.run(go())
+
+
+def test_what_an_old_call_still_does_begins_nothing_in_the_new_generation(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    first = swarm.run(swarm.steps.grant(2))
+    assert isinstance(first, Grant)
+    before = swarm.coordinator.generation
+    go_back(swarm)
+    assert swarm.coordinator.generation is not before
+    with pytest.raises(Busy, match="rolled back meanwhile"):
+        before.lease_expiry.fence(before.step_state.open, [0])
+    second = swarm.run(swarm.steps.grant(2))
+    assert isinstance(second, Grant)
+    assert second.lease > first.lease, "a loop's state names by lease what was logged"
+
+
+def test_what_the_old_generation_is_to_train_is_not_settled_in_the_next_one(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    groups = {name: 0 for name, _ in swarm.module.named_parameters()}
+    asked = restarting(swarm)
+
+    async def go() -> None:
+        async with swarm.coordinator.generation.trainers._settling:
+            selecting = asyncio.ensure_future(
+                swarm.steps.select(Selection(num_groups=1, groups=groups, frozen=["0.0.weight"]))
+            )
+            await asyncio.sleep(0.1)
+            await discovery.restart(swarm.trainer, swarm.steps.run, asked, timeout=30.0)
+        with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
+            await selecting
+        swarm.steps.enter_generation(asked)
+        await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
+
+    swarm.run(go())
+    assert_trains_as_from_the_beginning(swarm)
 
 
 def test_weights_that_were_lent_are_gone(make_swarm: MakeSwarm) -> None:

@@ -255,7 +255,7 @@ def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm:
         await run.send_backward(grant, output)
         saying = asyncio.create_task(run.other.armed(grant.lease, [run.key_of(grant).receipt]))
         await asyncio.sleep(30.0)
-        assert not run.coordinator.books.open.under_way(OTHER)
+        assert not run.coordinator.generation.step_state.open.under_way(OTHER)
         assert not saying.done()
         run.network.mend(OTHER, A)
         await saying
@@ -288,10 +288,10 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
         await asyncio.sleep(10.0)
         assert run.kinds() == [("gone", OTHER)]
         assert run.servers[A].events.counts["gone"] == 1, "each look finds it gone still"
-        assert run.coordinator.books.open.under_way(OTHER)
+        assert run.coordinator.generation.step_state.open.under_way(OTHER)
         held.set()
         await asyncio.sleep(5.0)
-        assert not run.coordinator.books.open.under_way(OTHER)
+        assert not run.coordinator.generation.step_state.open.under_way(OTHER)
         await run.lead(2, 3, 4)
         return await run.swarm.record(0)
 
