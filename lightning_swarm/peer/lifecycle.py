@@ -233,7 +233,7 @@ class MembershipLifecycle:
         admission = self._server.admission
         run, target = admission.run, admission.target
         assert target is not None
-        (former,) = self._server.stepping.stages  # a server that holds several does not move
+        (former,) = self._server.steps.stages  # a server that holds several does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
         if admission.has_run and admission.run is run and admission.moves.is_set():  # else another run has it
@@ -321,8 +321,8 @@ class MembershipLifecycle:
                     say(f"This peer has the only copy of {_stages(only_here)}: waiting for another one to join.")
                 announced = only_here
             within_s = min(_ASK_S, max(end_s - now_s(), 0.0))
-            version = self._server.stepping.version
-            await first_of(admission.left.wait(), self._server.stepping.passed(version, within_s=within_s))
+            version = self._server.steps.version
+            await first_of(admission.left.wait(), self._server.steps.passed(version, within_s=within_s))
         await first_of(admission.left.wait(), timeout=_LINGER_S)
         return not admission.left.is_set()
 

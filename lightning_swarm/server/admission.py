@@ -26,14 +26,14 @@ class Admission:
     """Takes a server into a run and out of it, and tells its peer what became of the run."""
 
     def __init__(
-        self, context: ServerContext, membership: RunMembership, model: PeerModel, stepping: StepHandlers
+        self, context: ServerContext, membership: RunMembership, model: PeerModel, steps: StepHandlers
     ) -> None:
         self._connect = context.connect
         self._compute = context.compute
         self.membership = membership
         self.model = model
-        self._stepping = stepping
-        self._entering = asyncio.Lock()
+        self._steps = steps
+        self.transition = asyncio.Lock()  # into a run, or out of it: never both at once
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
         self.target: int | None = None  # that stage
         self.left = asyncio.Event()  # the run is over for this peer
@@ -43,7 +43,7 @@ class Admission:
         self.inherits = asyncio.Event()  # this peer is to roll the run back in the place of its lead
         self.inherits_at = 0  # to this step
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
-        self.leadership = Leadership(context, membership, stepping, self.left)
+        self.leadership = Leadership(context, membership, steps, self.left)
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         context.transport.handle_call(ADMIT, self._handle_admit)
         context.transport.handle_call(LEAVE, self._handle_leave)
@@ -86,7 +86,7 @@ class Admission:
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Be admitted by nobody else while a run is being joined. False: that has happened already."""
-        async with self._entering:  # not while the run that this server is being admitted to is built
+        async with self.transition:  # not while the run that this server is being admitted to is built
             free = not self.has_run
             if free:
                 self.membership.joining = coordinator
@@ -99,7 +99,7 @@ class Admission:
     async def follow(self, run: RunState, stage: Stage) -> None:
         """Go along with a run's records, as a member of it or not yet."""
         self.membership.enter_run(run, {stage.index})
-        self._stepping.enter_run({stage.index: stage})
+        self._steps.enter_run({stage.index: stage})
         await self.leadership.follow(run)
         self.ready.set()
 
@@ -108,8 +108,8 @@ class Admission:
         self.membership.leave_run()
         self.target = None
         self.moves.clear()
-        await self.leadership.step_out()
         self.ready.clear()
+        await self.leadership.step_out()
 
     async def close(self) -> None:
         """Stop coordinating, if this server does. Raises what a task of the coordinator raised."""
@@ -117,7 +117,7 @@ class Admission:
 
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
-        async with self._entering:  # one after the other: the second finds this peer in the run
+        async with self.transition:  # one after the other: the second finds this peer in the run
             await self._admit(caller, manifest)
         return b""
 
@@ -127,7 +127,7 @@ class Admission:
         stages = await self._compute(lambda: self.model.build(manifest, served))
         await self._connect()
         self.membership.enter_run(RunState(manifest))
-        self._stepping.enter_run(stages)
+        self._steps.enter_run(stages)
         await self.leadership.enter_run(self.run)
 
     def on_record(self, record: Record) -> None:
@@ -143,7 +143,7 @@ class Admission:
     def note_loaded(self, stage_index: int) -> None:
         """A stage has its initial weights."""
         self.membership.loaded.add(stage_index)
-        if self.membership.loaded.issuperset(self._stepping.stages):
+        if self.membership.loaded.issuperset(self._steps.stages):
             self.ready.set()
 
     async def _handle_inherit(self, caller: PeerId, body: bytes) -> bytes:

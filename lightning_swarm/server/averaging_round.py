@@ -46,7 +46,7 @@ class _HeldRound:
 class AveragingRounds:
     """Averages the sums of a server's stages with their other replicas."""
 
-    lull: IdleLinkWait  # what averaging waits for if it is late
+    idle_link: IdleLinkWait  # what averaging waits for if it is late
 
     def __init__(self, context: ServerContext, sums: GradientSums) -> None:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
@@ -112,12 +112,12 @@ class AveragingRounds:
         rosters = run.present(closing.absent)
         try:
             if request.late:
-                await self.lull.wait()
+                await self.idle_link.wait()
                 sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
             begin_s = now_s()
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters))
             found = await self._averaged(closing, run.ties, rosters, places)
-            self.lull.averaging_took(now_s() - begin_s)
+            self.idle_link.averaging_took(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, AveragingFailed):

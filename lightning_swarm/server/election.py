@@ -46,18 +46,19 @@ class Leadership:
     """Watches the coordinator of this server's run, and coordinates itself when it is elected."""
 
     def __init__(
-        self, context: ServerContext, membership: RunMembership, stepping: StepHandlers, over: asyncio.Event
+        self, context: ServerContext, membership: RunMembership, steps: StepHandlers, over: asyncio.Event
     ) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._membership = membership
-        self._stepping = stepping
+        self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
         self._limits = limits
         self._events = context.events
         self._announce = context.announce
         self._role = Role(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
+        self._run: RunState | None = None  # the run that is followed; none yet while its coordinator's work begins here
         self._tasks = TaskOwner()  # of the run
         self._changed = asyncio.Event()
         self._leads = False  # from the promises on, before there is a coordinator's state
@@ -77,12 +78,12 @@ class Leadership:
         timeout.
         """
         if run.coordinator == self._me.peer_id:
-            self._leads = True  # peers that watch are held from now on
             await self._coordinate(run, self._proposer(run, run.term), None)
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
         """Watch the coordinator of a run; until then, on the loop's clock, that of a new run may not coordinate yet."""
+        self._run = run
         await self._tasks.close()
         self._tasks = TaskOwner()
         await self._tasks.start()
@@ -95,6 +96,7 @@ class Leadership:
 
     async def step_out(self) -> None:
         """This server is in the run no more."""
+        self._run = None
         await self._tasks.close()
         await self._step_down()
 
@@ -163,7 +165,7 @@ class Leadership:
         if not run.follow_term(term):
             return
         await self._step_down()
-        await self._stepping.reopen()
+        await self._steps.reopen()
         self._notify()
 
     async def _step_down(self) -> None:
@@ -177,7 +179,7 @@ class Leadership:
 
     async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WatchRequest)
-        run = self._membership.run_or_none
+        run = self._run
         if run is None:  # when a run begins, those that were admitted before this peer look for it
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
@@ -279,7 +281,7 @@ class Leadership:
 
     async def _apply_next(self, run: RunState, record: Record) -> None:
         if (record.closing.generation, record.step) == (run.manifest.generation, run.version):
-            await self._stepping.apply_record(record)
+            await self._steps.apply_record(record)
 
     # ------------------------------------------------------------------ taking over
 
@@ -311,7 +313,7 @@ class Leadership:
             self._highest_number = max(self._highest_number, proposer.rival_number)
             self._leads = False
             return
-        state = await gather_step_state(self._transport, run, self._stepping.sums.next.reselected, timeout=timeout)
+        state = await gather_step_state(self._transport, run, self._steps.sums.next.reselected, timeout=timeout)
         if run.term != term:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)
@@ -374,9 +376,8 @@ class Leadership:
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         await self._tell_all(peers | {newcomer.member.peer_id for newcomer in record.newcomers}, tell)
-        await self._apply_next(
-            run, record
-        )  # last: a peer that is left out cannot, and then another one coordinates the rest
+        # Last: a peer that is left out cannot, and then another one coordinates the rest.
+        await self._apply_next(run, record)
 
     async def _tell_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:
         """Tell all peers but this one at once. Those that do not answer soon are not waited for."""

@@ -55,13 +55,13 @@ _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extra
 class ComputeHandlers:
     """Answers the trainers' forward and backward calls."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, membership: RunMembership, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
         self._membership = membership
-        self._stepping = stepping
+        self._steps = steps
         self._limits = limits
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
@@ -95,7 +95,7 @@ class ComputeHandlers:
 
     @property
     def _sums(self) -> GradientSums:
-        return self._stepping.sums
+        return self._steps.sums
 
     # ------------------------------------------------------------------ forward
 
@@ -121,7 +121,7 @@ class ComputeHandlers:
         key = request.key
         inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
         version = self._computes_on(key)
-        await self._stepping.reached(version)
+        await self._steps.reached(version)
         seed = self._seed(key, stage)
 
         def compute() -> ForwardResult:
@@ -254,8 +254,7 @@ class ComputeHandlers:
         keys = [CallKey.of(request, receipt) for receipt in request.receipts]
         # Before the compute thread is asked, for calls that are under way may be added meanwhile.
         pending = {
-            index: [key.name(index, "backward") in self.under_way.tasks for key in keys]
-            for index in self._stepping.stages
+            index: [key.name(index, "backward") in self.under_way.tasks for key in keys] for index in self._steps.stages
         }
 
         def look() -> list[StageReceipts]:
@@ -279,7 +278,7 @@ class ComputeHandlers:
         self._membership.run.check_generation(key.generation)
         if not key.evaluation and key.attempt != self._sums.next.attempt:
             raise ProtocolError(f"attempt {self._sums.next.attempt} of the step is open, got a call of {key.attempt}")
-        stage = self._stepping.stage(stage_index)
+        stage = self._steps.stage(stage_index)
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
         self._membership.run.check_holds(self._membership.me, stage_index)

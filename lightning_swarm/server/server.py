@@ -42,15 +42,15 @@ class Server:
         self._tasks = context.tasks
         self.events = context.events
         membership = self.membership = RunMembership(context.me, context.hosts)
-        self.stepping = StepHandlers(context, membership, on_decided=self._on_decided, on_fenced=self._on_fenced)
-        self.admission = Admission(context, membership, model, self.stepping)
-        self.calls = ComputeHandlers(context, membership, self.stepping)
-        self.stepping.rounds.lull = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
-        self.donor = Donor(context, membership, self.stepping)
-        self.joiner = Joiner(context, self.admission, model, self.stepping)
-        self.snapshots = Snapshots(context, membership, self.stepping)
+        self.steps = StepHandlers(context, membership, on_decided=self._on_decided, on_fenced=self._on_fenced)
+        self.admission = Admission(context, membership, model, self.steps)
+        self.calls = ComputeHandlers(context, membership, self.steps)
+        self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
+        self.donor = Donor(context, membership, self.steps)
+        self.joiner = Joiner(context, self.admission, model, self.steps)
+        self.snapshots = Snapshots(context, membership, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
-        StateHandlers(context, membership, self.stepping, on_loaded=self.admission.note_loaded)
+        StateHandlers(context, membership, self.steps, on_loaded=self.admission.note_loaded)
         self.voter = Voter(context.boot_id)
         consensus.serve(self.voter, context.transport, membership.serves_with)
         context.transport.handle_call(RESTART, self._handle_restart)
@@ -77,19 +77,19 @@ class Server:
         run, device = self.membership.run, self.admission.model.device
         stages = run.manifest.stages
         around = next((index for index, stage in enumerate(stages) if stage.on_trainers), None)
-        num_pipelined = sum(index != around for index in self.stepping.stages)
+        num_pipelined = sum(index != around for index in self.steps.stages)
         return ServerReport(
             lead=run.manifest.lead,
             coordinator=run.coordinator,
             num_stages=len(stages),
-            stages=list(self.stepping.stages),
+            stages=list(self.steps.stages),
             trainers_stage=around,
             first_step=run.manifest.first_step,
-            step=self.stepping.version,
-            age_s=time.monotonic() - self.stepping.began_s,
+            step=self.steps.version,
+            age_s=time.monotonic() - self.steps.began_s,
             num_samples=self.calls.num_samples // max(1, num_pipelined),
             queued=self._executor.queued,
-            held=_held(self.stepping.sums.stages.values(), stages),
+            held=_held(self.steps.sums.stages.values(), stages),
             around_parameters=_num_parameters(stages[around]) if around is not None else 0,
             machine=machine.describe(device),
             peak_bytes=machine.peak_bytes(device),
@@ -104,17 +104,20 @@ class Server:
 
         With `keeps_snapshots` the snapshots stay, too: this server will soon be back in the same run.
         """
-        if not self.membership.has_run:
-            return
-        holders = [len(roster) for roster in self.membership.run.rosters]
-        await self.admission.step_out()  # what comes from now on is refused
-        await self.calls.abort_all()
-        self.calls.discard_results("g")
-        stages = await self.stepping.leave_run()
-        self.donor.enter_generation()
-        if not keeps_snapshots:
-            self.snapshots.discard()
-        self.joiner.keep(stages, holders)
+        run = self.membership.run_or_none
+        # This server is admitted to the next run when nothing is left of this one, nor a job on the compute thread.
+        async with self.admission.transition:
+            if run is None or run is not self.membership.run_or_none:
+                return
+            holders = [len(roster) for roster in run.rosters]
+            await self.admission.step_out()  # what comes from now on is refused
+            await self.calls.abort_all()
+            self.calls.discard_results("g")
+            stages = await self.steps.leave_run()
+            self.donor.enter_generation()
+            if not keeps_snapshots:
+                self.snapshots.discard()
+            self.joiner.keep(stages, holders)
 
     async def release(self) -> None:
         """Leave a run that is void here: this server may be admitted to a run, or join one, as before its first."""
@@ -143,7 +146,7 @@ class Server:
         await self.admission.leadership.enter_generation()
         await self.calls.abort_all()
         self.calls.discard_results(f"g{old}.")
-        await self.stepping.enter_generation()
+        await self.steps.enter_generation()
         self.donor.enter_generation()
         self.snapshots.discard()
         return b""
@@ -154,8 +157,8 @@ class Server:
         self.donor.keep_record(record, gradients)
         if (work := self.snapshots.on_record(record)) is not None:
             self._tasks.spawn(work)
-        if gradients.keys() - set(self.stepping.stages):  # a stage was given up
-            model, manifest, served = self.admission.model, self.membership.run.manifest, self.stepping.stages
+        if gradients.keys() - set(self.steps.stages):  # a stage was given up
+            model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
             # Queued at once, so that it is done before anything is built here again.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
 

@@ -17,7 +17,7 @@ def audited(plan: FaultPlan, *, spoil: str = "") -> None:
     try:
         swarm.train()
         server = swarm.servers[swarm.manifest.coordinator]
-        stage = server.stepping.stage(0)
+        stage = server.steps.stage(0)
         if spoil == "ticket":
             server._tickets.offer("left", Message())
         elif spoil == "replica":

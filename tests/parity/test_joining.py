@@ -92,7 +92,7 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     (joiner,) = joining.joiners
     (entered,) = joining.entered_at
     assert at < entered <= at + 3, "messages take time, steps as well"
-    assert joiner.stepping.stages == (0,), "both stages have one server, so it takes the first"
+    assert joiner.steps.stages == (0,), "both stages have one server, so it takes the first"
     assert [record.step for record in run.records if record.newcomers] == [entered - 1]
     assert joiner.calls.num_forwards > STEPS - entered, "it computes like the other server of its stage"
     assert run.strategy.refusals == []
@@ -133,7 +133,7 @@ def test_a_server_leaves_with_the_next_step_and_nothing_is_computed_twice() -> N
     assert inside[-1] in (5, 6), "the record of the step in which it was told to leave may be the one that lets it go"
     joiner = run.strategy.servers[-1]
     assert joiner.calls.num_forwards > 0
-    assert joiner.stepping.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
+    assert joiner.steps.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
     counted = sum(len(run.held.counted(record)) for record in run.records)
     assert sum(server.calls.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
     assert run.strategy.refusals == []
@@ -273,7 +273,7 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     assert entered > 3, "the download took more than a step"
     donor = run.strategy.servers[1]
     sent = donor._transport.traffic.sent_bytes[joiner.admission.me.peer_id, NEXT]
-    assert sent > 2 * joiner.stepping.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
+    assert sent > 2 * joiner.steps.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
     assert donor.donor._state.kept == {}, "nothing is kept once nobody needs it"
 
 

@@ -36,7 +36,7 @@ def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_offloaded(swarm: SwarmRun) -> None:
     for server in swarm.strategy.servers:
-        for stage in server.stepping.sums.stages.values():
+        for stage in server.steps.sums.stages.values():
             stepped = [one for group in stage.stepper.optimizer.param_groups for one in group["params"]]
             assert stepped
             assert not set(stepped) & set(stage.parameters.values())
@@ -112,5 +112,5 @@ def test_a_gpus_optimizer_is_on_the_cpu_if_that_is_asked_for(device: str, offloa
 def test_a_cpus_optimizer_steps_the_parameters_themselves() -> None:
     swarm = run_swarm(DigitsMLP, loader(digits()), max_steps=2, offload_optimizer=True)
     for server in swarm.strategy.servers:
-        for stage in server.stepping.sums.stages.values():
+        for stage in server.steps.sums.stages.values():
             assert set(stage.stepper.optimizer.state) == set(stage.parameters.values())

@@ -309,16 +309,16 @@ class Swarm:
         """All that a refused message must leave as it was."""
         state: dict[str, Any] = {}
         for name, server in self.servers.items():
-            stepping = server.stepping
+            steps = server.steps
             state[name] = (
                 server.membership.run.view() if server.membership.has_run else None,
                 server.admission.left.is_set(),
                 str(server.admission.ending_error),
-                stepping.version,
-                stepping.sums.next.attempt,
-                stepping.rounds._held,
-                {step: one.fenced for step, one in stepping.sums._open.items()},
-                stepping.sums.next.reselected,
+                steps.version,
+                steps.sums.next.attempt,
+                steps.rounds._held,
+                {step: one.fenced for step, one in steps.sums._open.items()},
+                steps.sums.next.reselected,
             )
             state[f"{name}'s joiners"] = (
                 dict(server.donor._met),
@@ -330,8 +330,8 @@ class Swarm:
             state[f"{name}'s events"] = server.events.learnt(name)
             state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
-            for index in stepping.stages:
-                stage, ledger = stepping.stage(index), stepping.sums.ledgers[index]
+            for index in steps.stages:
+                stage, ledger = steps.stage(index), steps.sums.ledgers[index]
                 state[f"{name}/{index}"] = (
                     stage.next_sum.values.numpy().tobytes(),
                     tuple(stage.next_sum.touched),
@@ -464,8 +464,8 @@ class Swarm:
         """By name; all replicas must have the same bytes."""
         found: dict[str, Tensor] = {}
         for server in self.servers.values():
-            for index in server.stepping.stages:
-                for name, tensor in server.stepping.stage(index).weights().items():
+            for index in server.steps.stages:
+                for name, tensor in server.steps.stage(index).weights().items():
                     assert torch.equal(found.setdefault(name, tensor), tensor)
         return found
 

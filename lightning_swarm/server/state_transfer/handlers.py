@@ -34,13 +34,13 @@ class StateHandlers:
         self,
         context: ServerContext,
         membership: RunMembership,
-        stepping: StepHandlers,
+        steps: StepHandlers,
         *,
         on_loaded: Callable[[int], None],
     ) -> None:
         self._compute = context.compute
         self._membership = membership
-        self._stepping = stepping
+        self._steps = steps
         self._on_loaded = on_loaded  # called with a stage that has its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
         transport.handle_stream(LOAD, self._handle_load, max_bytes=max_bytes)
@@ -56,7 +56,7 @@ class StateHandlers:
         run = self._membership.run
         state = decode(message.body, StageState)
         run.check_generation(state.generation)
-        stage = self._stepping.stage(state.stage_index)
+        stage = self._steps.stage(state.stage_index)
         stage.check_version(state.step)
         if state.step != run.manifest.first_step or (stage.index in self._membership.loaded) != state.optimizer:
             raise ProtocolError(
@@ -77,7 +77,7 @@ class StateHandlers:
         self._membership.check_weights_from(caller)
         lent = decode(message.body, LentWeights)
         self._membership.run.check_generation(lent.generation)
-        stage = self._stepping.stage(lent.stage_index)
+        stage = self._steps.stage(lent.stage_index)
         weights = named(lent.names, message.tensors)
         await self._compute(lambda: stage.borrow(lent.number, weights))
         return Message()
@@ -113,8 +113,8 @@ class StateHandlers:
     async def _read(self, request: StateRequest | WriteRequest, read: Callable[[Stage], _T]) -> tuple[Stage, _T]:
         """Read a stage at a version of the running generation, as soon as it is there."""
         self._membership.run.check_generation(request.generation)
-        await self._stepping.reached(request.step)
-        stage = self._stepping.stage(request.stage_index)
+        await self._steps.reached(request.step)
+        stage = self._steps.stage(request.stage_index)
 
         def read_at_version() -> _T:
             self._membership.run.check_generation(request.generation)  # it may have changed meanwhile

@@ -49,10 +49,10 @@ class KeptLoops:
     """
 
     def __init__(
-        self, context: ServerContext, membership: RunMembership, stepping: StepHandlers, ordered: Callable[[], set[int]]
+        self, context: ServerContext, membership: RunMembership, steps: StepHandlers, ordered: Callable[[], set[int]]
     ) -> None:
         self._membership = membership
-        self._stepping = stepping
+        self._steps = steps
         self._ordered = ordered  # the versions of the snapshots that there are to be
         self._kept: dict[int, Message] = {}
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
@@ -75,7 +75,7 @@ class KeptLoops:
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         head = decode(message.body, KeptLoop)
         self._check(caller, head)
-        await self._stepping.reached(head.version)  # its record may come here later than to the lead
+        await self._steps.reached(head.version)  # its record may come here later than to the lead
         self._check(caller, head)
         if head.version not in self._ordered():
             raise ProtocolError(f"nobody said that there is a snapshot of version {head.version}")
@@ -216,16 +216,16 @@ class _PendingSnapshot:
 class Snapshots:
     """Takes snapshots when a record orders them, sends them to the peers that shall keep them, and keeps others'."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, membership: RunMembership, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._compute = context.compute
         self._membership = membership
-        self._stepping = stepping
+        self._steps = steps
         self._limits = limits
         self._order: _PendingSnapshot | None = None  # the newest one
         self.store = SnapshotStore(limits.snapshot_bytes)
-        self.loops = KeptLoops(context, membership, stepping, self._versions)
+        self.loops = KeptLoops(context, membership, steps, self._versions)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
@@ -257,7 +257,7 @@ class Snapshots:
         self.loops.prune()
         rosters = self._membership.run.rosters  # after the record
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
-        return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
+        return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
 
     async def _take(self, order: _PendingSnapshot, stages: Sequence[Stage], first: Collection[int]) -> None:
         """Copy stages as they are now, before the next record, and send those whose first replica is here.
@@ -306,7 +306,7 @@ class Snapshots:
         """Keep a copy of another server's stage, as the record of its version ordered."""
         head = decode(message.body, Snapshot)
         self._membership.run.check_generation(head.generation)
-        await self._stepping.reached(head.version)
+        await self._steps.reached(head.version)
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")

@@ -97,9 +97,9 @@ class Trial:
         seen: dict[str, torch.Tensor] = {}
         for index, roster in enumerate(self.swarm.rosters_now):
             for member in roster:
-                stepping = self.swarm.servers[member.peer_id].stepping
-                assert stepping.version == len(self.records)
-                for name, tensor in stepping.stage(index).weights().items():
+                steps = self.swarm.servers[member.peer_id].steps
+                assert steps.version == len(self.records)
+                for name, tensor in steps.stage(index).weights().items():
                     assert torch.equal(seen.setdefault(name, tensor), tensor), "replicas are equal to the bit"
                     torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
         assert seen.keys() == expected.keys()
@@ -555,7 +555,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
     old = trial.swarm.servers[A]
     averaging, reopened = asyncio.Event(), asyncio.Event()
     average = old._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
-    reopen, retire = old.stepping.reopen, Coordinator.retire
+    reopen, retire = old.steps.reopen, Coordinator.retire
 
     async def averages_later(caller: PeerId, body: bytes) -> bytes:
         averaging.set()
@@ -573,7 +573,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
             reopened.set()
 
     old._transport._call_handlers[AVERAGE] = averages_later  # type: ignore[attr-defined]
-    monkeypatch.setattr(old.stepping, "reopen", reopens)
+    monkeypatch.setattr(old.steps, "reopen", reopens)
     monkeypatch.setattr(Coordinator, "retire", retires_later)
 
     async def go() -> None:

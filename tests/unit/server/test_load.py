@@ -53,7 +53,7 @@ def test_who_comes_back_was_not_idle_in_between() -> None:
 
 def test_a_stage_that_enters_a_run_again_was_not_idle_meanwhile(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
-    stage = swarm.servers[PeerId("a")].stepping.stage(0)
+    stage = swarm.servers[PeerId("a")].steps.stage(0)
     membership = RunMembership(Member(peer_id=PeerId("a"), boot_id=0))
     membership.enter_run(RunState(swarm.manifest))
     sums = GradientSums(membership)
