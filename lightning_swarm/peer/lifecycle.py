@@ -20,8 +20,7 @@ from lightning_swarm.protocol.messages.membership import DrainReply, DrainReques
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, VIEW
-from lightning_swarm.server.machine import describe_peak
-from lightning_swarm.server.server import Server
+from lightning_swarm.server.server import Server, describe_peak
 
 _log = logging.getLogger(__name__)
 

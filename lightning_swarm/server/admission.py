@@ -14,9 +14,8 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.election import Leadership
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.step_handlers import StepHandlers

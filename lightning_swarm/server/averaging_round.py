@@ -16,7 +16,6 @@ from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_n
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import AVERAGE
-from lightning_swarm.server.averaging import batch_norm
 from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts
 from lightning_swarm.server.averaging.averager import (
     Averager,
@@ -29,6 +28,7 @@ from lightning_swarm.server.averaging.averager import (
 from lightning_swarm.server.averaging.deterministic import DeterministicAverager
 from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
+from lightning_swarm.server.batch_norm import collect_statistics, offer_statistics, refuse_statistics
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import GradientSums
@@ -156,7 +156,7 @@ class AveragingRounds:
             group = self._group(closing, index, rosters[index])
             refuse(group, rosters[index].index(self._me), reason)
             if index in self._sums.stages and self._sums.stages[index].statistics:
-                batch_norm.refuse(group, reason)
+                refuse_statistics(group, reason)
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
@@ -187,7 +187,7 @@ class AveragingRounds:
     def _offer_statistics(self, closing: Closing, stage: Stage, group: Group) -> None:
         """Offer what the stage's batch norms saw here to the other replicas."""
         if stage.statistics:
-            batch_norm.give(self._seen(closing, stage), stage.statistics.length, group)
+            offer_statistics(self._seen(closing, stage), stage.statistics.length, group)
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
         return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)
@@ -199,7 +199,7 @@ class AveragingRounds:
         if not stage.statistics:
             return mean
         own = self._seen(closing, stage) if place is not None else {}
-        every = await batch_norm.collect(own, stage.statistics.length, group, place)
+        every = await collect_statistics(own, stage.statistics.length, group, place)
         after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
         return after
 

@@ -31,8 +31,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
 from lightning_swarm.protocol.queries import GRACE_S, look_around, watch
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)

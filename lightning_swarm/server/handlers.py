@@ -38,12 +38,10 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
-from lightning_swarm.server.compute import ForwardResult, SavedGraph, num_bytes
-from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardResult, SavedGraph, num_bytes
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_swarm.coordinator import consensus
 from lightning_swarm.coordinator.consensus import Voter
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.reports import HeldStage, ServerReport, StepReport
+from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
 from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import RELEASE, RESTART
-from lightning_swarm.server import machine
 from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.handlers import ComputeHandlers
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
@@ -91,8 +94,8 @@ class Server:
             queued=self._executor.queued,
             held=_held(self.steps.sums.stages.values(), stages),
             around_parameters=_num_parameters(stages[around]) if around is not None else 0,
-            machine=machine.describe(device),
-            peak_bytes=machine.peak_bytes(device),
+            machine=_describe_machine(device),
+            peak_bytes=peak_bytes(device),
             newest=_newest(run.newest),
             compression=run.manifest.settings.compression,
         )
@@ -197,3 +200,47 @@ def _newest(record: Record | None) -> StepReport | None:
 
 def _num_parameters(stage: StageManifest) -> int:
     return sum(math.prod(shape) for _, shape, _ in stage.parameters)
+
+
+@cache
+def _describe_machine(device: torch.device) -> MachineReport:
+    """Describe the machine around a device. Its memory counts in full, whoever uses it."""
+    host_bytes = _host_bytes()
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        return MachineReport(processor="accelerator", memory_bytes=memory_bytes, host_memory_bytes=host_bytes)
+    if device.type == "cpu":
+        return MachineReport(processor="cpu", memory_bytes=host_bytes)
+    return MachineReport(processor="accelerator", host_memory_bytes=host_bytes)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most of a device's memory that this process has held at once; None: it cannot be told.
+
+    On a GPU that is what torch had allocated there. On a CPU it is all of the process, Python and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _peak_resident_bytes() if device.type == "cpu" else None
+
+
+def describe_peak(device: torch.device) -> str:
+    """Say `peak_bytes` in a sentence, after a space; an empty text where it cannot be told."""
+    num_bytes = peak_bytes(device)
+    return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""
+
+
+def _peak_resident_bytes() -> int | None:
+    try:
+        # Not by `getrusage`: there a child begins with what its parent held.
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    except OSError:  # not Linux
+        return None
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not every system says so
+        return None

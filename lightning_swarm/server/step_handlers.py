@@ -18,10 +18,9 @@ from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, Fr
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.server.averaging_round import AveragingRounds
-from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 
 

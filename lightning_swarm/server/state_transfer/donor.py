@@ -17,8 +17,7 @@ from lightning_swarm.protocol.messages.run import SeatedMembers
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE
-from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers

@@ -16,8 +16,7 @@ from lightning_swarm.protocol.messages.state import LentWeights, StageState, Sta
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import LEND, LOAD, STATE, WRITE
 from lightning_swarm.protocol.serialization import named
-from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
+from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 

@@ -30,7 +30,7 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.server.state_transfer.download import StageDownload
+from lightning_swarm.server.state_transfer.stage_copy import StageDownload
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)

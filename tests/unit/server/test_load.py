@@ -7,8 +7,8 @@ import pytest
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import StageLoad
 from tests.unit.conftest import MakeSwarm
 
