@@ -14,7 +14,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.election import Leadership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
@@ -24,12 +24,10 @@ from lightning_swarm.server.step_handlers import StepHandlers
 class Admission:
     """Takes a server into a run and out of it, and tells its peer what became of the run."""
 
-    def __init__(
-        self, context: ServerContext, membership: RunMembership, model: PeerModel, steps: StepHandlers
-    ) -> None:
+    def __init__(self, context: ServerContext, model: PeerModel, steps: StepHandlers) -> None:
         self._connect = context.connect
         self._compute = context.compute
-        self.membership = membership
+        self.membership = context.membership
         self.model = model
         self._steps = steps
         self.transition = asyncio.Lock()  # into a run, or out of it: never both at once
@@ -42,7 +40,7 @@ class Admission:
         self.inherits = asyncio.Event()  # this peer is to roll the run back in the place of its lead
         self.inherits_at = 0  # to this step
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
-        self.leadership = Leadership(context, membership, steps, self.left)
+        self.leadership = Leadership(context, steps, self.left)
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         context.transport.handle_call(ADMIT, self._handle_admit)
         context.transport.handle_call(LEAVE, self._handle_leave)
@@ -109,10 +107,6 @@ class Admission:
         self.moves.clear()
         self.ready.clear()
         await self.leadership.step_out()
-
-    async def close(self) -> None:
-        """Stop coordinating, if this server does. Raises what a task of the coordinator raised."""
-        await self.leadership.close()
 
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)

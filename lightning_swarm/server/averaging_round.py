@@ -30,7 +30,6 @@ from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
 from lightning_swarm.server.batch_norm import collect_statistics, offer_statistics, refuse_statistics
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
@@ -50,7 +49,6 @@ class AveragingRounds:
 
     def __init__(self, context: ServerContext, sums: GradientSums) -> None:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
-        self._executor = context.executor
         self._compute: Compute = context.compute
         self._sums = sums
         self._me = context.me
@@ -115,7 +113,7 @@ class AveragingRounds:
                 await self.idle_link.wait()
                 sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
             begin_s = now_s()
-            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters))
+            places = await self._compute(lambda: sums.bind(request, rosters))
             found = await self._averaged(closing, run.ties, rosters, places)
             self.idle_link.averaging_took(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too

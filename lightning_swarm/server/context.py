@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from lightning_swarm.core.errors import NotMember, ProtocolError
@@ -15,7 +16,6 @@ from lightning_swarm.protocol.messages.run import (
     InheritRequest,
     Manifest,
     Member,
-    ReleaseRequest,
     RestartRequest,
     check_selection,
 )
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class ServerContext:
-    """The network, the compute thread, the limits and the log that all parts of one server use."""
+    """The network, the compute thread, the limits, the log and the run that all parts of one server share."""
 
     transport: Transport
     tickets: TicketStore  # where results wait to be fetched
@@ -46,6 +46,11 @@ class ServerContext:
     def me(self) -> Member:
         """This server in this life of its process."""
         return Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
+
+    @cached_property
+    def membership(self) -> RunMembership:
+        """The run that this server is in."""
+        return RunMembership(self.me, self.hosts)
 
     async def compute(self, run: Callable[[], _T]) -> _T:
         """Run something on the compute thread, before all microbatches that wait there."""
@@ -127,8 +132,7 @@ class RunMembership:
         """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""
         run = self.run
         manifest = run.manifest
-        if caller != manifest.lead:
-            raise ProtocolError(f"the lead {manifest.lead} sends a run back, not {caller}")
+        self.check_lead(caller, "sends a run back")
         if request.generation != manifest.generation + 1:
             raise ProtocolError(f"the run generation is {manifest.generation}; {request.generation} is not the next")
         run.check_seats(request.seats)
@@ -171,16 +175,10 @@ class RunMembership:
         if request.heir not in run.servers or request.heir == run.manifest.lead:
             raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.heir}")
 
-    def check_weights_from(self, caller: PeerId) -> None:
-        """Refuse weights from any peer but the lead."""
+    def check_lead(self, caller: PeerId, does: str) -> None:
+        """Refuse any caller but the lead, who alone `does` what is asked."""
         if caller != self.run.manifest.lead:
-            raise ProtocolError(f"weights come from the lead {self.run.manifest.lead}, not from {caller}")
-
-    def check_release(self, caller: PeerId, request: ReleaseRequest) -> None:
-        """Refuse to leave a run that goes on at the word of any peer but its lead."""
-        if caller != self.run.manifest.lead:
-            raise ProtocolError(f"the lead {self.run.manifest.lead} releases its servers, not {caller}")
-        self.run.check_generation(request.generation)
+            raise ProtocolError(f"the lead {self.run.manifest.lead} {does}, not {caller}")
 
     def check_released_by(self, caller: PeerId) -> None:
         """Refuse a second release, of a run that was left already, by any peer but the one that led it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
@@ -31,7 +31,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
 from lightning_swarm.protocol.queries import GRACE_S, look_around, watch
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
@@ -44,12 +44,10 @@ _RANKS_PER_SILENCE: Final = 5
 class Leadership:
     """Watches the coordinator of this server's run, and coordinates itself when it is elected."""
 
-    def __init__(
-        self, context: ServerContext, membership: RunMembership, steps: StepHandlers, over: asyncio.Event
-    ) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers, over: asyncio.Event) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
-        self._membership = membership
+        self._membership = context.membership
         self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
@@ -118,13 +116,7 @@ class Leadership:
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
 
     def _step_aside(self) -> None:
-        self._tasks.spawn(self._try_to_abdicate())
-
-    async def _try_to_abdicate(self) -> None:
-        try:
-            await self.abdicate()
-        except SwarmError as error:
-            _log.info("This peer goes on to coordinate, and does not move: %s", error)
+        self._tasks.spawn(_logged(self.abdicate(), "This peer goes on to coordinate, and does not move: %s"))
 
     async def close(self) -> None:
         """The run is over. Raises what a task of the coordinator raised."""
@@ -216,7 +208,7 @@ class Leadership:
                 if isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < waits_until_s:
                     await asyncio.sleep(_RETRY_S)
                 elif run.term == asked:
-                    await self._miss(run, str(error))
+                    await self._replace_coordinator(run, str(error))
                 continue
             await self._follow_term(run, reply.term)
             if run.term != asked:
@@ -224,7 +216,7 @@ class Leadership:
             if reply.version > run.version:
                 await self._catch_up(run, run.coordinator)
             elif not reply.coordinates:
-                await self._miss(run, "it stepped down")
+                await self._replace_coordinator(run, "it stepped down")
             elif reply.term < run.term:
                 await asyncio.sleep(_RETRY_S)  # it will hear of its own term
 
@@ -247,7 +239,7 @@ class Leadership:
         request = WatchRequest(term=run.term, version=run.version, hold_s=hold_s)
         return await watch(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
 
-    async def _miss(self, run: RunState, reason: str) -> None:
+    async def _replace_coordinator(self, run: RunState, reason: str) -> None:
         """The coordinator is gone, or does not coordinate: find the next one, or become it."""
         missed = run.term
         replies = await look_around(self._transport, run, timeout=self._limits.silence_timeout)
@@ -317,13 +309,8 @@ class Leadership:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)
         self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
-        self._tasks.spawn(self._announce_coordinator(run))
-
-    async def _announce_coordinator(self, run: RunState) -> None:
-        try:
-            await self._announce(run.coordinator)
-        except SwarmError as error:
-            _log.warning("Later joiners may not find the coordinator: %s", error)
+        announcing = self._announce(run.coordinator)
+        self._tasks.spawn(_logged(announcing, "Later joiners may not find the coordinator: %s", level=logging.WARNING))
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
         return Proposer(
@@ -353,33 +340,38 @@ class Leadership:
         body = encode(CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version))
 
         async def tell(peer: PeerId) -> None:
-            try:
-                answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
-                if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
-                    # It missed the newest record.
-                    await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
-            except SwarmError as error:
-                _log.info("Server %s does not know its coordinator yet: %s", peer, error)
+            answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
+            if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
+                # It missed the newest record.
+                await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
 
-        await self._tell_all({*run.servers, *newcomers}, tell)
+        await self._tell_all({*run.servers, *newcomers}, tell, "A server does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
         """Have a record that was decided applied; here, too, unless the record leaves this peer out."""
         body = encode(record)
 
         async def tell(peer: PeerId) -> None:
-            try:
-                await self._transport.call(peer, APPLY, body, timeout=self._limits.call_timeout)
-            except SwarmError as error:
-                _log.info("Server %s did not apply record %d: %s", peer, record.step, error)
+            await self._transport.call(peer, APPLY, body, timeout=self._limits.call_timeout)
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
-        await self._tell_all(peers | {newcomer.member.peer_id for newcomer in record.newcomers}, tell)
+        peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
+        await self._tell_all(peers, tell, f"A server did not apply record {record.step}: %s")
         # Last: a peer that is left out cannot, and then another one coordinates the rest.
         await self._apply_next(run, record)
 
-    async def _tell_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:
+    async def _tell_all(
+        self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
+    ) -> None:
         """Tell all peers but this one at once. Those that do not answer soon are not waited for."""
-        telling = {self._tasks.spawn(tell(peer)) for peer in sorted(peers - {self._me.peer_id})}
+        telling = {self._tasks.spawn(_logged(tell(peer), failure)) for peer in sorted(peers - {self._me.peer_id})}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
+
+
+async def _logged(work: Awaitable[None], failure: str, *, level: int = logging.INFO) -> None:
+    """Do what others make good if it fails, and log why it did."""
+    try:
+        await work
+    except SwarmError as error:
+        _log.log(level, failure, error)

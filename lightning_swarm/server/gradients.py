@@ -269,7 +269,7 @@ class GradientSums:
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and ledger.goes_beyond(named)):
             stage.sum_of(step).clear()
-            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step, ledger.attempt)
+            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:
             ledger.thaw()
             return []

@@ -39,7 +39,7 @@ from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsReques
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardResult, SavedGraph, num_bytes
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import PendingWork
@@ -53,12 +53,12 @@ _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extra
 class ComputeHandlers:
     """Answers the trainers' forward and backward calls."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
-        self._membership = membership
+        self._membership = context.membership
         self._steps = steps
         self._limits = limits
         self._closed = False
@@ -76,10 +76,6 @@ class ComputeHandlers:
     def close(self) -> None:
         """Refuse calls from now on."""
         self._closed = True
-
-    async def abort_all(self) -> None:
-        """Give up all calls that are under way."""
-        await self.under_way.abort_all()
 
     def give_up(self, prefix: str) -> None:
         """Give up a batch that was struck; its trainer, if it still waits, gets the error."""

@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.server.pending_work import IdleLinkWait
@@ -44,18 +44,18 @@ class Server:
         self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
         self._tasks = context.tasks
         self.events = context.events
-        membership = self.membership = RunMembership(context.me, context.hosts)
-        self.steps = StepHandlers(context, membership, on_decided=self._on_decided, on_fenced=self._on_fenced)
-        self.admission = Admission(context, membership, model, self.steps)
-        self.calls = ComputeHandlers(context, membership, self.steps)
+        self.membership = context.membership
+        self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
+        self.admission = Admission(context, model, self.steps)
+        self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
-        self.donor = Donor(context, membership, self.steps)
+        self.donor = Donor(context, self.steps)
         self.joiner = Joiner(context, self.admission, model, self.steps)
-        self.snapshots = Snapshots(context, membership, self.steps)
+        self.snapshots = Snapshots(context, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
-        StateHandlers(context, membership, self.steps, on_loaded=self.admission.note_loaded)
+        StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
         self.voter = Voter(context.boot_id)
-        consensus.serve(self.voter, context.transport, membership.serves_with)
+        consensus.serve(self.voter, context.transport, self.membership.serves_with)
         context.transport.handle_call(RESTART, self._handle_restart)
         context.transport.handle_call(RELEASE, self._handle_release)
 
@@ -67,7 +67,7 @@ class Server:
         """Stop computing. Raises what a task of this server raised."""
         self.calls.close()
         try:
-            await self.admission.close()
+            await self.admission.leadership.close()
         finally:
             self._executor.close()
             self.snapshots.discard()
@@ -114,7 +114,7 @@ class Server:
                 return
             holders = [len(roster) for roster in run.rosters]
             await self.admission.step_out()  # what comes from now on is refused
-            await self.calls.abort_all()
+            await self.calls.under_way.abort_all()
             self.calls.discard_results("g")
             stages = await self.steps.leave_run()
             self.donor.enter_generation()
@@ -135,7 +135,8 @@ class Server:
     async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReleaseRequest)
         if self.membership.has_run:  # else the call comes twice
-            self.membership.check_release(caller, request)
+            self.membership.check_lead(caller, "releases its servers")
+            self.membership.run.check_generation(request.generation)
             await self.release()
             self.admission.note_release(request)
         else:
@@ -147,7 +148,7 @@ class Server:
         old = self.membership.run.manifest.generation
         self.membership.enter_generation(caller, decode(body, RestartRequest))
         await self.admission.leadership.enter_generation()
-        await self.calls.abort_all()
+        await self.calls.under_way.abort_all()
         self.calls.discard_results(f"g{old}.")
         await self.steps.enter_generation()
         self.donor.enter_generation()

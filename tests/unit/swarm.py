@@ -341,7 +341,7 @@ class Swarm:
                     stage._state.borrowed and stage._state.borrowed[0],
                     [len(group["params"]) for group in stage.stepper.optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
-                    (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
+                    (ledger.step, frozenset(ledger._receipts), ledger._named),
                 )
             if server.admission.coordinator is not None:
                 coordinator = server.admission.coordinator

@@ -17,7 +17,7 @@ from lightning_swarm.protocol.messages.run import SeatedMembers
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -88,11 +88,11 @@ class _DonorGeneration:
 class Donor:
     """Sends this server's stages to joiners, and keeps records with their mean gradients as long as one needs them."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._compute = context.compute
-        self._membership = membership
+        self._membership = context.membership
         self._steps = steps
         self._limits = limits
         self._state = _DonorGeneration()

@@ -16,7 +16,7 @@ from lightning_swarm.protocol.messages.state import LentWeights, StageState, Sta
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import LEND, LOAD, STATE, WRITE
 from lightning_swarm.protocol.serialization import named
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -32,13 +32,12 @@ class StateHandlers:
     def __init__(
         self,
         context: ServerContext,
-        membership: RunMembership,
         steps: StepHandlers,
         *,
         on_loaded: Callable[[int], None],
     ) -> None:
         self._compute = context.compute
-        self._membership = membership
+        self._membership = context.membership
         self._steps = steps
         self._on_loaded = on_loaded  # called with a stage that has its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
@@ -51,7 +50,7 @@ class StateHandlers:
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """Take a stage's initial weights, or its optimizer's state, from the lead. No other peer's are ever used."""
-        self._membership.check_weights_from(caller)
+        self._membership.check_lead(caller, "brings weights")
         run = self._membership.run
         state = decode(message.body, StageState)
         run.check_generation(state.generation)
@@ -73,7 +72,7 @@ class StateHandlers:
 
     async def _handle_lend(self, caller: PeerId, message: Message) -> Message:
         """Take weights from the lead that evaluations may use."""
-        self._membership.check_weights_from(caller)
+        self._membership.check_lead(caller, "brings weights")
         lent = decode(message.body, LentWeights)
         self._membership.run.check_generation(lent.generation)
         stage = self._steps.stage(lent.stage_index)
@@ -89,14 +88,12 @@ class StateHandlers:
         return (await self._read(request, lambda stage: _state(stage, request)))[1]
 
     async def _handle_write(self, caller: PeerId, message: Message) -> Message:
-        run = self._membership.run
-        if caller != run.manifest.lead:
-            raise ProtocolError(f"the lead {run.manifest.lead} has checkpoints written, not {caller}")
+        self._membership.check_lead(caller, "has checkpoints written")
         request = decode(message.body, WriteRequest)
         folder = Path(request.folder)
         if not folder.is_absolute() or not re.fullmatch(FOLDER, folder.name):
             raise ProtocolError(f"a server writes to no other folders than those for parts, got {request.folder!r}")
-        run.check_generation(request.generation)
+        self._membership.run.check_generation(request.generation)
         if not await asyncio.to_thread(folder.is_dir):
             return Message(encode(WriteReply(here=False, written=[])))
         stage, parts = await self._read(

@@ -51,7 +51,7 @@ class Joiner:
         self._limits = context.limits
         self._timeout = min(context.limits.call_timeout, 30.0)
         self._admission = admission
-        self._membership = admission.membership
+        self._membership = context.membership
         self.model = model
         self._steps = steps
         self._stage: Stage | None = None

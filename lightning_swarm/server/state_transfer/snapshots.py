@@ -35,7 +35,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import HELD, KEEP, KEEP_LOOP, SNAPSHOT
 from lightning_swarm.server.compute import num_bytes
-from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -47,10 +47,8 @@ class KeptLoops:
     read is refused then.
     """
 
-    def __init__(
-        self, context: ServerContext, membership: RunMembership, steps: StepHandlers, ordered: Callable[[], set[int]]
-    ) -> None:
-        self._membership = membership
+    def __init__(self, context: ServerContext, steps: StepHandlers, ordered: Callable[[], set[int]]) -> None:
+        self._membership = context.membership
         self._steps = steps
         self._ordered = ordered  # the versions of the snapshots that there are to be
         self._kept: dict[int, Message] = {}
@@ -86,8 +84,7 @@ class KeptLoops:
     def _check(self, caller: PeerId, head: KeptLoop) -> None:
         run = self._membership.run
         run.check_generation(head.generation)
-        if caller != run.manifest.lead:
-            raise ProtocolError(f"the lead {run.manifest.lead} says what its loop was at, not {caller}")
+        self._membership.check_lead(caller, "says what its loop was at")
         if why := self.unfit(run.manifest):
             raise ProtocolError(f"this peer could not lead the run: {why}")
 
@@ -202,7 +199,7 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _PendingSnapshot:
+class _SnapshotOrder:
     """An order for snapshots, as a record gave it."""
 
     generation: int
@@ -215,16 +212,16 @@ class _PendingSnapshot:
 class Snapshots:
     """Takes snapshots when a record orders them, sends them to the peers that shall keep them, and keeps others'."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._compute = context.compute
-        self._membership = membership
+        self._membership = context.membership
         self._steps = steps
         self._limits = limits
-        self._order: _PendingSnapshot | None = None  # the newest one
+        self._order: _SnapshotOrder | None = None  # the newest one
         self.store = SnapshotStore(limits.snapshot_bytes)
-        self.loops = KeptLoops(context, membership, steps, self._versions)
+        self.loops = KeptLoops(context, steps, self._versions)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
@@ -250,7 +247,7 @@ class Snapshots:
         if record.snapshot is None or not self._membership.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
-        order = _PendingSnapshot(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
+        order = _SnapshotOrder(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         self.loops.prune()
@@ -258,7 +255,7 @@ class Snapshots:
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
         return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
 
-    async def _take(self, order: _PendingSnapshot, stages: Sequence[Stage], first: Collection[int]) -> None:
+    async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
         """Copy stages as they are now, before the next record, and send those whose first replica is here.
 
         The run may roll back, or go on without this server, at any moment: then nobody wants the rest.
@@ -280,7 +277,7 @@ class Snapshots:
         except SwarmError as error:
             _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
-    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _PendingSnapshot) -> bool:
+    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
         """Keep a snapshot; false if there is no room, or if another order has come meanwhile."""
         try:
             await self.store.put(head, tensors, wanted=lambda: self._order is order)
@@ -314,7 +311,7 @@ class Snapshots:
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
         return Message()
 
-    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _PendingSnapshot:
+    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _SnapshotOrder:
         run = self._membership.run
         run.check_generation(head.generation)
         order = self._order

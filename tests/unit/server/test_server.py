@@ -318,7 +318,7 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         await here.call(B, FORWARD, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
-        server._on_fenced(key().name(1, "forward"))
+        server.calls.give_up(key().name(1, "forward"))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)
@@ -539,7 +539,7 @@ def test_the_next_run_begins_when_nothing_is_left_of_the_one_before(
 ) -> None:
     swarm, x = make_swarm("a"), rows(1)
     server = swarm.servers[A]
-    abort_all = server.calls.abort_all
+    abort_all = server.calls.under_way.abort_all
 
     async def slow() -> None:
         await asyncio.sleep(1.0)
@@ -552,7 +552,7 @@ def test_the_next_run_begins_when_nothing_is_left_of_the_one_before(
         await discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=10.0)
         await releasing
 
-    monkeypatch.setattr(server.calls, "abort_all", slow)
+    monkeypatch.setattr(server.calls.under_way, "abort_all", slow)
     swarm.run(go())
     assert server.steps.stages == (0,), "it dropped the stages of the run that it had just entered"
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
@@ -580,7 +580,7 @@ def test_a_job_of_a_run_that_was_left_meanwhile_changes_nothing(
     server = swarm.servers[A]
     stage, executor.held = server.steps.stage(0), []
     gradients: dict[str, torch.Tensor | None] = {name: torch.ones_like(p) for name, p in stage.parameters.items()}
-    monkeypatch.setattr(server.steps, "_executor", executor)
+    monkeypatch.setattr(server._executor, "submit", executor.submit)
 
     async def go() -> None:
         adding = asyncio.create_task(server.steps.add_batch(0, key(), gradients, 1.0))
@@ -643,7 +643,7 @@ def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stranger = swarm.network.transport("stranger")
     state = StageState(stage_index=0, step=0, generation=0, optimizer=False, names=[], structure=None)
-    with pytest.raises(ProtocolError, match="come from the lead"):
+    with pytest.raises(ProtocolError, match="the lead trainer brings weights, not stranger"):
         swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ended by one of"):
         swarm.run(stranger.call(A, LEAVE, b"", timeout=1.0))

@@ -202,7 +202,7 @@ def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_sw
     """The record comes from its donor, too, while the coordinator's word to apply it is at work."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
-    executor = joiner.steps._executor
+    executor = joiner._executor
     submit, one_by_one = executor.submit, asyncio.Lock()
 
     def slowly(priority: Any, run: Any) -> Any:
