@@ -127,24 +127,29 @@ class AveragingRounds:
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         sums.run.check_generation(closing.generation)
         sums.check_frozen(closing)
-        carried = {index: one.carried for index, one in found.items()}
-        self.hold(closing, {index: one.mean for index, one in found.items()}, carried)
-        norms = [PartNorm(stage_index=index, squared_norm=one.squared_norm) for index, one in found.items()]
+        carried = {index: result.carried for index, result in found.items()}
+        self.hold(closing, {index: result.mean for index, result in found.items()}, carried)
+        norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in found.items()]
         return encode(AverageReply(parts=norms))
 
     async def _averaged(
         self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
         """Average each stage, adding what tied parameters get from other stages, and what batch norms saw."""
-        for index in places:
-            self._offer_statistics(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
-        averages = await gather(self._average(closing, index, rosters[index], place) for index, place in places.items())
+        # Held here, for this server may give a stage up, or leave the run, while the round goes on.
+        stages = {index: self._sums.stage(index) for index in places}
+        groups = {index: self._group(closing, index, rosters[index]) for index in places}
+        for index, stage in stages.items():
+            if stage.statistics:
+                offer_statistics(self._seen(closing, stage), stage.statistics.length, groups[index])
+        averages = await gather(
+            self._average(closing, stages[index], groups[index], place) for index, place in places.items()
+        )
         found = dict(zip(places, averages, strict=True))
         if ties:
-            found = await self._tied(ties, closing, rosters, *self._sums.stages.values()).averaged(found, places)
+            found = await self._tied(ties, closing, rosters, *stages.values()).averaged(found, places)
         for index, result in found.items():
-            group = self._group(closing, index, rosters[index])
-            mean = await self._with_statistics(self._sums.stages[index], closing, group, places[index], result.mean)
+            mean = await self._with_statistics(stages[index], closing, groups[index], places[index], result.mean)
             found[index] = result._replace(mean=mean)
         return found
 
@@ -158,14 +163,13 @@ class AveragingRounds:
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
-    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> AveragingResult:
-        stage = self._sums.stages[index]
+    async def _average(self, closing: Closing, stage: Stage, group: Group, place: int) -> AveragingResult:
         # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
             stage.sum_of(closing.step).values,
             closing.total_weight,
-            self._group(closing, index, roster),
+            group,
             place,
             stage.carried.times(scale),
         )
@@ -181,11 +185,6 @@ class AveragingRounds:
             tickets=self._tickets,
             timeout=self._timeout,
         )
-
-    def _offer_statistics(self, closing: Closing, stage: Stage, group: Group) -> None:
-        """Offer what the stage's batch norms saw here to the other replicas."""
-        if stage.statistics:
-            offer_statistics(self._seen(closing, stage), stage.statistics.length, group)
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
         return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)

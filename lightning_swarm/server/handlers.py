@@ -100,7 +100,8 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        inputs, extras = _input_tree(request.structure, message.tensors, request.source)
+        tree = serialization.unflatten(request.structure, list(message.tensors))
+        inputs, extras = _checked_inputs(tree, request.source)
         name = request.key.name(stage.index, "forward")
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
@@ -111,8 +112,7 @@ class ComputeHandlers:
     async def _forward(
         self, name: str, stage: Stage, request: ForwardRequest, inputs: Any, extras: dict[str, Any]
     ) -> None:
-        mode = request.mode
-        key = request.key
+        key, mode = request.key, request.mode
         inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
         version = self._computes_on(key)
         await self._steps.reached(version)
@@ -131,19 +131,14 @@ class ComputeHandlers:
             stage.load.count_samples(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
         keep = mode.grad and request.keep
         if keep:
-            kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
-            self._cache_forward(name, kept, result)
+            kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s, result.graph, result.graph_bytes)
+            kept.input_bytes = num_bytes(serialization.flatten((inputs, extras))[1])
+            self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
         once = self.cache.full or not keep
         message = to_message(result.output, result.requires_grad)
         self._tickets.fulfil(name, message, encode(report), once=once)
-
-    def _cache_forward(self, name: str, kept: CachedForward, result: ForwardResult) -> None:
-        kept.graph = result.graph
-        kept.input_bytes = num_bytes(serialization.flatten((kept.inputs, kept.extras))[1])
-        kept.graph_bytes = result.graph_bytes
-        self.cache.keep(name, kept)
 
     async def _inputs(
         self, source: Ticket | None, inputs: Any, input_grad: bool
@@ -324,10 +319,6 @@ def _graph(stage: Stage, kept: CachedForward) -> SavedGraph:
     graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
     assert graph is not None
     return graph
-
-
-def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> _Inputs:
-    return _checked_inputs(serialization.unflatten(structure, list(tensors)), source)
 
 
 def _checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
