@@ -27,8 +27,7 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
 from lightning_swarm.server.batch_norm import BatchStatistics, RunningStatistics
 
-_BOTH_WAYS: Final = 3.0
-"""What both ways compute, in forwards: the backward takes twice as much as the forward."""
+_BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
 
 
 class FlopCounter(TorchDispatchMode):
@@ -79,31 +78,6 @@ class SavedTensorCounter:
     def num_bytes(self) -> int:
         """The bytes counted so far."""
         return sum(self._saved.values())
-
-
-def of_sample(
-    inputs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    *,
-    forward_flop: float,
-    graph_bytes: int,
-) -> SampleCosts:
-    """Compute a sample's share of a microbatch's costs, in bytes of tensors as computed with, not as they travel.
-
-    `inputs` require a gradient if they want one. Extras with another first dimension are shared by all microbatches.
-    """
-    num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
-    return SampleCosts(
-        flop=_BOTH_WAYS * forward_flop / num_rows,
-        input_bytes=num_bytes(inputs) // num_rows,
-        extra_bytes=num_bytes([tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]) // num_rows,
-        gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
-        output_bytes=num_bytes(outputs) // num_rows,
-        graph_bytes=graph_bytes // num_rows,
-        input_number_bytes=number_bytes(inputs),
-        output_number_bytes=number_bytes(outputs),
-    )
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -277,13 +251,28 @@ class Computation:
     def _measured(
         self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
     ) -> tuple[Any, SampleCosts]:
-        """The output of `run`, and the costs of a sample; other microbatches cost in proportion to their rows."""
+        """Return the output of `run`, and a sample's share of the costs, which grow with a microbatch's rows.
+
+        Bytes are of tensors as computed with, not as they travel.
+        """
         own = [parameter for _, parameter in self._module.named_stage_parameters()]
         saved, flops = SavedTensorCounter(own), FlopCounter()
         with saved.hooks(), flops:
             output = run()
         outputs = serialization.flatten(output)[1]
-        return output, of_sample(inputs, extras, outputs, forward_flop=flops.flop, graph_bytes=saved.num_bytes)
+        num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
+        # Extras with another first dimension are shared by all microbatches.
+        cut_extras = [tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]
+        return output, SampleCosts(
+            flop=_BOTH_WAYS * flops.flop / num_rows,
+            input_bytes=num_bytes(inputs) // num_rows,
+            extra_bytes=num_bytes(cut_extras) // num_rows,
+            gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
+            output_bytes=num_bytes(outputs) // num_rows,
+            graph_bytes=saved.num_bytes // num_rows,
+            input_number_bytes=number_bytes(inputs),
+            output_number_bytes=number_bytes(outputs),
+        )
 
 
 def _detached(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:

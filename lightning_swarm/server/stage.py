@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -88,9 +87,6 @@ class StageLoad:
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
 
-NOWHERE: Final[Mapping[str, WeightVersions]] = MappingProxyType({})
-
-
 # A step of the optimizer writes into other memory than that of the weights before it. So a microbatch whose backward is
 # still to come finds the weights of its forward, and each step costs one copy.
 class WeightVersions:
@@ -104,7 +100,7 @@ class WeightVersions:
         self.has_before = False
 
     @torch.no_grad()
-    def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions] = NOWHERE) -> None:
+    def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions]) -> None:
         """Begin a version with the weights of the one before; only parameters in `names` may change until the next one.
 
         `elsewhere` has the versions of other stages here that share some of these parameters, and have turned before.

@@ -34,7 +34,6 @@ _MAX_HELPERS: Final = 3
 _PULLS: Final = 2
 """Pieces that are asked of a donor at once, so that its link is never idle."""
 
-_MAX_HEAD_BYTES: Final = 0  # the head is all in the body
 _BUSY_S: Final = 1.0
 _HOLD_S: Final = 15.0  # for a place, at all replicas together
 _RELEASE_S: Final = 2.0
@@ -192,7 +191,7 @@ class StageDownload:
     async def _follow(self, donor: PeerId, version: int | None, *, hold_s: float = 0.0) -> FollowReply:
         request = Message(encode(FollowRequest(stage_index=self._stage.index, version=version, hold_s=hold_s)))
         timeout = hold_s + self._limits.call_timeout
-        message = await self._transport.stream(donor, FOLLOW, request, timeout=timeout, max_bytes=_MAX_HEAD_BYTES)
+        message = await self._transport.stream(donor, FOLLOW, request, timeout=timeout, max_bytes=0)  # all in the body
         head = decode(message.body, FollowReply)
         there = head.snapshot
         if there.stage_index != self._stage.index or version not in (None, there.version):
