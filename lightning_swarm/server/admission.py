@@ -30,7 +30,7 @@ class Admission:
         self.membership = context.membership
         self.model = model
         self._steps = steps
-        self.transition = asyncio.Lock()  # into a run, or out of it: never both at once
+        self.transition = asyncio.Lock()  # into a run, into its next generation, or out of it: one at a time
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
         self.target: int | None = None  # that stage
         self.left = asyncio.Event()  # the run is over for this peer

@@ -145,14 +145,15 @@ class Server:
 
     async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
         """Enter the run's next generation. Nothing is left of the old one when this returns."""
-        old = self.membership.run.manifest.generation
-        self.membership.enter_generation(caller, decode(body, RestartRequest))
-        await self.admission.leadership.enter_generation()
-        await self.calls.under_way.abort_all()
-        self.calls.discard_results(f"g{old}.")
-        await self.steps.enter_generation()
-        self.donor.enter_generation()
-        self.snapshots.discard()
+        async with self.admission.transition:
+            old = self.membership.run.manifest.generation
+            self.membership.enter_generation(caller, decode(body, RestartRequest))
+            await self.admission.leadership.enter_generation()
+            await self.calls.under_way.abort_all()
+            self.calls.discard_results(f"g{old}.")
+            await self.steps.enter_generation()
+            self.donor.enter_generation()
+            self.snapshots.discard()
         return b""
 
     def _on_decided(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
