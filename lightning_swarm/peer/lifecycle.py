@@ -270,7 +270,7 @@ class MembershipLifecycle:
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False
         self._newest_view = newest
-        return not any(self._server.admission.me in roster for roster in newest.seats.rosters)
+        return not any(self._server.membership.me in roster for roster in newest.seats.rosters)
 
     async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
         async def ask(peer: PeerId) -> RunView | None:
@@ -329,7 +329,7 @@ class MembershipLifecycle:
         """Ask to be let go; returns the stages that need another holder first."""
         admission = self._server.admission
         generation = admission.run.manifest.generation if admission.has_run else 0
-        request = encode(DrainRequest(generation=generation, boot_id=admission.me.boot_id))
+        request = encode(DrainRequest(generation=generation, boot_id=admission.membership.me.boot_id))
         return decode(await self._transport.call(coordinator, DRAIN, request, timeout=_LOOK_S), DrainReply).alone
 
 

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, ReleaseRequest, RunAborted
+from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, ReleaseRequest, RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
@@ -54,11 +53,6 @@ class Admission:
         return self.membership.run
 
     @property
-    def me(self) -> Member:
-        """This server in this life of its process."""
-        return self.membership.me
-
-    @property
     def is_member(self) -> bool:
         """True if this server is in a roster of its run."""
         return self.membership.is_member
@@ -67,11 +61,6 @@ class Admission:
     def has_run(self) -> bool:
         """True if there is a `run`."""
         return self.membership.has_run
-
-    @property
-    def coordinator(self) -> Coordinator | None:
-        """The coordinator, while this server is it."""
-        return self.leadership.coordinator
 
     @property
     def ending_error(self) -> RunOver | StepError:
@@ -116,7 +105,7 @@ class Admission:
 
     async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
         self.membership.check_admits(caller, manifest)
-        served = [index for index, stage in enumerate(manifest.stages) if self.me in stage.roster]
+        served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
         stages = await self._compute(lambda: self.model.build(manifest, served))
         await self._connect()
         self.membership.enter_run(RunState(manifest))
@@ -125,11 +114,11 @@ class Admission:
 
     def on_record(self, record: Record) -> None:
         """Note whether an applied record moves this server. A joiner also gets records from before it was let go."""
-        if any(newcomer.member == self.me for newcomer in record.newcomers):
+        if any(newcomer.member == self.membership.me for newcomer in record.newcomers):
             self.target = None
             self.moves.clear()
         for departure in record.departures:
-            if departure.member == self.me:
+            if departure.member == self.membership.me:
                 self.target = departure.stage_index
                 self.moves.set()
 
@@ -143,7 +132,7 @@ class Admission:
         """The coordinator says that the lead is gone and which peer rolls the run back in its place."""
         request = decode(body, InheritRequest)
         self.membership.check_inherits(caller, request)
-        is_me = request.heir == self.me.peer_id
+        is_me = request.heir == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
         self.run.change_lead(request.heir)

@@ -138,7 +138,7 @@ class RunMembership:
         run.check_seats(request.seats)
         if not any(self.me in roster for roster in request.seats.rosters):
             raise ProtocolError(
-                f"peer {self.me.peer_id} with boot id {self.me.boot_id} is not among those that go back"
+                f"peer {self.me.peer_id} with boot id {self.me.boot_id} is in no roster of the next generation"
             )
         if (request.selection is None) != (manifest.selection is None):
             raise ProtocolError("a run trains in all of its generations, or in none")

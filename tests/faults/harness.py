@@ -624,8 +624,8 @@ class FaultySwarm(Swarm):
             }
             if server.calls.cache.used_bytes:
                 left[f"{name}'s cache, in bytes"] = server.calls.cache.used_bytes
-            if server.admission.coordinator is not None:
-                tasks = tasks_of(server.admission.coordinator.context.tasks._tasks)
+            if server.admission.leadership.coordinator is not None:
+                tasks = tasks_of(server.admission.leadership.coordinator.context.tasks._tasks)
                 # It looks after the lead until it is told that the run is over.
                 left[f"{name}'s coordinator's tasks"] = [one for one in tasks if "_end_without_lead" not in one]
         for name, trainer in self.trainers.items():

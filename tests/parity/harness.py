@@ -338,7 +338,7 @@ def _remaining(strategy: InMemoryStrategy) -> list[Peer]:
     """All but the servers that the newest record left out."""
     assert strategy._session is not None
     members = {member for roster in strategy._session._steps.run.rosters for member in roster}
-    return [peer for peer in strategy.peers if peer.server is None or peer.server.admission.me in members]
+    return [peer for peer in strategy.peers if peer.server is None or peer.server.membership.me in members]
 
 
 def assert_replicas_equal(strategy: InMemoryStrategy) -> None:

@@ -58,7 +58,7 @@ def bits(run: SwarmRun) -> dict[str, Tensor]:
     found["records"] = torch.tensor(decided, dtype=torch.float64)
     for server in run.strategy.servers:
         for index in server.steps.stages:
-            if server.admission.me not in run.rosters[-1][index]:
+            if server.membership.me not in run.rosters[-1][index]:
                 continue
             for name, state in server.steps.stage(index).optimizer_state().items():
                 for number, tensor in enumerate(serialization.flatten(state)[1]):

@@ -68,7 +68,7 @@ def assert_tied(run: SwarmRun, *, at_least: int) -> None:
         (server.steps.stage(index).weights()[EMBEDDING], server.steps.stage(index).optimizer_state()[EMBEDDING])
         for server in run.strategy.servers
         for index in server.steps.stages
-        if server.admission.me in run.rosters[-1][index]
+        if server.membership.me in run.rosters[-1][index]
         if EMBEDDING in server.steps.stage(index).parameters
     ]
     assert len(held) >= at_least

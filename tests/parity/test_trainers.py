@@ -153,7 +153,7 @@ class Eager(L.Callback):
             return
         strategy: Any = trainer.strategy
         assert isinstance(pl_module, Watching)
-        pl_module.seen.wait_for(lambda: strategy.peer.server.admission.coordinator.books.open.ready)
+        pl_module.seen.wait_for(lambda: strategy.peer.server.admission.leadership.coordinator.books.open.ready)
 
 
 def test_the_lead_sees_every_step_and_validates_weights_that_stand_still(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ class WithdrawsLast(Watching):
             return loss
         lead: Any = self.seen.trainers[0].strategy
         self.seen.withdrawn.add(place_of(self))
-        self.seen.wait_for(lambda: lead.peer.server.admission.coordinator.trainers.lead._permits is not None)
+        self.seen.wait_for(lambda: lead.peer.server.admission.leadership.coordinator.trainers.lead._permits is not None)
         self.trainer.should_stop = True
         return None
 

@@ -276,7 +276,7 @@ class Swarm:
 
     @property
     def coordinator(self) -> Coordinator:
-        coordinator = self.servers[self.manifest.coordinator].admission.coordinator
+        coordinator = self.servers[self.manifest.coordinator].admission.leadership.coordinator
         assert coordinator is not None
         return coordinator
 
@@ -343,8 +343,8 @@ class Swarm:
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, frozenset(ledger._receipts), ledger._named),
                 )
-            if server.admission.coordinator is not None:
-                coordinator = server.admission.coordinator
+            if server.admission.leadership.coordinator is not None:
+                coordinator = server.admission.leadership.coordinator
                 books, lead = coordinator.step_state, coordinator.trainers.lead
                 state["books"] = copy.deepcopy(
                     (books.open, lead._permits, lead._stepped_with, coordinator.step_state.selection(coordinator._run))

@@ -114,7 +114,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     swarm.rosters = [[A], [B, J]]
     assert_trains_as_from_the_beginning(swarm)
     assert all(server.admission.run.seats == swarm.steps.run.seats for server in swarm.servers.values())
-    assert swarm.rosters_now == [[swarm.members[A]], [swarm.members[B], swarm.servers[J].admission.me]]
+    assert swarm.rosters_now == [[swarm.members[A]], [swarm.members[B], swarm.servers[J].membership.me]]
     assert [swarm.servers[peer].steps.stages for peer in (A, B, J)] == [(0,), (1,), (1,)]
     assert not swarm.servers[A].events.counts["gone"]
 
@@ -122,7 +122,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
 def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm) -> None:
     """Else the next time that nobody is there would be cut short by this one."""
     swarm = make_swarm("a", "b")
-    role = swarm.servers[A].admission.coordinator
+    role = swarm.servers[A].admission.leadership.coordinator
     assert role is not None
     wait = partial(role._step_commit._outage.keep, 1, {B: SwarmError("it is gone")}, step=0, address="here")
     wait(now_s=0.0)

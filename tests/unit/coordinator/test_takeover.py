@@ -77,7 +77,9 @@ class Trial:
 
     @property
     def coordinators(self) -> list[PeerId]:
-        return [name for name, server in self.swarm.servers.items() if server.admission.coordinator is not None]
+        return [
+            name for name, server in self.swarm.servers.items() if server.admission.leadership.coordinator is not None
+        ]
 
     def count(self, kind: Any) -> int:
         return sum(server.events.counts[kind] for server in self.swarm.servers.values())
@@ -271,7 +273,7 @@ def test_a_voter_that_tried_to_coordinate_in_vain_still_makes_a_majority(make_sw
     trial = Trial(make_swarm, FaultPlan().kill("c", at=Phase.DECIDE, of="c", step=1))
     trial.train(1)
     server = trial.swarm.servers[B]
-    boot_id = server.admission.me.boot_id
+    boot_id = server.membership.me.boot_id
     higher = Prepare(term=(number, B, boot_id), boot_id=boot_id, generation=0, step=1, fence=False)
     assert server.voter.promise(higher).promised
     trial.train(3, avoid="c")
@@ -674,7 +676,7 @@ def test_a_coordinator_that_is_admitted_last_is_waited_for(
     swarm.settle()
     took_over = [name for name, server in swarm.servers.items() if server.events.counts["takeover"]]
     assert took_over == found
-    assert [name for name, server in swarm.servers.items() if server.admission.coordinator] == (found or [A])
+    assert [name for name, server in swarm.servers.items() if server.admission.leadership.coordinator] == (found or [A])
 
 
 def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> None:
@@ -742,7 +744,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
         network.thaw(LEAD)
         coordinator = other.run.coordinator
         assert coordinator != A
-        books = swarm.servers[coordinator].admission.coordinator.step_state
+        books = swarm.servers[coordinator].admission.leadership.coordinator.step_state
         assert not books.order.plans, "the lead has not answered"
         request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
         await swarm.trainer.call(coordinator, REGISTER, encode(request), timeout=30.0)

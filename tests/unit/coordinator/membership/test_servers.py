@@ -311,7 +311,7 @@ def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) ->
     joiner._transport.stream = slow_download  # type: ignore[method-assign]
     task = entering(swarm, joiner)
     swarm.run(asyncio.sleep(0.5))
-    stage = swarm.coordinator.server_membership.targets[joiner.admission.me.peer_id]
+    stage = swarm.coordinator.server_membership.targets[joiner.membership.me.peer_id]
     others = [entering(swarm, swarm.add_server(name)) for name in "klm"]
 
     async def go() -> None:

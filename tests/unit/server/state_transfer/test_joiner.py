@@ -201,7 +201,7 @@ def test_a_helper_that_dies_is_done_without(make_swarm: MakeSwarm, monkeypatch: 
     swarm.run(swarm.step(rows(0), rows(1)))
     swarm.add_server(J)
     peers = [PeerId("a"), PeerId("a2")]
-    first = peers[(swarm.servers[J].admission.me.boot_id + 1) % 2]
+    first = peers[(swarm.servers[J].membership.me.boot_id + 1) % 2]
     [helper] = set(peers) - {first}
     num_pieces = 0
 
