@@ -12,7 +12,7 @@ from benchmarks import train
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer, ReplayCopy
 from lightning_swarm.coordinator.membership import rosters
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.liveness import Liveness, _Watched
+from lightning_swarm.network.liveness import Liveness, _WatchedPeer
 from lightning_swarm.protocol.messages.run import Member, SeatedMembers
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
@@ -34,7 +34,7 @@ def take_turns() -> None:
         if not is_bare(copy.microbatch.key.step):
             await keep(self, copy)
 
-    def arm_by_turns(self: Liveness, peer: PeerId, watched: _Watched) -> None:
+    def arm_by_turns(self: Liveness, peer: PeerId, watched: _WatchedPeer) -> None:
         if not is_bare(step):
             arm(self, peer, watched)
 

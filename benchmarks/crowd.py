@@ -29,9 +29,10 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.model.selection import read_selection
-from lightning_swarm.network import Directory, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
+from lightning_swarm.peer.discovery import RunDirectory, WantedServers
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 from lightning_swarm.protocol.messages.run import Manifest, Member
@@ -165,11 +166,7 @@ class Swarm:
         return Trainer(transport, self.manifest, self._rng)
 
     def _server(self, transport: MemoryTransport, member: Member) -> Server:
-        directory = self._directories[transport.peer_id]
-
-        async def announce(coordinator: PeerId) -> None:
-            await discovery.announce_run(directory, RUN, coordinator)
-
+        directory = self._directory(transport.peer_id)
         context = ServerContext(
             transport,
             TicketStore(transport, max_bytes=1 << 30),
@@ -177,10 +174,13 @@ class Swarm:
             boot_id=member.boot_id,
             limits=LIMITS,
             events=EventLog(),
-            connect=lambda: discovery.connect_all(directory, transport, RUN),
-            announce=announce,
+            connect=directory.connect_all,
+            announce=directory.announce_run,
         )
         return Server(context, self._model())
+
+    def _directory(self, peer: PeerId) -> RunDirectory:
+        return RunDirectory(self._directories[peer], self.network.find(peer), RUN)
 
     def _manifest(self, rosters: Sequence[Sequence[Member]], trainers: Sequence[PeerId]) -> Manifest:
         return Manifest(
@@ -203,22 +203,20 @@ class Swarm:
 
     async def begin(self) -> None:
         """Announce, find, admit, and bring one step that is not counted."""
-        lead = self._directories[self.manifest.lead]
+        lead = self._directory(self.manifest.lead)
         await self.gather(lead)
         stages = self.model.build_stages([range(index, index + 1) for index in range(NUM_STAGES)])
         await discovery.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)
-        await discovery.announce_run(lead, RUN, self.manifest.coordinator)
+        await lead.announce_run(self.manifest.coordinator)
         await self.step()
 
-    async def gather(self, lead: Directory) -> None:
+    async def gather(self, lead: RunDirectory) -> None:
         """Start the servers, and have the lead find them."""
-        transport = self.network.find(self.manifest.lead)
         for server, member, one in zip(self.servers, self.members, self.transports, strict=False):
             await server.start()
-            await discovery.announce(self._directories[one.peer_id], one, RUN, member.boot_id, timeout=10.0)
-        await discovery.find_servers(
-            lead, transport, RUN, len(self.servers), num_trainers=0, timeout=10.0, check=lambda: None
-        )
+            await self._directory(one.peer_id).announce(member.boot_id, timeout=10.0)
+        wanted = WantedServers(num_servers=len(self.servers), num_trainers=0)
+        await lead.find_servers(wanted, timeout=10.0, check=lambda: None)
 
     async def step(self) -> None:
         """Of all trainers."""

@@ -13,7 +13,7 @@ ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
 
 
 def filled(*receipts: Receipt) -> ReceiptLedger:
-    ledger = ReceiptLedger(step=3, attempt=1)
+    ledger = ReceiptLedger(step=3)
     for receipt in receipts:
         assert ledger.add(receipt) is True
     return ledger
