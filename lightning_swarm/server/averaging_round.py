@@ -88,7 +88,7 @@ class AveragingRounds:
         held = self._held
         if held is not None and held.closing == record.closing and record.outcome == "apply":
             for index, carried in held.carried.items():
-                self._sums.stages[index].carried = carried
+                self._sums.stages[index].generation.carried = carried
 
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
@@ -171,7 +171,7 @@ class AveragingRounds:
             closing.total_weight,
             group,
             place,
-            stage.carried.times(scale),
+            stage.generation.carried.times(scale),
         )
         if scale == 1.0:
             return found

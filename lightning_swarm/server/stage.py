@@ -133,7 +133,7 @@ class WeightVersions:
 
 
 @dataclass
-class _StageGeneration:
+class StageGeneration:
     """The state of a stage, beside weights and optimizer, that does not outlive a generation of the run."""
 
     sums: dict[int, GradientSum] = field(default_factory=dict)  # by step
@@ -169,7 +169,7 @@ class Stage:
         self.stepper = stepper
         self.selection: Selection | None = None  # which parameters train, and in which group; None: none will
         self._versions = WeightVersions(self.parameters) if keeps_before else None
-        self._state = _StageGeneration()
+        self.generation = StageGeneration()
         self._spare: GradientSum | None = None
         self.load = StageLoad()
         self._train([])
@@ -195,17 +195,8 @@ class Stage:
     def _train(self, trainable: list[nn.Parameter]) -> None:
         """Make room for the gradients of `trainable`."""
         self.computation.train(trainable)
-        self._state.sums, self._state.carried = {}, AveragingState()
+        self.generation.sums, self.generation.carried = {}, AveragingState()
         self._spare = None
-
-    @property
-    def carried(self) -> AveragingState:
-        """The state that the last step's averaging left for the next one."""
-        return self._state.carried
-
-    @carried.setter
-    def carried(self, carried: AveragingState) -> None:
-        self._state.carried = carried
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -224,7 +215,7 @@ class Stage:
         """The gradient sum of an open step."""
         if step < self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; step {step} is decided")
-        sums = self._state.sums
+        sums = self.generation.sums
         if step not in sums:
             spare, self._spare = self._spare, None
             sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
@@ -253,7 +244,7 @@ class Stage:
     def enter_generation(self, version: int, selection: Selection | None) -> None:
         """Begin anew at `version`. Weights and the optimizer's state are still to come."""
         self.version = version
-        self._state = _StageGeneration()
+        self.generation = StageGeneration()
         if selection is not None:
             self.select(selection)
         self.stepper.clear_state()
@@ -303,8 +294,8 @@ class Stage:
             for other in before:
                 self.stepper.share(other.stepper)
         self.version += 1
-        self._state.ahead = self._begun_fingerprint()
-        self._spare = self._state.sums.pop(record.step, None)  # memory for a later step
+        self.generation.ahead = self._begun_fingerprint()
+        self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
 
@@ -314,12 +305,12 @@ class Stage:
 
     def fingerprint(self) -> int:
         """The fingerprint of weights, buffers and optimizer state at this version."""
-        before, (identities, taken) = self._state.ahead, self._begun_fingerprint()
+        before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
     def look_ahead(self) -> bool:
         """Take a piece of the fingerprint after a step, while idle; returns whether more is left."""
-        ahead = self._state.ahead
+        ahead = self.generation.ahead
         return ahead is not None and ahead[1].advance()
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
@@ -364,14 +355,14 @@ class Stage:
         """
         if not weights:
             self.check_borrowed(number)
-            self._state.borrowed = None
+            self.generation.borrowed = None
             return
         self._check_weights(weights)
-        self._state.borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
+        self.generation.borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
 
     def check_borrowed(self, number: int) -> None:
         """Refuse a call that means other lent weights than those here."""
-        borrowed = self._state.borrowed
+        borrowed = self.generation.borrowed
         here = borrowed[0] if borrowed is not None else 0
         if number not in (0, here):
             raise ProtocolError(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
@@ -380,7 +371,7 @@ class Stage:
     def holding(self, number: int) -> Iterator[None]:
         """Hold the weights borrowed by `number` inside, and the stage's own again afterwards; 0: nothing changes."""
         self.check_borrowed(number)
-        borrowed = self._state.borrowed
+        borrowed = self.generation.borrowed
         if number == 0 or borrowed is None:
             yield
             return

@@ -338,7 +338,7 @@ class Swarm:
                     stage.version,
                     stage.fingerprint(),
                     stage.selection,
-                    stage._state.borrowed and stage._state.borrowed[0],
+                    stage.generation.borrowed and stage.generation.borrowed[0],
                     [len(group["params"]) for group in stage.stepper.optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, frozenset(ledger._receipts), ledger._named),
