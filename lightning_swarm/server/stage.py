@@ -148,7 +148,7 @@ class Stage:
     def __init__(
         self,
         module: StageModule,
-        stepper: StageOptimizer,
+        optimizer: StageOptimizer,
         device: torch.device,
         *,
         version: int = 0,
@@ -166,7 +166,7 @@ class Stage:
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
-        self.stepper = stepper
+        self.optimizer = optimizer
         self.selection: Selection | None = None  # which parameters train, and in which group; None: none will
         self._versions = WeightVersions(self.parameters) if keeps_before else None
         self.generation = StageGeneration()
@@ -184,7 +184,7 @@ class Stage:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
-        self.stepper.select(selection)
+        self.optimizer.select(selection)
         # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
         trained = trained_names(selection)
         trainable = [parameter for name, parameter in self.parameters.items() if name in trained]
@@ -247,7 +247,7 @@ class Stage:
         self.generation = StageGeneration()
         if selection is not None:
             self.select(selection)
-        self.stepper.clear_state()
+        self.optimizer.clear_state()
         self.statistics.clear()
         if self._versions is not None:
             self._versions = WeightVersions(self.parameters)
@@ -260,7 +260,7 @@ class Stage:
         num_groups, num_given = selection.num_groups if selection is not None else 0, len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
-        if wrong := self.stepper.unfit(record.hyperparameters):
+        if wrong := self.optimizer.unfit(record.hyperparameters):
             raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {wrong}")
 
     def apply(
@@ -290,9 +290,9 @@ class Stage:
             views = zip(self.trainable_names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
             gradients.update(dict.fromkeys(stepped))
-            self.stepper.step(gradients, record.clip_factor, record.hyperparameters)
+            self.optimizer.step(gradients, record.clip_factor, record.hyperparameters)
             for other in before:
-                self.stepper.share(other.stepper)
+                self.optimizer.share(other.optimizer)
         self.version += 1
         self.generation.ahead = self._begun_fingerprint()
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
@@ -315,7 +315,7 @@ class Stage:
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
         """Begin a fingerprint; returns also what changes if a tensor is replaced or written to."""
-        state = serialization.flatten(list(self.stepper.state().values()))[1]
+        state = serialization.flatten(list(self.optimizer.state().values()))[1]
         held = [*self.module.named_stage_tensors().values(), *state]
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 
@@ -400,7 +400,7 @@ class Stage:
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer state of each parameter that has some, a tree of tensors and numbers."""
-        return self.stepper.state()
+        return self.optimizer.state()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over optimizer state, as `optimizer_state` gave it, to the bit; that of another stage is refused."""
@@ -409,4 +409,4 @@ class Stage:
             isinstance(values, dict) and isinstance(values.get(GROUP, {}), dict) for values in state.values()
         ):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
-        self.stepper.load_state(state)
+        self.optimizer.load_state(state)

@@ -25,7 +25,7 @@ def audited(plan: FaultPlan, *, spoil: str = "") -> None:
         elif spoil == "buffer":
             next(stage.module.buffers()).add_(1e-12)
         elif spoil == "optimizer":
-            next(iter(stage.stepper.optimizer.state.values()))["momentum_buffer"].add_(1e-12)
+            next(iter(stage.optimizer.torch_optimizer.state.values()))["momentum_buffer"].add_(1e-12)
         elif spoil == "sample":
             swarm.books.done.add((swarm.trainer.peer_id, 1000))
         swarm.audit()

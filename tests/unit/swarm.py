@@ -339,7 +339,7 @@ class Swarm:
                     stage.fingerprint(),
                     stage.selection,
                     stage.generation.borrowed and stage.generation.borrowed[0],
-                    [len(group["params"]) for group in stage.stepper.optimizer.param_groups],
+                    [len(group["params"]) for group in stage.optimizer.torch_optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, frozenset(ledger._receipts), ledger._named),
                 )

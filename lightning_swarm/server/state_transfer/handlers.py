@@ -126,7 +126,7 @@ def _content(stage: Stage, *, optimizer: bool, without: Collection[str]) -> dict
     left_out = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(without)
     found = {sharded_format.WEIGHTS: _all_but(left_out, stage.weights())}
     if optimizer:
-        found[sharded_format.OPTIMIZER] = {"state": _all_but(left_out, stage.stepper.saved_state())}
+        found[sharded_format.OPTIMIZER] = {"state": _all_but(left_out, stage.optimizer.saved_state())}
     return found
 
 

@@ -400,7 +400,7 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     swarm.servers[A].steps.sums.ledgers[0]._receipts.clear()  # only the weights shall be wrong
     swarm.servers[B].steps.sums.ledgers[1]._receipts.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
-    stage.stepper.optimizer.state[stage.trainable[0]] = momentum
+    stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
     assert_undecided(swarm, "replicas of stage 1 have different weights")
 
 

@@ -117,7 +117,7 @@ def test_a_stage_has_no_state_of_the_others_parameters(make_swarm: MakeSwarm) ->
     swarm = make_swarm("a", "b", optimizer=of(torch.optim.Adagrad))
     for server in swarm.servers.values():
         (stage,) = server.steps.sums.stages.values()
-        assert set(stage.stepper.optimizer.state) == set(stage.parameters.values())
+        assert set(stage.optimizer.torch_optimizer.state) == set(stage.parameters.values())
 
 
 def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
