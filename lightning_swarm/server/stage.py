@@ -398,12 +398,8 @@ class Stage:
                 )
         return own
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer state of each parameter that has some, a tree of tensors and numbers."""
-        return self.optimizer.state()
-
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over optimizer state, as `optimizer_state` gave it, to the bit; that of another stage is refused."""
+        """Take over optimizer state, as `optimizer` gave it, to the bit; that of another stage is refused."""
         unknown = sorted(state.keys() - self.parameters.keys())
         if unknown or not all(
             isinstance(values, dict) and isinstance(values.get(GROUP, {}), dict) for values in state.values()

@@ -593,7 +593,7 @@ class FaultySwarm(Swarm):
             assert server.steps.version == self.newest + 1
             for index in server.steps.stages:
                 stage = server.steps.stage(index)
-                for name, tensor in (stage.weights() | named(stage.optimizer_state())).items():
+                for name, tensor in (stage.weights() | named(stage.optimizer.state())).items():
                     assert torch.equal(found.setdefault(name, tensor), tensor), name
                 there = stage.fingerprint()
                 assert fingerprints.setdefault(index, there) == there, f"stage {index} differs by a zero's sign"

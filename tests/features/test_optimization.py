@@ -77,7 +77,7 @@ def test_8_bit_optimizers(kind: str) -> None:
     both = fit_both(eight_bits(kind), max_steps=STEPS, swarm={"num_servers": 4})
     for server in both.swarm.strategy.servers:
         (stage,) = server.steps.sums.stages.values()
-        assert all(one["state1"].dtype == torch.uint8 for one in stage.optimizer_state().values())
+        assert all(one["state1"].dtype == torch.uint8 for one in stage.optimizer.state().values())
 
 
 @feature("`GlobalOptimManager` of bitsandbytes: parameters whose state has 32 bits", WORKS)

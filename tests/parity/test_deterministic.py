@@ -60,7 +60,7 @@ def bits(run: SwarmRun) -> dict[str, Tensor]:
         for index in server.steps.stages:
             if server.membership.me not in run.rosters[-1][index]:
                 continue
-            for name, state in server.steps.stage(index).optimizer_state().items():
+            for name, state in server.steps.stage(index).optimizer.state().items():
                 for number, tensor in enumerate(serialization.flatten(state)[1]):
                     key = f"state {index} {name} {number}"
                     assert torch.equal(found.setdefault(key, tensor), tensor)

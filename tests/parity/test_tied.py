@@ -65,7 +65,7 @@ def swarm(**others: Any) -> SwarmRun:
 def assert_tied(run: SwarmRun, *, at_least: int) -> None:
     """Whoever holds the weight, in whichever stage, holds the same bits, and so does its optimizer."""
     held = [
-        (server.steps.stage(index).weights()[EMBEDDING], server.steps.stage(index).optimizer_state()[EMBEDDING])
+        (server.steps.stage(index).weights()[EMBEDDING], server.steps.stage(index).optimizer.state()[EMBEDDING])
         for server in run.strategy.servers
         for index in server.steps.stages
         if server.membership.me in run.rosters[-1][index]

@@ -136,11 +136,10 @@ def _all_but(names: Collection[str], values: Mapping[str, Any]) -> dict[str, Any
 
 def _state(stage: Stage, request: StateRequest) -> Message:
     structure: serialization.Structure = None
+    state: Mapping[str, Any] = stage.optimizer.state() if request.optimizer else stage.weights()
     if request.optimizer:
-        state = stage.optimizer_state()
         structure, tensors = serialization.flatten(list(state.values()))
     else:
-        state = stage.weights()
         tensors = list(state.values())
     reply = StageState(
         stage_index=stage.index,

@@ -94,7 +94,7 @@ _log = logging.getLogger(__name__)
 
 def copied(stage: Stage, generation: int) -> Message:
     """Copy a stage's weights and optimizer state to the CPU. On the compute thread."""
-    weights, state = stage.weights(), stage.optimizer_state()
+    weights, state = stage.weights(), stage.optimizer.state()
     structure, tensors = serialization.flatten(list(state.values()))
     head = Snapshot(
         generation=generation,

@@ -48,7 +48,7 @@ def assert_one_joins(swarm: Swarm) -> None:
     assert joiner.admission.is_member
     swarm.run(swarm.step(rows(4), rows(5)))
     stage = joiner.steps.stage(0)
-    assert stage.optimizer_state()
+    assert stage.optimizer.state()
     assert stage.fingerprint() == swarm.servers[A].steps.stage(0).fingerprint()
 
 
@@ -126,9 +126,9 @@ def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.step(rows(0), rows(1)))
     swarm.run(swarm.steps.select(without_first_weight(swarm)))
     stage = swarm.servers[A].steps.stage(0)
-    state = {name: one for name, one in stage.optimizer_state().items() if name == "0.0.weight"}
+    state = {name: one for name, one in stage.optimizer.state().items() if name == "0.0.weight"}
     stage.load_optimizer_state(state)
-    assert stage.optimizer_state().keys() == {"0.0.weight"}
+    assert stage.optimizer.state().keys() == {"0.0.weight"}
 
 
 @pytest.mark.parametrize("written", [3, {"params": 3, "lr": "much"}])
@@ -137,6 +137,6 @@ def test_nonsense_about_a_parameter_group_changes_nothing(make_swarm: MakeSwarm,
     stage = swarm.servers[A].steps.stage(0)
     with contextlib.suppress(ProtocolError):
         stage.load_optimizer_state({"0.0.weight": {GROUP: written}})
-    assert stage.optimizer_state() == {}
+    assert stage.optimizer.state() == {}
     swarm.run(swarm.step(rows(0), rows(1)))
     assert stage.version == 1

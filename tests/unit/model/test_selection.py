@@ -90,7 +90,7 @@ def test_a_selection_holds_from_the_open_step_on(make_swarm: MakeSwarm) -> None:
             (stage,) = swarm.servers[name].steps.sums.stages.values()
             assert stage.next_sum.values.numel() == num_elements
             assert len(stage.optimizer.torch_optimizer.param_groups) == 2
-            assert stage.optimizer_state().keys() == stage.parameters.keys(), "what was learned of them is gone"
+            assert stage.optimizer.state().keys() == stage.parameters.keys(), "what was learned of them is gone"
     assert all(torch.equal(weight, before[name]) for name, weight in swarm.weights().items())
 
 
