@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
@@ -116,7 +117,7 @@ class Leadership:
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
 
     def _step_aside(self) -> None:
-        self._tasks.spawn(_logged(self.abdicate(), "This peer goes on to coordinate, and does not move: %s"))
+        self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate, and does not move: %s"))
 
     async def close(self) -> None:
         """The run is over. Raises what a task of the coordinator raised."""
@@ -309,7 +310,7 @@ class Leadership:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)
         self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
-        announcing = self._announce(run.coordinator)
+        announcing = partial(self._announce, run.coordinator)
         self._tasks.spawn(_logged(announcing, "Later joiners may not find the coordinator: %s", level=logging.WARNING))
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
@@ -345,7 +346,7 @@ class Leadership:
                 # It missed the newest record.
                 await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
 
-        await self._tell_all({*run.servers, *newcomers}, tell, "A server does not know its coordinator yet: %s")
+        await self._tell_all({*run.servers, *newcomers}, tell, "Server %s does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
         """Have a record that was decided applied; here, too, unless the record leaves this peer out."""
@@ -356,7 +357,7 @@ class Leadership:
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
-        await self._tell_all(peers, tell, f"A server did not apply record {record.step}: %s")
+        await self._tell_all(peers, tell, f"Server %s did not apply record {record.step}: %s")
         # Last: a peer that is left out cannot, and then another one coordinates the rest.
         await self._apply_next(run, record)
 
@@ -364,14 +365,17 @@ class Leadership:
         self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
     ) -> None:
         """Tell all peers but this one at once. Those that do not answer soon are not waited for."""
-        telling = {self._tasks.spawn(_logged(tell(peer), failure)) for peer in sorted(peers - {self._me.peer_id})}
+        others = sorted(peers - {self._me.peer_id})
+        telling = {self._tasks.spawn(_logged(partial(tell, peer), failure, peer)) for peer in others}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
 
 
-async def _logged(work: Awaitable[None], failure: str, *, level: int = logging.INFO) -> None:
-    """Do what others make good if it fails, and log why it did."""
+async def _logged(
+    work: Callable[[], Awaitable[None]], failure: str, *values: object, level: int = logging.INFO
+) -> None:
+    """Do what others make good if it fails, and log why it did; `failure` is a format of `values` and of the error."""
     try:
-        await work
+        await work()
     except SwarmError as error:
-        _log.log(level, failure, error)
+        _log.log(level, failure, *values, error)
