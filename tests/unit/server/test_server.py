@@ -32,6 +32,7 @@ from lightning_swarm.protocol.messages.state import StageState, StateRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE, WATCH
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, make_module, plain_steps, rows
@@ -613,6 +614,12 @@ def of_another_model(stage: StageManifest) -> StageManifest:
     return replaced(stage, parameters=[(name, [*shape, 1], dtype), *others])
 
 
+def for_no_samples() -> RunSettings:
+    settings = RunSettings()
+    object.__setattr__(settings, "target_batch_size", 0)  # which its own checks refuse
+    return settings
+
+
 REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]]]] = {
     "version": ("`protocol_version` is 99 there", lambda stage: {"protocol_version": 99}),
     "sender": ("comes from its lead", lambda stage: {"lead": A}),
@@ -621,7 +628,7 @@ REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]
     "blocks": ("has 1 blocks", lambda stage: {"stages": [replaced(stage, end_block=2)]}),
     "absurd blocks": ("has 1 blocks", lambda stage: {"stages": [replaced(stage, end_block=10**18)]}),
     "no stages": ("must cover blocks", lambda stage: {"stages": []}),
-    "target": ("target_batch_size", lambda stage: {"target_batch_size": 0}),
+    "target": ("target_batch_size", lambda stage: {"settings": for_no_samples()}),
     "clipping": ("gradient_clip_norm", lambda stage: {"gradient_clip_norm": math.nan}),
     "clipping by value": ("gradient_clip_value", lambda stage: {"gradient_clip_value": 0.0}),
 }
