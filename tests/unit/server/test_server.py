@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import force_setattr
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.coordinator import Coordinator
@@ -616,7 +617,7 @@ def of_another_model(stage: StageManifest) -> StageManifest:
 
 def for_no_samples() -> RunSettings:
     settings = RunSettings()
-    object.__setattr__(settings, "target_batch_size", 0)  # which its own checks refuse
+    force_setattr(settings, "target_batch_size", 0)  # which its own checks refuse
     return settings
 
 
