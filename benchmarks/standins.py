@@ -152,7 +152,7 @@ class Crowd(Swarm):
     def enter(self, grant: Grant) -> list[Receipt]:
         """What comes of a batch: of each microbatch a receipt of somebody in each stage."""
         (server,) = self.servers
-        stage = server.stepping.stage(_COORDINATORS)
+        stage = server.steps.stage(_COORDINATORS)
         gradients = [torch.zeros_like(one) for one in stage.trainable]
         receipts = []
         there = sorted(self.standins)
@@ -160,7 +160,7 @@ class Crowd(Swarm):
             key = CallKey(
                 generation=grant.generation, step=grant.step, attempt=0, first=grant.first, index=index, call=0
             )
-            server.stepping.sums.add(stage, key, gradients, grant.weight)
+            server.steps.sums.add(stage, key, gradients, grant.weight)
             self.standins[self._rng.choice(there)].held.add(key.receipt)
             receipts.append(key.receipt)
         return receipts

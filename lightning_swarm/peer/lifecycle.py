@@ -20,8 +20,7 @@ from lightning_swarm.protocol.messages.membership import DrainReply, DrainReques
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, VIEW
-from lightning_swarm.server.machine import describe_peak
-from lightning_swarm.server.server import Server
+from lightning_swarm.server.server import Server, describe_peak
 
 _log = logging.getLogger(__name__)
 
@@ -234,7 +233,7 @@ class MembershipLifecycle:
         admission = self._server.admission
         run, target = admission.run, admission.target
         assert target is not None
-        (former,) = self._server.stepping.stages  # a server that holds several does not move
+        (former,) = self._server.steps.stages  # a server that holds several does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
         if admission.has_run and admission.run is run and admission.moves.is_set():  # else another run has it
@@ -272,7 +271,7 @@ class MembershipLifecycle:
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False
         self._newest_view = newest
-        return not any(self._server.admission.me in roster for roster in newest.seats.rosters)
+        return not any(self._server.membership.me in roster for roster in newest.seats.rosters)
 
     async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
         async def ask(peer: PeerId) -> RunView | None:
@@ -332,8 +331,8 @@ class MembershipLifecycle:
                     say(f"This peer has the only copy of {_stages(only_here)}: waiting for another one to join.")
                 announced = only_here
             within_s = min(_ASK_S, max(end_s - now_s(), 0.0))
-            version = self._server.stepping.version
-            await first_of(admission.left.wait(), self._server.stepping.passed(version, within_s=within_s))
+            version = self._server.steps.version
+            await first_of(admission.left.wait(), self._server.steps.passed(version, within_s=within_s))
         await first_of(admission.left.wait(), timeout=_LINGER_S)
         return not admission.left.is_set()
 
@@ -341,7 +340,7 @@ class MembershipLifecycle:
         """Ask to be let go; returns the stages that need another holder first."""
         admission = self._server.admission
         generation = admission.run.manifest.generation if admission.has_run else 0
-        request = encode(DrainRequest(generation=generation, boot_id=admission.me.boot_id))
+        request = encode(DrainRequest(generation=generation, boot_id=admission.membership.me.boot_id))
         return decode(await self._transport.call(coordinator, DRAIN, request, timeout=_LOOK_S), DrainReply).alone
 
 

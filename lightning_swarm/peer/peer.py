@@ -194,7 +194,7 @@ class Peer:
         """The parameters and buffers that this peer's server computes with; see `StepHandlers.tensors_at`."""
         if self.server is None:
             return []
-        return self.runtime.run(self.server.stepping.tensors_at(version, within_s=timeout))
+        return self.runtime.run(self.server.steps.tensors_at(version, within_s=timeout))
 
     @property
     def ordered(self) -> OrderedSnapshots | None:

@@ -168,4 +168,4 @@ class ServerHost:
             return None
         assert self.server is not None
         index = last.spec.index
-        return LocalLayers(last, self.server.stepping, runtime, lambda: self.me in run.rosters[index])
+        return LocalLayers(last, self.server.steps, runtime, lambda: self.me in run.rosters[index])

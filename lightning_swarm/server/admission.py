@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, ReleaseRequest, RunAborted
+from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, ReleaseRequest, RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.election import Leadership
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -26,15 +24,13 @@ from lightning_swarm.server.step_handlers import StepHandlers
 class Admission:
     """Takes a server into a run and out of it, and tells its peer what became of the run."""
 
-    def __init__(
-        self, context: ServerContext, membership: RunMembership, model: PeerModel, stepping: StepHandlers
-    ) -> None:
+    def __init__(self, context: ServerContext, model: PeerModel, steps: StepHandlers) -> None:
         self._connect = context.connect
         self._compute = context.compute
-        self.membership = membership
+        self.membership = context.membership
         self.model = model
-        self._stepping = stepping
-        self._entering = asyncio.Lock()
+        self._steps = steps
+        self.transition = asyncio.Lock()  # into a run, into its next generation, or out of it: one at a time
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
         self.target: int | None = None  # that stage
         self.left = asyncio.Event()  # the run is over for this peer
@@ -44,7 +40,7 @@ class Admission:
         self.inherits = asyncio.Event()  # this peer is to roll the run back in the place of its lead
         self.inherits_at = 0  # to this step
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
-        self.leadership = Leadership(context, membership, stepping, self.left)
+        self.leadership = Leadership(context, steps, self.left)
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         context.transport.handle_call(ADMIT, self._handle_admit)
         context.transport.handle_call(LEAVE, self._handle_leave)
@@ -58,11 +54,6 @@ class Admission:
         return self.membership.run
 
     @property
-    def me(self) -> Member:
-        """This server in this life of its process."""
-        return self.membership.me
-
-    @property
     def is_member(self) -> bool:
         """True if this server is in a roster of its run."""
         return self.membership.is_member
@@ -71,11 +62,6 @@ class Admission:
     def has_run(self) -> bool:
         """True if there is a `run`."""
         return self.membership.has_run
-
-    @property
-    def coordinator(self) -> Coordinator | None:
-        """The coordinator, while this server is it."""
-        return self.leadership.coordinator
 
     @property
     def ending_error(self) -> RunOver | StepError:
@@ -87,7 +73,7 @@ class Admission:
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Be admitted by nobody else while a run is being joined. False: that has happened already."""
-        async with self._entering:  # not while the run that this server is being admitted to is built
+        async with self.transition:  # not while the run that this server is being admitted to is built
             free = not self.has_run
             if free:
                 self.membership.joining = coordinator
@@ -100,7 +86,7 @@ class Admission:
     async def follow(self, run: RunState, stage: Stage) -> None:
         """Go along with a run's records, as a member of it or not yet."""
         self.membership.enter_run(run, {stage.index})
-        self._stepping.enter_run({stage.index: stage})
+        self._steps.enter_run({stage.index: stage})
         await self.leadership.follow(run)
         self.ready.set()
 
@@ -109,49 +95,45 @@ class Admission:
         self.membership.leave_run()
         self.target = None
         self.moves.clear()
-        await self.leadership.step_out()
         self.ready.clear()
-
-    async def close(self) -> None:
-        """Stop coordinating, if this server does. Raises what a task of the coordinator raised."""
-        await self.leadership.close()
+        await self.leadership.step_out()
 
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
-        async with self._entering:  # one after the other: the second finds this peer in the run
+        async with self.transition:  # one after the other: the second finds this peer in the run
             await self._admit(caller, manifest)
         return b""
 
     async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
         self.membership.check_admits(caller, manifest)
-        served = [index for index, stage in enumerate(manifest.stages) if self.me in stage.roster]
+        served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
         stages = await self._compute(lambda: self.model.build(manifest, served))
         await self._connect()
         self.membership.enter_run(RunState(manifest))
-        self._stepping.enter_run(stages)
+        self._steps.enter_run(stages)
         await self.leadership.enter_run(self.run)
 
     def on_record(self, record: Record) -> None:
         """Note whether an applied record moves this server. A joiner also gets records from before it was let go."""
-        if any(newcomer.member == self.me for newcomer in record.newcomers):
+        if any(newcomer.member == self.membership.me for newcomer in record.newcomers):
             self.target = None
             self.moves.clear()
         for departure in record.departures:
-            if departure.member == self.me:
+            if departure.member == self.membership.me:
                 self.target = departure.stage_index
                 self.moves.set()
 
     def note_loaded(self, stage_index: int) -> None:
         """A stage has its initial weights."""
         self.membership.loaded.add(stage_index)
-        if self.membership.loaded.issuperset(self._stepping.stages):
+        if self.membership.loaded.issuperset(self._steps.stages):
             self.ready.set()
 
     async def _handle_inherit(self, caller: PeerId, body: bytes) -> bytes:
         """The coordinator says that the lead is gone and which peer rolls the run back in its place."""
         request = decode(body, InheritRequest)
         self.membership.check_inherits(caller, request)
-        is_me = request.heir == self.me.peer_id
+        is_me = request.heir == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
         self.run.change_lead(request.heir)

@@ -16,7 +16,6 @@ from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_n
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import AVERAGE
-from lightning_swarm.server.averaging import batch_norm
 from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts
 from lightning_swarm.server.averaging.averager import (
     Averager,
@@ -29,8 +28,8 @@ from lightning_swarm.server.averaging.averager import (
 from lightning_swarm.server.averaging.deterministic import DeterministicAverager
 from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
+from lightning_swarm.server.batch_norm import collect_statistics, offer_statistics, refuse_statistics
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
@@ -46,11 +45,10 @@ class _HeldRound:
 class AveragingRounds:
     """Averages the sums of a server's stages with their other replicas."""
 
-    lull: IdleLinkWait  # what averaging waits for if it is late
+    idle_link: IdleLinkWait  # what averaging waits for if it is late
 
     def __init__(self, context: ServerContext, sums: GradientSums) -> None:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
-        self._executor = context.executor
         self._compute: Compute = context.compute
         self._sums = sums
         self._me = context.me
@@ -90,7 +88,7 @@ class AveragingRounds:
         held = self._held
         if held is not None and held.closing == record.closing and record.outcome == "apply":
             for index, carried in held.carried.items():
-                self._sums.stages[index].carried = carried
+                self._sums.stages[index].generation.carried = carried
 
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
@@ -112,12 +110,12 @@ class AveragingRounds:
         rosters = run.present(closing.absent)
         try:
             if request.late:
-                await self.lull.wait()
+                await self.idle_link.wait()
                 sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
             begin_s = now_s()
-            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters))
+            places = await self._compute(lambda: sums.bind(request, rosters))
             found = await self._averaged(closing, run.ties, rosters, places)
-            self.lull.averaging_took(now_s() - begin_s)
+            self.idle_link.averaging_took(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, AveragingFailed):
@@ -129,24 +127,29 @@ class AveragingRounds:
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         sums.run.check_generation(closing.generation)
         sums.check_frozen(closing)
-        carried = {index: one.carried for index, one in found.items()}
-        self.hold(closing, {index: one.mean for index, one in found.items()}, carried)
-        norms = [PartNorm(stage_index=index, squared_norm=one.squared_norm) for index, one in found.items()]
+        carried = {index: result.carried for index, result in found.items()}
+        self.hold(closing, {index: result.mean for index, result in found.items()}, carried)
+        norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in found.items()]
         return encode(AverageReply(parts=norms))
 
     async def _averaged(
         self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
         """Average each stage, adding what tied parameters get from other stages, and what batch norms saw."""
-        for index in places:
-            self._offer_statistics(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
-        averages = await gather(self._average(closing, index, rosters[index], place) for index, place in places.items())
+        # Held here, for this server may give a stage up, or leave the run, while the round goes on.
+        stages = {index: self._sums.stage(index) for index in places}
+        groups = {index: self._group(closing, index, rosters[index]) for index in places}
+        for index, stage in stages.items():
+            if stage.statistics:
+                offer_statistics(self._seen(closing, stage), stage.statistics.length, groups[index])
+        averages = await gather(
+            self._average(closing, stages[index], groups[index], place) for index, place in places.items()
+        )
         found = dict(zip(places, averages, strict=True))
         if ties:
-            found = await self._tied(ties, closing, rosters, *self._sums.stages.values()).averaged(found, places)
+            found = await self._tied(ties, closing, rosters, *stages.values()).averaged(found, places)
         for index, result in found.items():
-            group = self._group(closing, index, rosters[index])
-            mean = await self._with_statistics(self._sums.stages[index], closing, group, places[index], result.mean)
+            mean = await self._with_statistics(stages[index], closing, groups[index], places[index], result.mean)
             found[index] = result._replace(mean=mean)
         return found
 
@@ -156,20 +159,19 @@ class AveragingRounds:
             group = self._group(closing, index, rosters[index])
             refuse(group, rosters[index].index(self._me), reason)
             if index in self._sums.stages and self._sums.stages[index].statistics:
-                batch_norm.refuse(group, reason)
+                refuse_statistics(group, reason)
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
-    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> AveragingResult:
-        stage = self._sums.stages[index]
+    async def _average(self, closing: Closing, stage: Stage, group: Group, place: int) -> AveragingResult:
         # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
             stage.sum_of(closing.step).values,
             closing.total_weight,
-            self._group(closing, index, roster),
+            group,
             place,
-            stage.carried.times(scale),
+            stage.generation.carried.times(scale),
         )
         if scale == 1.0:
             return found
@@ -184,11 +186,6 @@ class AveragingRounds:
             timeout=self._timeout,
         )
 
-    def _offer_statistics(self, closing: Closing, stage: Stage, group: Group) -> None:
-        """Offer what the stage's batch norms saw here to the other replicas."""
-        if stage.statistics:
-            batch_norm.give(self._seen(closing, stage), stage.statistics.length, group)
-
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
         return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)
 
@@ -199,7 +196,7 @@ class AveragingRounds:
         if not stage.statistics:
             return mean
         own = self._seen(closing, stage) if place is not None else {}
-        every = await batch_norm.collect(own, stage.statistics.length, group, place)
+        every = await collect_statistics(own, stage.statistics.length, group, place)
         after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
         return after
 

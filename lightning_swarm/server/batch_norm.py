@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import Message
+from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
+from lightning_swarm.server.averaging.all_reduce import Group, fetched, withhold
+
+_TICKET: Final = "seen"
+_PATIENCE: Final = 2.0
+"""Timeout in exchanges: other replicas may come to the round a little later."""
 
 
 class BatchStatistics:
@@ -138,3 +148,52 @@ def _order(receipt: Receipt) -> tuple[int, int, int]:
     """The order of one machine, which makes the calls of a batch one after the other, and cuts each of them."""
     first, index, call = receipt
     return first, call, index
+
+
+# ---------------------------------------------------------------------- between replicas: small vectors, not averaged
+
+
+def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -> None:
+    """Offer what this peer saw of microbatches, a vector ``[length]`` for each."""
+    keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
+    values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
+    group.tickets.offer(f"{group.prefix}/{_TICKET}", to_message((keys, values)))
+
+
+async def collect_statistics(
+    own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None
+) -> dict[Receipt, Tensor]:
+    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round.
+
+    Raises `AveragingFailed` if something does not come, and `ProtocolError` if two saw the same microbatch.
+    """
+
+    async def read(message: Message) -> dict[Receipt, Tensor]:
+        return _read_statistics(message, length)
+
+    patient = replace(group, timeout=_PATIENCE * group.timeout)
+    others = [i for i in range(len(group.roster)) if i != place]
+    found = [dict(own), *(await gather(fetched(patient, i, _TICKET, read) for i in others))]
+    every = {receipt: values for seen in found for receipt, values in seen.items()}
+    if len(every) < sum(map(len, found)):
+        raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")
+    return every
+
+
+def refuse_statistics(group: Group, reason: str) -> None:
+    """Give nothing in this round, unless it was given by now."""
+    withhold(group, [_TICKET], reason)
+
+
+def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
+    tree = from_message(message)[0]
+    keys, values = tree if isinstance(tree, tuple) and len(tree) == 2 else (None, None)
+    if (
+        not isinstance(keys, Tensor)
+        or not isinstance(values, Tensor)
+        or (keys.dtype, values.dtype) != (torch.int64, torch.float64)
+        or (*keys.shape, *values.shape) != (len(values), 3, len(values), length)
+    ):
+        raise ProtocolError(f"what a member saw must be vectors of {length} numbers, each with its microbatch's name")
+    receipts = [(int(first), int(index), int(call)) for first, index, call in keys.tolist()]
+    return dict(zip(receipts, values, strict=True))

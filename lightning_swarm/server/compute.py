@@ -1,6 +1,6 @@
-"""Runs microbatches through a stage's blocks, forward and backward, and changes nothing of the stage.
+"""Runs microbatches through a stage's blocks, forward and backward, and keeps what a backward needs; changes no stage.
 
-Everything here runs on the compute thread, one call at a time.
+`Computation` runs on the compute thread, one call at a time; `ActivationCache` is the loop's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
 from lightning_swarm.server.batch_norm import BatchStatistics, RunningStatistics
 
-_BOTH_WAYS: Final = 3.0
-"""What both ways compute, in forwards: the backward takes twice as much as the forward."""
+_BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
 
 
 class FlopCounter(TorchDispatchMode):
@@ -79,31 +78,6 @@ class SavedTensorCounter:
     def num_bytes(self) -> int:
         """The bytes counted so far."""
         return sum(self._saved.values())
-
-
-def of_sample(
-    inputs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    *,
-    forward_flop: float,
-    graph_bytes: int,
-) -> SampleCosts:
-    """Compute a sample's share of a microbatch's costs, in bytes of tensors as computed with, not as they travel.
-
-    `inputs` require a gradient if they want one. Extras with another first dimension are shared by all microbatches.
-    """
-    num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
-    return SampleCosts(
-        flop=_BOTH_WAYS * forward_flop / num_rows,
-        input_bytes=num_bytes(inputs) // num_rows,
-        extra_bytes=num_bytes([tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]) // num_rows,
-        gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
-        output_bytes=num_bytes(outputs) // num_rows,
-        graph_bytes=graph_bytes // num_rows,
-        input_number_bytes=number_bytes(inputs),
-        output_number_bytes=number_bytes(outputs),
-    )
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -277,13 +251,28 @@ class Computation:
     def _measured(
         self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
     ) -> tuple[Any, SampleCosts]:
-        """The output of `run`, and the costs of a sample; other microbatches cost in proportion to their rows."""
+        """Return the output of `run`, and a sample's share of the costs, which grow with a microbatch's rows.
+
+        Bytes are of tensors as computed with, not as they travel.
+        """
         own = [parameter for _, parameter in self._module.named_stage_parameters()]
         saved, flops = SavedTensorCounter(own), FlopCounter()
         with saved.hooks(), flops:
             output = run()
         outputs = serialization.flatten(output)[1]
-        return output, of_sample(inputs, extras, outputs, forward_flop=flops.flop, graph_bytes=saved.num_bytes)
+        num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
+        # Extras with another first dimension are shared by all microbatches.
+        cut_extras = [tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]
+        return output, SampleCosts(
+            flop=_BOTH_WAYS * flops.flop / num_rows,
+            input_bytes=num_bytes(inputs) // num_rows,
+            extra_bytes=num_bytes(cut_extras) // num_rows,
+            gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
+            output_bytes=num_bytes(outputs) // num_rows,
+            graph_bytes=saved.num_bytes // num_rows,
+            input_number_bytes=number_bytes(inputs),
+            output_number_bytes=number_bytes(outputs),
+        )
 
 
 def _detached(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
@@ -303,3 +292,58 @@ def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
                 f"an output of shape {tuple(output.shape)} and {output.dtype} got a gradient of shape "
                 f"{tuple(gradient.shape)} and {gradient.dtype}"
             )
+
+
+@dataclass
+class CachedForward:
+    """One forward as it is kept for its backward."""
+
+    inputs: tuple[Any, ...]
+    extras: dict[str, Any]
+    wants_grad: Sequence[bool]
+    mode: ComputeMode
+    seed: int
+    busy_s: float = 0.0
+    graph: SavedGraph | None = None
+    graph_bytes: int = 0
+    input_bytes: int = 0
+
+
+# A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no
+# longer fit are therefore not kept, rather than pushing out what is there. A lost entry is computed again, not missed.
+class ActivationCache:
+    """Kept forwards by their ticket names, within a budget of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: dict[str, CachedForward] = {}
+        self.used_bytes = 0
+        self.num_dropped_graphs = 0
+
+    @property
+    def full(self) -> bool:
+        """True if finished outputs should be dropped as soon as they were fetched."""
+        return self.used_bytes >= self._max_bytes
+
+    def keep(self, name: str, kept: CachedForward) -> None:
+        """Keep what fits: the inputs, and the graph if there is room for it, too."""
+        self.pop(name)
+        if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
+            self.num_dropped_graphs += 1
+            kept.graph, kept.graph_bytes = None, 0
+        if self.used_bytes + kept.input_bytes > self._max_bytes:
+            return
+        self._kept[name] = kept
+        self.used_bytes += kept.input_bytes + kept.graph_bytes
+
+    def pop(self, name: str) -> CachedForward | None:
+        """Remove and return an entry."""
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self.used_bytes -= kept.input_bytes + kept.graph_bytes
+        return kept
+
+    def drop(self, prefix: str) -> None:
+        """Remove all entries whose names begin with `prefix`."""
+        for name in [name for name in self._kept if name.startswith(prefix)]:
+            self.pop(name)

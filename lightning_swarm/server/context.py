@@ -1,16 +1,26 @@
-"""The resources that all parts of one server share."""
+"""What all parts of one server share: its resources, and which run it is in."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
+from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.run import (
+    InheritRequest,
+    Manifest,
+    Member,
+    RestartRequest,
+    check_selection,
+)
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
+from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import FIRST, Executor
 
@@ -19,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class ServerContext:
-    """The network, the compute thread, the limits and the log that all parts of one server use."""
+    """The network, the compute thread, the limits, the log and the run that all parts of one server share."""
 
     transport: Transport
     tickets: TicketStore  # where results wait to be fetched
@@ -37,6 +47,151 @@ class ServerContext:
         """This server in this life of its process."""
         return Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
 
+    @cached_property
+    def membership(self) -> RunMembership:
+        """The run that this server is in."""
+        return RunMembership(self.me, self.hosts)
+
     async def compute(self, run: Callable[[], _T]) -> _T:
         """Run something on the compute thread, before all microbatches that wait there."""
         return (await self.executor.submit(FIRST, run))[0]
+
+
+class RunMembership:
+    """The run that a server is in, or follows in order to join it; refuses calls that have no place there.
+
+    The server may leave the run while a job is on the compute thread, so such a job reads `run` once.
+    """
+
+    def __init__(self, me: Member, hosts: Collection[PeerId] = ()) -> None:
+        self.me = me
+        self._hosts = hosts  # the peers named at the start; they may end this one while no run has it
+        self._run: RunState | None = None
+        self.joining: PeerId | None = None  # the coordinator of the run that this server is joining, or has joined
+        self._former_lead: PeerId | None = None  # of the run that it was in before: it may end this peer, too
+        # The run that this peer joined as a trainer; its server may be out of it.
+        self.trains_in: RunState | None = None
+        self.loaded: set[int] = set()  # stages that have their initial weights in this generation
+
+    @property
+    def run(self) -> RunState:
+        """The run; without one a `NotMember` sends the caller elsewhere."""
+        if self._run is None:
+            raise NotMember("this peer was not admitted to a run yet")
+        return self._run
+
+    @property
+    def running(self) -> RunState:
+        """The run; without one a `ProtocolError` refuses a call that only a member is asked."""
+        if self._run is None:
+            raise ProtocolError("this peer is in no run (yet, or any more)")
+        return self._run
+
+    @property
+    def run_or_none(self) -> RunState | None:
+        """The run, if there is one."""
+        return self._run
+
+    @property
+    def has_run(self) -> bool:
+        """True if there is a run."""
+        return self._run is not None
+
+    @property
+    def is_member(self) -> bool:
+        """True if this server is in a roster of its run."""
+        return self._run is not None and any(self.me in roster for roster in self._run.rosters)
+
+    @property
+    def lead(self) -> PeerId | None:
+        """The lead of the run that this server is in, or was in last."""
+        return self._run.manifest.lead if self._run is not None else self._former_lead
+
+    def led_by(self, peer: PeerId) -> bool:
+        """Tell whether `peer` coordinates the run that this server is in, or wants to join."""
+        if self.trains_in is not None and peer == self.trains_in.coordinator:
+            return True
+        return peer == (self._run.coordinator if self._run is not None else self.joining)
+
+    def serves_with(self, peer: PeerId) -> bool:
+        """Tell whether `peer` is a server of the run that this one is in."""
+        return self._run is not None and peer in self._run.servers
+
+    # ------------------------------------------------------------------ in and out
+
+    def enter_run(self, run: RunState, loaded: Collection[int] = ()) -> None:
+        """Be in a run, or follow it. The stages in `loaded` have their weights."""
+        self._run, self.loaded = run, set(loaded)
+
+    def leave_run(self) -> None:
+        """Be in no run; what comes from now on is refused."""
+        self._former_lead = self.lead
+        self._run, self.joining, self.loaded = None, None, set()
+
+    def enter_generation(self, caller: PeerId, request: RestartRequest) -> None:
+        """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""
+        run = self.run
+        manifest = run.manifest
+        self.check_lead(caller, "sends a run back")
+        if request.generation != manifest.generation + 1:
+            raise ProtocolError(f"the run generation is {manifest.generation}; {request.generation} is not the next")
+        run.check_seats(request.seats)
+        if not any(self.me in roster for roster in request.seats.rosters):
+            raise ProtocolError(
+                f"peer {self.me.peer_id} with boot id {self.me.boot_id} is in no roster of the next generation"
+            )
+        if (request.selection is None) != (manifest.selection is None):
+            raise ProtocolError("a run trains in all of its generations, or in none")
+        if request.selection is not None:
+            check_selection(request.selection, manifest.stages)
+        run.enter_generation(request)
+        self.loaded = set()
+
+    # ------------------------------------------------------------------ what is refused
+
+    def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
+        """Refuse to be admitted to a run by a peer that may not, or that means another life of this process."""
+        if manifest.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
+                "Install the same version of lightning_swarm on all peers."
+            )
+        if self._run is not None:
+            raise ProtocolError(f"this peer is in run {self._run.manifest.run_id!r} already")
+        if self.joining is not None:
+            raise ProtocolError(f"this peer is joining the run of {self.joining} already")
+        if caller != manifest.lead:
+            raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
+        me = self.me
+        named = {member for stage in manifest.stages for member in stage.roster if member.peer_id == me.peer_id}
+        if named - {me}:
+            raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
+
+    def check_inherits(self, caller: PeerId, request: InheritRequest) -> None:
+        """Refuse to have another lead on any word but the coordinator's, or one that could not lead."""
+        run = self.run
+        run.check_coordinator(caller)
+        run.check_generation(request.generation)
+        if request.heir not in run.servers or request.heir == run.manifest.lead:
+            raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.heir}")
+
+    def check_lead(self, caller: PeerId, does: str) -> None:
+        """Refuse any caller but the lead, who alone `does` what is asked."""
+        if caller != self.run.manifest.lead:
+            raise ProtocolError(f"the lead {self.run.manifest.lead} {does}, not {caller}")
+
+    def check_released_by(self, caller: PeerId) -> None:
+        """Refuse a second release, of a run that was left already, by any peer but the one that led it."""
+        if self._former_lead not in (None, caller):
+            raise ProtocolError(f"this peer was released by {self._former_lead}, not by {caller}")
+
+    def check_ended_by(self, caller: PeerId) -> None:
+        """Refuse to end at the word of a peer that neither leads nor coordinates a run of this one."""
+        enders = {self._former_lead, *(self._hosts if self.joining is None else (self.joining,))}
+        if self._run is not None:
+            enders = {self._run.manifest.lead, self._run.coordinator}
+        if self.trains_in is not None:
+            enders |= {self.trains_in.manifest.lead, self.trains_in.coordinator}
+        if caller not in enders:
+            known = sorted(peer for peer in enders if peer is not None)
+            raise ProtocolError(f"this peer is ended by one of {known}, not by {caller}")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
@@ -31,7 +32,6 @@ from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CA
 from lightning_swarm.protocol.queries import GRACE_S, look_around, watch
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
@@ -44,19 +44,18 @@ _RANKS_PER_SILENCE: Final = 5
 class Leadership:
     """Watches the coordinator of this server's run, and coordinates itself when it is elected."""
 
-    def __init__(
-        self, context: ServerContext, membership: RunMembership, stepping: StepHandlers, over: asyncio.Event
-    ) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers, over: asyncio.Event) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
-        self._membership = membership
-        self._stepping = stepping
+        self._membership = context.membership
+        self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
         self._limits = limits
         self._events = context.events
         self._announce = context.announce
         self._role = Role(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
+        self._run: RunState | None = None  # the run that is followed; none yet while its coordinator's work begins here
         self._tasks = TaskOwner()  # of the run
         self._changed = asyncio.Event()
         self._leads = False  # from the promises on, before there is a coordinator's state
@@ -76,12 +75,12 @@ class Leadership:
         timeout.
         """
         if run.coordinator == self._me.peer_id:
-            self._leads = True  # peers that watch are held from now on
             await self._coordinate(run, self._proposer(run, run.term), None)
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
         """Watch the coordinator of a run; until then, on the loop's clock, that of a new run may not coordinate yet."""
+        self._run = run
         await self._tasks.close()
         self._tasks = TaskOwner()
         await self._tasks.start()
@@ -94,6 +93,7 @@ class Leadership:
 
     async def step_out(self) -> None:
         """This server is in the run no more."""
+        self._run = None
         await self._tasks.close()
         await self._step_down()
 
@@ -116,13 +116,7 @@ class Leadership:
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
 
     def _step_aside(self) -> None:
-        self._tasks.spawn(self._try_to_abdicate())
-
-    async def _try_to_abdicate(self) -> None:
-        try:
-            await self.abdicate()
-        except SwarmError as error:
-            _log.info("This peer goes on to coordinate, and does not move: %s", error)
+        self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate, and does not move: %s"))
 
     async def close(self) -> None:
         """The run is over. Raises what a task of the coordinator raised."""
@@ -162,7 +156,7 @@ class Leadership:
         if not run.follow_term(term):
             return
         await self._step_down()
-        await self._stepping.reopen()
+        await self._steps.reopen()
         self._notify()
 
     async def _step_down(self) -> None:
@@ -176,7 +170,7 @@ class Leadership:
 
     async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WatchRequest)
-        run = self._membership.run_or_none
+        run = self._run
         if run is None:  # when a run begins, those that were admitted before this peer look for it
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
@@ -214,7 +208,7 @@ class Leadership:
                 if isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < waits_until_s:
                     await asyncio.sleep(_RETRY_S)
                 elif run.term == asked:
-                    await self._miss(run, str(error))
+                    await self._replace_coordinator(run, str(error))
                 continue
             await self._follow_term(run, reply.term)
             if run.term != asked:
@@ -222,7 +216,7 @@ class Leadership:
             if reply.version > run.version:
                 await self._catch_up(run, run.coordinator)
             elif not reply.coordinates:
-                await self._miss(run, "it stepped down")
+                await self._replace_coordinator(run, "it stepped down")
             elif reply.term < run.term:
                 await asyncio.sleep(_RETRY_S)  # it will hear of its own term
 
@@ -245,7 +239,7 @@ class Leadership:
         request = WatchRequest(term=run.term, version=run.version, hold_s=hold_s)
         return await watch(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
 
-    async def _miss(self, run: RunState, reason: str) -> None:
+    async def _replace_coordinator(self, run: RunState, reason: str) -> None:
         """The coordinator is gone, or does not coordinate: find the next one, or become it."""
         missed = run.term
         replies = await look_around(self._transport, run, timeout=self._limits.silence_timeout)
@@ -278,7 +272,7 @@ class Leadership:
 
     async def _apply_next(self, run: RunState, record: Record) -> None:
         if (record.closing.generation, record.step) == (run.manifest.generation, run.version):
-            await self._stepping.apply_record(record)
+            await self._steps.apply_record(record)
 
     # ------------------------------------------------------------------ taking over
 
@@ -310,18 +304,13 @@ class Leadership:
             self._highest_number = max(self._highest_number, proposer.rival_number)
             self._leads = False
             return
-        state = await gather_step_state(self._transport, run, self._stepping.sums.next.reselected, timeout=timeout)
+        state = await gather_step_state(self._transport, run, self._steps.sums.next.reselected, timeout=timeout)
         if run.term != term:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)
         self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
-        self._tasks.spawn(self._announce_coordinator(run))
-
-    async def _announce_coordinator(self, run: RunState) -> None:
-        try:
-            await self._announce(run.coordinator)
-        except SwarmError as error:
-            _log.warning("Later joiners may not find the coordinator: %s", error)
+        announcing = partial(self._announce, run.coordinator)
+        self._tasks.spawn(_logged(announcing, "Later joiners may not find the coordinator: %s", level=logging.WARNING))
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
         return Proposer(
@@ -351,34 +340,41 @@ class Leadership:
         body = encode(CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version))
 
         async def tell(peer: PeerId) -> None:
-            try:
-                answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
-                if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
-                    # It missed the newest record.
-                    await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
-            except SwarmError as error:
-                _log.info("Server %s does not know its coordinator yet: %s", peer, error)
+            answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
+            if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
+                # It missed the newest record.
+                await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
 
-        await self._tell_all({*run.servers, *newcomers}, tell)
+        await self._tell_all({*run.servers, *newcomers}, tell, "Server %s does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
         """Have a record that was decided applied; here, too, unless the record leaves this peer out."""
         body = encode(record)
 
         async def tell(peer: PeerId) -> None:
-            try:
-                await self._transport.call(peer, APPLY, body, timeout=self._limits.call_timeout)
-            except SwarmError as error:
-                _log.info("Server %s did not apply record %d: %s", peer, record.step, error)
+            await self._transport.call(peer, APPLY, body, timeout=self._limits.call_timeout)
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
-        await self._tell_all(peers | {newcomer.member.peer_id for newcomer in record.newcomers}, tell)
-        await self._apply_next(
-            run, record
-        )  # last: a peer that is left out cannot, and then another one coordinates the rest
+        peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
+        await self._tell_all(peers, tell, f"Server %s did not apply record {record.step}: %s")
+        # Last: a peer that is left out cannot, and then another one coordinates the rest.
+        await self._apply_next(run, record)
 
-    async def _tell_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:
+    async def _tell_all(
+        self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
+    ) -> None:
         """Tell all peers but this one at once. Those that do not answer soon are not waited for."""
-        telling = {self._tasks.spawn(tell(peer)) for peer in sorted(peers - {self._me.peer_id})}
+        others = sorted(peers - {self._me.peer_id})
+        telling = {self._tasks.spawn(_logged(partial(tell, peer), failure, peer)) for peer in others}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
+
+
+async def _logged(
+    work: Callable[[], Awaitable[None]], failure: str, *values: object, level: int = logging.INFO
+) -> None:
+    """Do what others make good if it fails, and log why it did; `failure` is a format of `values` and of the error."""
+    try:
+        await work()
+    except SwarmError as error:
+        _log.log(level, failure, *values, error)

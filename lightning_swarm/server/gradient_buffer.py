@@ -15,18 +15,12 @@ from lightning_swarm.server.averaging import deterministic
 
 # The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
 class ReceiptLedger:
-    """The receipts of one stage for one attempt of one step."""
+    """The receipts of one stage for one step."""
 
-    def __init__(self, step: int, attempt: int = 0) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self.attempt = attempt
         self._receipts: set[Receipt] = set()
         self._named: frozenset[Receipt] | None = None
-
-    @property
-    def frozen(self) -> bool:
-        """True if the step is closing."""
-        return self._named is not None
 
     @property
     def final(self) -> bool:
@@ -36,7 +30,7 @@ class ReceiptLedger:
     @property
     def begun(self) -> bool:
         """True if it holds a receipt, or the step is closing."""
-        return self.frozen or bool(self._receipts)
+        return self._named is not None or bool(self._receipts)
 
     def holds(self, receipt: Receipt) -> bool:
         """Tell whether the microbatch's gradient is in the sum."""

@@ -27,8 +27,8 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 
 _NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
@@ -269,7 +269,7 @@ class GradientSums:
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and ledger.goes_beyond(named)):
             stage.sum_of(step).clear()
-            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step, ledger.attempt)
+            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:
             ledger.thaw()
             return []

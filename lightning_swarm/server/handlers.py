@@ -38,12 +38,10 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
-from lightning_swarm.server.compute import ForwardResult, SavedGraph, num_bytes
+from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardResult, SavedGraph, num_bytes
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -55,13 +53,13 @@ _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extra
 class ComputeHandlers:
     """Answers the trainers' forward and backward calls."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
-        self._membership = membership
-        self._stepping = stepping
+        self._membership = context.membership
+        self._steps = steps
         self._limits = limits
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
@@ -79,10 +77,6 @@ class ComputeHandlers:
         """Refuse calls from now on."""
         self._closed = True
 
-    async def abort_all(self) -> None:
-        """Give up all calls that are under way."""
-        await self.under_way.abort_all()
-
     def give_up(self, prefix: str) -> None:
         """Give up a batch that was struck; its trainer, if it still waits, gets the error."""
         self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
@@ -95,7 +89,7 @@ class ComputeHandlers:
 
     @property
     def _sums(self) -> GradientSums:
-        return self._stepping.sums
+        return self._steps.sums
 
     # ------------------------------------------------------------------ forward
 
@@ -106,7 +100,8 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        inputs, extras = _input_tree(request.structure, message.tensors, request.source)
+        tree = serialization.unflatten(request.structure, list(message.tensors))
+        inputs, extras = _checked_inputs(tree, request.source)
         name = request.key.name(stage.index, "forward")
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
@@ -117,11 +112,10 @@ class ComputeHandlers:
     async def _forward(
         self, name: str, stage: Stage, request: ForwardRequest, inputs: Any, extras: dict[str, Any]
     ) -> None:
-        mode = request.mode
-        key = request.key
+        key, mode = request.key, request.mode
         inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
         version = self._computes_on(key)
-        await self._stepping.reached(version)
+        await self._steps.reached(version)
         seed = self._seed(key, stage)
 
         def compute() -> ForwardResult:
@@ -137,19 +131,14 @@ class ComputeHandlers:
             stage.load.count_samples(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
         keep = mode.grad and request.keep
         if keep:
-            kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
-            self._cache_forward(name, kept, result)
+            kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s, result.graph, result.graph_bytes)
+            kept.input_bytes = num_bytes(serialization.flatten((inputs, extras))[1])
+            self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
         once = self.cache.full or not keep
         message = to_message(result.output, result.requires_grad)
         self._tickets.fulfil(name, message, encode(report), once=once)
-
-    def _cache_forward(self, name: str, kept: CachedForward, result: ForwardResult) -> None:
-        kept.graph = result.graph
-        kept.input_bytes = num_bytes(serialization.flatten((kept.inputs, kept.extras))[1])
-        kept.graph_bytes = result.graph_bytes
-        self.cache.keep(name, kept)
 
     async def _inputs(
         self, source: Ticket | None, inputs: Any, input_grad: bool
@@ -254,8 +243,7 @@ class ComputeHandlers:
         keys = [CallKey.of(request, receipt) for receipt in request.receipts]
         # Before the compute thread is asked, for calls that are under way may be added meanwhile.
         pending = {
-            index: [key.name(index, "backward") in self.under_way.tasks for key in keys]
-            for index in self._stepping.stages
+            index: [key.name(index, "backward") in self.under_way.tasks for key in keys] for index in self._steps.stages
         }
 
         def look() -> list[StageReceipts]:
@@ -279,7 +267,7 @@ class ComputeHandlers:
         self._membership.run.check_generation(key.generation)
         if not key.evaluation and key.attempt != self._sums.next.attempt:
             raise ProtocolError(f"attempt {self._sums.next.attempt} of the step is open, got a call of {key.attempt}")
-        stage = self._stepping.stage(stage_index)
+        stage = self._steps.stage(stage_index)
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
         self._membership.run.check_holds(self._membership.me, stage_index)
@@ -331,10 +319,6 @@ def _graph(stage: Stage, kept: CachedForward) -> SavedGraph:
     graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
     assert graph is not None
     return graph
-
-
-def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> _Inputs:
-    return _checked_inputs(serialization.unflatten(structure, list(tensors)), source)
 
 
 def _checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:

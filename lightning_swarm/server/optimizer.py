@@ -61,7 +61,7 @@ class StageOptimizer:
         offload: bool = False,
         apart: bool = False,
     ) -> None:
-        self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
+        self.torch_optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         self._own = dict(parameters)
         copied = _on_cpu if offload else _beside
         self._stepped = (
@@ -69,19 +69,21 @@ class StageOptimizer:
         )
         self._offloads = offload
         self._clip_value = clip_value
-        self._written: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]  # by the optimizer itself
+        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # by the optimizer itself
         if self._stepped is not self._own:
-            copy_overrides(self.optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
-        before = dict(self.optimizer.state)  # some optimizers have state before their first step, of all parameters
-        self.optimizer.state.clear()
+            copy_overrides(self.torch_optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
+        before = dict(
+            self.torch_optimizer.state
+        )  # some optimizers have state before their first step, of all parameters
+        self.torch_optimizer.state.clear()
         self.load_state({name: before[parameter] for name, parameter in self._own.items() if parameter in before})
 
     def select(self, selection: Selection) -> None:
         """Take the parameter groups of `selection`. What is known of a parameter stays with it."""
-        groups = self.optimizer.param_groups
+        groups = self.torch_optimizer.param_groups
         del groups[selection.num_groups :]
         while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
-            groups.append(copy.deepcopy(self.optimizer.defaults))
+            groups.append(copy.deepcopy(self.torch_optimizer.defaults))
         self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
         for index, group in enumerate(groups):  # empty groups stay: records address groups by place
             group["params"] = [
@@ -90,7 +92,7 @@ class StageOptimizer:
 
     def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of new hyperparameters that cannot replace those here, of the first group that has any."""
-        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=False):
+        for group, values in zip(self.torch_optimizer.param_groups, hyperparameters, strict=False):
             wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
             if wrong:
                 return sorted(wrong)
@@ -107,12 +109,12 @@ class StageOptimizer:
             parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
         if self._clip_value is not None:
             torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
-        groups = self.optimizer.param_groups
+        groups = self.torch_optimizer.param_groups
         for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
             set_hyperparameters(group, {**values, **written})
         before = [dict(group) for group in groups]
-        place_overrides(self.optimizer)
-        self.optimizer.step()
+        place_overrides(self.torch_optimizer)
+        self.torch_optimizer.step()
         for group, old, written in zip(groups, before, self._written, strict=True):
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
@@ -135,8 +137,8 @@ class StageOptimizer:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The state of each parameter that has some, a tree of tensors and numbers. Shared memory, not copies."""
-        found = self.optimizer.state
-        groups = zip(self.optimizer.param_groups, self._written, strict=True)
+        found = self.torch_optimizer.state
+        groups = zip(self.torch_optimizer.param_groups, self._written, strict=True)
         written = {
             id(parameter): {GROUP: dict(values)} for group, values in groups if values for parameter in group["params"]
         }
@@ -149,36 +151,36 @@ class StageOptimizer:
     def saved_state(self) -> dict[str, dict[str, Any]]:
         """The state as the optimizer itself saves it: some do not save all that they have."""
         return as_saved(
-            self.optimizer, {id(parameter): name for name, parameter in self._stepped.items()}, self.state()
+            self.torch_optimizer, {id(parameter): name for name, parameter in self._stepped.items()}, self.state()
         )
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of this stage's parameters, to the bit; the state before is gone."""
         groups = {
             id(parameter): (group, written)
-            for group, written in zip(self.optimizer.param_groups, self._written, strict=True)
+            for group, written in zip(self.torch_optimizer.param_groups, self._written, strict=True)
             for parameter in group["params"]
         }
         # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
         # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
         for name, parameter in self._stepped.items():
-            self.optimizer.state.pop(parameter, None)
+            self.torch_optimizer.state.pop(parameter, None)
             group, written = groups.get(id(parameter), ({}, {}))
             own = dict(state.get(name, {}))
             written.update({key: value for key, value in own.pop(GROUP, {}).items() if _is_written(key, value)})
             if own or (name in state and GROUP not in state[name]):
-                self.optimizer.state[parameter] = _placed(own, parameter, group)
+                self.torch_optimizer.state[parameter] = _placed(own, parameter, group)
 
     def share(self, other: StageOptimizer) -> None:
         """Share the state of parameters that `other` has, too, and has stepped: the same state, not a copy."""
         for name, parameter in self._own.items():
-            if other._own.get(name) is parameter and other._stepped[name] in other.optimizer.state:
-                self.optimizer.state[self._stepped[name]] = other.optimizer.state[other._stepped[name]]
+            if other._own.get(name) is parameter and other._stepped[name] in other.torch_optimizer.state:
+                self.torch_optimizer.state[self._stepped[name]] = other.torch_optimizer.state[other._stepped[name]]
 
     def clear_state(self) -> None:
         """Have no state."""
-        self.optimizer.state.clear()
-        self._written = [{} for _ in self.optimizer.param_groups]
+        self.torch_optimizer.state.clear()
+        self._written = [{} for _ in self.torch_optimizer.param_groups]
 
 
 def _is_written(key: str, value: object) -> bool:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_swarm.coordinator import consensus
 from lightning_swarm.coordinator.consensus import Voter
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.reports import HeldStage, ServerReport, StepReport
+from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
 from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import RELEASE, RESTART
-from lightning_swarm.server import machine
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.handlers import ComputeHandlers
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
@@ -41,18 +44,18 @@ class Server:
         self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
         self._tasks = context.tasks
         self.events = context.events
-        membership = self.membership = RunMembership(context.me, context.hosts)
-        self.stepping = StepHandlers(context, membership, on_decided=self._on_decided, on_fenced=self._on_fenced)
-        self.admission = Admission(context, membership, model, self.stepping)
-        self.calls = ComputeHandlers(context, membership, self.stepping)
-        self.stepping.rounds.lull = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
-        self.donor = Donor(context, membership, self.stepping)
-        self.joiner = Joiner(context, self.admission, model, self.stepping)
-        self.snapshots = Snapshots(context, membership, self.stepping)
+        self.membership = context.membership
+        self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
+        self.admission = Admission(context, model, self.steps)
+        self.calls = ComputeHandlers(context, self.steps)
+        self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
+        self.donor = Donor(context, self.steps)
+        self.joiner = Joiner(context, self.admission, model, self.steps)
+        self.snapshots = Snapshots(context, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
-        StateHandlers(context, membership, self.stepping, on_loaded=self.admission.note_loaded)
+        StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
         self.voter = Voter(context.boot_id)
-        consensus.serve(self.voter, context.transport, membership.serves_with)
+        consensus.serve(self.voter, context.transport, self.membership.serves_with)
         context.transport.handle_call(RESTART, self._handle_restart)
         context.transport.handle_call(RELEASE, self._handle_release)
 
@@ -64,7 +67,7 @@ class Server:
         """Stop computing. Raises what a task of this server raised."""
         self.calls.close()
         try:
-            await self.admission.close()
+            await self.admission.leadership.close()
         finally:
             self._executor.close()
             self.snapshots.discard()
@@ -77,22 +80,22 @@ class Server:
         run, device = self.membership.run, self.admission.model.device
         stages = run.manifest.stages
         around = next((index for index, stage in enumerate(stages) if stage.on_trainers), None)
-        num_pipelined = sum(index != around for index in self.stepping.stages)
+        num_pipelined = sum(index != around for index in self.steps.stages)
         return ServerReport(
             lead=run.manifest.lead,
             coordinator=run.coordinator,
             num_stages=len(stages),
-            stages=list(self.stepping.stages),
+            stages=list(self.steps.stages),
             trainers_stage=around,
             first_step=run.manifest.first_step,
-            step=self.stepping.version,
-            age_s=time.monotonic() - self.stepping.began_s,
+            step=self.steps.version,
+            age_s=time.monotonic() - self.steps.began_s,
             num_samples=self.calls.num_samples // max(1, num_pipelined),
             queued=self._executor.queued,
-            held=_held(self.stepping.sums.stages.values(), stages),
+            held=_held(self.steps.sums.stages.values(), stages),
             around_parameters=_num_parameters(stages[around]) if around is not None else 0,
-            machine=machine.describe(device),
-            peak_bytes=machine.peak_bytes(device),
+            machine=_describe_machine(device),
+            peak_bytes=peak_bytes(device),
             newest=_newest(run.newest),
             compression=run.manifest.settings.compression,
         )
@@ -104,17 +107,20 @@ class Server:
 
         With `keeps_snapshots` the snapshots stay, too: this server will soon be back in the same run.
         """
-        if not self.membership.has_run:
-            return
-        holders = [len(roster) for roster in self.membership.run.rosters]
-        await self.admission.step_out()  # what comes from now on is refused
-        await self.calls.abort_all()
-        self.calls.discard_results("g")
-        stages = await self.stepping.leave_run()
-        self.donor.enter_generation()
-        if not keeps_snapshots:
-            self.snapshots.discard()
-        self.joiner.keep(stages, holders)
+        run = self.membership.run_or_none
+        # This server is admitted to the next run when nothing is left of this one, nor a job on the compute thread.
+        async with self.admission.transition:
+            if run is None or run is not self.membership.run_or_none:
+                return
+            holders = [len(roster) for roster in run.rosters]
+            await self.admission.step_out()  # what comes from now on is refused
+            await self.calls.under_way.abort_all()
+            self.calls.discard_results("g")
+            stages = await self.steps.leave_run()
+            self.donor.enter_generation()
+            if not keeps_snapshots:
+                self.snapshots.discard()
+            self.joiner.keep(stages, holders)
 
     async def release(self) -> None:
         """Leave a run that is void here: this server may be admitted to a run, or join one, as before its first."""
@@ -129,7 +135,8 @@ class Server:
     async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReleaseRequest)
         if self.membership.has_run:  # else the call comes twice
-            self.membership.check_release(caller, request)
+            self.membership.check_lead(caller, "releases its servers")
+            self.membership.run.check_generation(request.generation)
             await self.release()
             self.admission.note_release(request)
         else:
@@ -138,14 +145,15 @@ class Server:
 
     async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
         """Enter the run's next generation. Nothing is left of the old one when this returns."""
-        old = self.membership.run.manifest.generation
-        self.membership.enter_generation(caller, decode(body, RestartRequest))
-        await self.admission.leadership.enter_generation()
-        await self.calls.abort_all()
-        self.calls.discard_results(f"g{old}.")
-        await self.stepping.enter_generation()
-        self.donor.enter_generation()
-        self.snapshots.discard()
+        async with self.admission.transition:
+            old = self.membership.run.manifest.generation
+            self.membership.enter_generation(caller, decode(body, RestartRequest))
+            await self.admission.leadership.enter_generation()
+            await self.calls.under_way.abort_all()
+            self.calls.discard_results(f"g{old}.")
+            await self.steps.enter_generation()
+            self.donor.enter_generation()
+            self.snapshots.discard()
         return b""
 
     def _on_decided(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
@@ -154,8 +162,8 @@ class Server:
         self.donor.keep_record(record, gradients)
         if (work := self.snapshots.on_record(record)) is not None:
             self._tasks.spawn(work)
-        if gradients.keys() - set(self.stepping.stages):  # a stage was given up
-            model, manifest, served = self.admission.model, self.membership.run.manifest, self.stepping.stages
+        if gradients.keys() - set(self.steps.stages):  # a stage was given up
+            model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
             # Queued at once, so that it is done before anything is built here again.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
 
@@ -194,3 +202,47 @@ def _newest(record: Record | None) -> StepReport | None:
 
 def _num_parameters(stage: StageManifest) -> int:
     return sum(math.prod(shape) for _, shape, _ in stage.parameters)
+
+
+@cache
+def _describe_machine(device: torch.device) -> MachineReport:
+    """Describe the machine around a device. Its memory counts in full, whoever uses it."""
+    host_bytes = _host_bytes()
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        return MachineReport(processor="accelerator", memory_bytes=memory_bytes, host_memory_bytes=host_bytes)
+    if device.type == "cpu":
+        return MachineReport(processor="cpu", memory_bytes=host_bytes)
+    return MachineReport(processor="accelerator", host_memory_bytes=host_bytes)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most of a device's memory that this process has held at once; None: it cannot be told.
+
+    On a GPU that is what torch had allocated there. On a CPU it is all of the process, Python and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _peak_resident_bytes() if device.type == "cpu" else None
+
+
+def describe_peak(device: torch.device) -> str:
+    """Say `peak_bytes` in a sentence, after a space; an empty text where it cannot be told."""
+    num_bytes = peak_bytes(device)
+    return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""
+
+
+def _peak_resident_bytes() -> int | None:
+    try:
+        # Not by `getrusage`: there a child begins with what its parent held.
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    except OSError:  # not Linux
+        return None
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not every system says so
+        return None

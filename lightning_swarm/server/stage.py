@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -88,9 +87,6 @@ class StageLoad:
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
 
-NOWHERE: Final[Mapping[str, WeightVersions]] = MappingProxyType({})
-
-
 # A step of the optimizer writes into other memory than that of the weights before it. So a microbatch whose backward is
 # still to come finds the weights of its forward, and each step costs one copy.
 class WeightVersions:
@@ -104,7 +100,7 @@ class WeightVersions:
         self.has_before = False
 
     @torch.no_grad()
-    def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions] = NOWHERE) -> None:
+    def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions]) -> None:
         """Begin a version with the weights of the one before; only parameters in `names` may change until the next one.
 
         `elsewhere` has the versions of other stages here that share some of these parameters, and have turned before.
@@ -137,7 +133,7 @@ class WeightVersions:
 
 
 @dataclass
-class _StageGeneration:
+class StageGeneration:
     """The state of a stage, beside weights and optimizer, that does not outlive a generation of the run."""
 
     sums: dict[int, GradientSum] = field(default_factory=dict)  # by step
@@ -152,7 +148,7 @@ class Stage:
     def __init__(
         self,
         module: StageModule,
-        stepper: StageOptimizer,
+        optimizer: StageOptimizer,
         device: torch.device,
         *,
         version: int = 0,
@@ -170,10 +166,10 @@ class Stage:
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
-        self.stepper = stepper
+        self.optimizer = optimizer
         self.selection: Selection | None = None  # which parameters train, and in which group; None: none will
         self._versions = WeightVersions(self.parameters) if keeps_before else None
-        self._state = _StageGeneration()
+        self.generation = StageGeneration()
         self._spare: GradientSum | None = None
         self.load = StageLoad()
         self._train([])
@@ -188,7 +184,7 @@ class Stage:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
-        self.stepper.select(selection)
+        self.optimizer.select(selection)
         # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
         trained = trained_names(selection)
         trainable = [parameter for name, parameter in self.parameters.items() if name in trained]
@@ -199,17 +195,8 @@ class Stage:
     def _train(self, trainable: list[nn.Parameter]) -> None:
         """Make room for the gradients of `trainable`."""
         self.computation.train(trainable)
-        self._state.sums, self._state.carried = {}, AveragingState()
+        self.generation.sums, self.generation.carried = {}, AveragingState()
         self._spare = None
-
-    @property
-    def carried(self) -> AveragingState:
-        """The state that the last step's averaging left for the next one."""
-        return self._state.carried
-
-    @carried.setter
-    def carried(self, carried: AveragingState) -> None:
-        self._state.carried = carried
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -228,7 +215,7 @@ class Stage:
         """The gradient sum of an open step."""
         if step < self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; step {step} is decided")
-        sums = self._state.sums
+        sums = self.generation.sums
         if step not in sums:
             spare, self._spare = self._spare, None
             sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
@@ -257,10 +244,10 @@ class Stage:
     def enter_generation(self, version: int, selection: Selection | None) -> None:
         """Begin anew at `version`. Weights and the optimizer's state are still to come."""
         self.version = version
-        self._state = _StageGeneration()
+        self.generation = StageGeneration()
         if selection is not None:
             self.select(selection)
-        self.stepper.clear_state()
+        self.optimizer.clear_state()
         self.statistics.clear()
         if self._versions is not None:
             self._versions = WeightVersions(self.parameters)
@@ -273,7 +260,7 @@ class Stage:
         num_groups, num_given = selection.num_groups if selection is not None else 0, len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
-        if wrong := self.stepper.unfit(record.hyperparameters):
+        if wrong := self.optimizer.unfit(record.hyperparameters):
             raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {wrong}")
 
     def apply(
@@ -303,12 +290,12 @@ class Stage:
             views = zip(self.trainable_names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
             gradients.update(dict.fromkeys(stepped))
-            self.stepper.step(gradients, record.clip_factor, record.hyperparameters)
+            self.optimizer.step(gradients, record.clip_factor, record.hyperparameters)
             for other in before:
-                self.stepper.share(other.stepper)
+                self.optimizer.share(other.optimizer)
         self.version += 1
-        self._state.ahead = self._begun_fingerprint()
-        self._spare = self._state.sums.pop(record.step, None)  # memory for a later step
+        self.generation.ahead = self._begun_fingerprint()
+        self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
 
@@ -318,17 +305,17 @@ class Stage:
 
     def fingerprint(self) -> int:
         """The fingerprint of weights, buffers and optimizer state at this version."""
-        before, (identities, taken) = self._state.ahead, self._begun_fingerprint()
+        before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
     def look_ahead(self) -> bool:
         """Take a piece of the fingerprint after a step, while idle; returns whether more is left."""
-        ahead = self._state.ahead
+        ahead = self.generation.ahead
         return ahead is not None and ahead[1].advance()
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
         """Begin a fingerprint; returns also what changes if a tensor is replaced or written to."""
-        state = serialization.flatten(list(self.stepper.state().values()))[1]
+        state = serialization.flatten(list(self.optimizer.state().values()))[1]
         held = [*self.module.named_stage_tensors().values(), *state]
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 
@@ -368,14 +355,14 @@ class Stage:
         """
         if not weights:
             self.check_borrowed(number)
-            self._state.borrowed = None
+            self.generation.borrowed = None
             return
         self._check_weights(weights)
-        self._state.borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
+        self.generation.borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
 
     def check_borrowed(self, number: int) -> None:
         """Refuse a call that means other lent weights than those here."""
-        borrowed = self._state.borrowed
+        borrowed = self.generation.borrowed
         here = borrowed[0] if borrowed is not None else 0
         if number not in (0, here):
             raise ProtocolError(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
@@ -384,7 +371,7 @@ class Stage:
     def holding(self, number: int) -> Iterator[None]:
         """Hold the weights borrowed by `number` inside, and the stage's own again afterwards; 0: nothing changes."""
         self.check_borrowed(number)
-        borrowed = self._state.borrowed
+        borrowed = self.generation.borrowed
         if number == 0 or borrowed is None:
             yield
             return
@@ -411,15 +398,11 @@ class Stage:
                 )
         return own
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer state of each parameter that has some, a tree of tensors and numbers."""
-        return self.stepper.state()
-
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over optimizer state, as `optimizer_state` gave it, to the bit; that of another stage is refused."""
+        """Take over optimizer state, as `optimizer` gave it, to the bit; that of another stage is refused."""
         unknown = sorted(state.keys() - self.parameters.keys())
         if unknown or not all(
             isinstance(values, dict) and isinstance(values.get(GROUP, {}), dict) for values in state.values()
         ):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
-        self.stepper.load_state(state)
+        self.optimizer.load_state(state)

@@ -89,17 +89,12 @@ class PeerModel:
         remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
         if any(stage.end_block > num_blocks for stage in manifest.stages):
-            raise ConfigError(
-                f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
-                f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
-            )
+            ends = [stage.end_block for stage in manifest.stages][:5]
+            raise _other_model(f"this one has {num_blocks} blocks, the run's stages end at {ends}")
         own_stages = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
         kinds = [[stage.on_trainers for stage in stages] for stages in (own_stages, manifest.stages)]
         if kinds[0] != kinds[1]:
-            raise ConfigError(
-                "every peer must build the model of the run; which of its stages are on the trainers is "
-                f"{kinds[0]} here and {kinds[1]} there. Start all peers with the same script."
-            )
+            raise _other_model(f"which of its stages are on the trainers is {kinds[0]} here and {kinds[1]} there")
         for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
             _check_alike(index, own, theirs)
 
@@ -112,7 +107,9 @@ class PeerModel:
             self._freeze(set(manifest.selection.frozen))
         if not self._keep:
             self._free_all_but(modules, served)
-            self._make_room([module for module in modules if module.spec.index in served])
+            # Freed for an earlier run, or never made. Their values come with the run.
+            built = [module for module in modules if module.spec.index in served]
+            self._fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
@@ -123,11 +120,7 @@ class PeerModel:
 
     def make_whole(self) -> None:
         """Give all freed tensors memory again: their values come from a checkpoint."""
-        owners = self._module.modules()
-        held = {
-            id(tensor): tensor for owner in owners for tensor in (*owner._parameters.values(), *owner._buffers.values())
-        }
-        self._fill(set(held))
+        self._fill(None)
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
@@ -180,12 +173,8 @@ class PeerModel:
                         replaced[id(parameter)] = meta
                     module._parameters[name] = replaced[id(parameter)]
 
-    def _make_room(self, served: Sequence[StageModule]) -> None:
-        """Give tensors on meta memory: freed for an earlier run, or never made. Their values come with the run."""
-        self._fill({id(tensor) for stage in served for tensor in stage.named_stage_tensors().values()})
-
-    def _fill(self, own: Collection[int]) -> None:
-        """Give those tensors on meta memory that have these ids."""
+    def _fill(self, ids: Collection[int] | None) -> None:
+        """Give memory to the tensors on meta that have these ids; None: to all."""
         replaced: dict[int, Tensor] = {}
 
         def real(tensor: Tensor) -> Tensor:
@@ -199,7 +188,7 @@ class PeerModel:
         for module in self._module.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in list(tensors.items()):
-                    if tensor is not None and tensor.is_meta and id(tensor) in own:
+                    if tensor is not None and tensor.is_meta and (ids is None or id(tensor) in ids):
                         tensors[name] = real(tensor)  # type: ignore[assignment]  # as it was: a parameter or not
 
 
@@ -213,19 +202,20 @@ def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> 
             optimizer.state[copy] = optimizer.state.pop(parameter)
 
 
+def _other_model(difference: str) -> ConfigError:
+    return ConfigError(
+        f"every peer must build the model of the run; {difference}. "
+        "Start all peers with the same script, versions and settings."
+    )
+
+
 def _check_alike(index: int, own: StageManifest, theirs: StageManifest) -> None:
     if own.statistics != theirs.statistics:
-        raise ConfigError(
-            f"every peer must build the model of the run; the batch norms of stage {index} keep "
-            f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
-            "same script, versions and settings."
-        )
+        numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
+        raise _other_model(f"the batch norms of stage {index} keep {numbers}")
     if own.parameters != theirs.parameters:
         differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
-        raise ConfigError(
-            f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
-            "Start all peers with the same script, versions and settings."
-        )
+        raise _other_model(f"stage {index} differs in {differing[:5]}")
 
 
 def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:

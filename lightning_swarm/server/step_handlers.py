@@ -19,9 +19,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 
 
@@ -31,15 +29,14 @@ class StepHandlers:
     def __init__(
         self,
         context: ServerContext,
-        membership: RunMembership,
         *,
         on_decided: Callable[[Record, Mapping[int, Tensor]], None],
         on_fenced: Callable[[str], None],
     ) -> None:
-        transport, executor = context.transport, context.executor
+        transport = context.transport
         self._tickets = context.tickets
-        self._executor = executor
-        self._membership = membership
+        self._compute = context.compute
+        self._membership = context.membership
         self._me = context.me
         self._timeout = context.limits.call_timeout
         self._events = context.events
@@ -47,9 +44,9 @@ class StepHandlers:
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # when this server came into the run; on the monotonic clock
-        self.sums = GradientSums(membership)
+        self.sums = GradientSums(context.membership)
         self.rounds = AveragingRounds(context, self.sums)
-        executor.while_idle(self.sums.look_ahead)
+        context.executor.while_idle(self.sums.look_ahead)
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FENCE, self._handle_fence)
         transport.handle_call(FREEZE, self._handle_freeze)
@@ -69,7 +66,7 @@ class StepHandlers:
             self.sums.leave_run()
             self.rounds.discard_round()
 
-        await self._executor.submit(FIRST, end)  # after what runs on the compute thread
+        await self._compute(end)  # after what runs on the compute thread
         await self._notify()
         return stages
 
@@ -78,12 +75,12 @@ class StepHandlers:
         self.rounds.discard_round()
         self.sums.next.reselected = None
         # After what runs on the compute thread; what comes later there looks at the generation first.
-        await self._executor.submit(FIRST, self.sums.enter_generation)
+        await self._compute(self.sums.enter_generation)
         await self._notify()
 
     async def reopen(self) -> None:
         """Have sums that a former coordinator froze take gradients again, until the present one freezes them."""
-        await self._executor.submit(FIRST, self.sums.reopen)
+        await self._compute(self.sums.reopen)
 
     async def _notify(self) -> None:
         async with self._applied:
@@ -112,7 +109,7 @@ class StepHandlers:
         """
         stage = self.stage(index)
         found = [gradients.get(name) for name in stage.trainable_names]
-        await self._executor.submit(FIRST, lambda: self.sums.add(stage, key, found, weight))
+        await self._compute(lambda: self.sums.add(stage, key, found, weight))
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Copy a stage's weights of a version, or of the newest; returns the version with them."""
@@ -123,7 +120,7 @@ class StepHandlers:
             with stage.at(found):
                 return found, {name: tensor.clone() for name, tensor in stage.weights().items()}
 
-        return (await self._executor.submit(FIRST, copy))[0]
+        return await self._compute(copy)
 
     async def reached(self, version: int, *, within_s: float | None = None) -> None:
         """Wait until all stages are at `version`, or this server is in no run.
@@ -167,7 +164,7 @@ class StepHandlers:
     async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, SettleRequest)
         self.sums.check(caller, request.generation, request.step, request.attempt)
-        await self._executor.submit(FIRST, lambda: self.sums.settle(request.selection, request.generation))
+        await self._compute(lambda: self.sums.settle(request.selection, request.generation))
         return b""
 
     async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
@@ -177,7 +174,7 @@ class StepHandlers:
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, request.attempt, first))
         # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.
-        await self._executor.submit(FIRST, lambda: None)
+        await self._compute(lambda: None)
         return b""
 
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
@@ -185,7 +182,7 @@ class StepHandlers:
         self.sums.check(caller, request.generation, request.step, request.attempt)
         term = self.sums.run.term
         at_s = now_s()
-        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term, now_s=at_s))
+        ledgers, stale = await self._compute(lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
@@ -209,7 +206,7 @@ class StepHandlers:
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record, once, even if it comes twice at the same time by different ways."""
-        await self._executor.submit(FIRST, lambda: self.sums.apply(record, gradients))
+        await self._compute(lambda: self.sums.apply(record, gradients))
         self.sums.run.check_generation(record.closing.generation)
         async with self._applied:
             if not self._membership.has_run or self.version > record.step:
@@ -228,6 +225,6 @@ class StepHandlers:
                 if selection is not None and stage.version == step:
                     stage.select(selection)
 
-        await self._executor.submit(FIRST, select)
+        await self._compute(select)
         if self.version == step:  # else its record was applied meanwhile
             self.sums.next.reselected = selection

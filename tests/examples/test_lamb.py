@@ -42,9 +42,9 @@ def test_a_swarm_trains_it_as_the_plain_trainer_does(monkeypatch: pytest.MonkeyP
     [used] = strategies
     assert len(used.servers) == 3
     assert all(
-        isinstance(one.stepper.optimizer, Lamb)
+        isinstance(one.optimizer.torch_optimizer, Lamb)
         for server in used.servers
-        for one in server.stepping.sums.stages.values()
+        for one in server.steps.sums.stages.values()
     )
     weights = plain.state_dict()
     for name, tensor in swarm.state_dict().items():

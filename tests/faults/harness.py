@@ -368,7 +368,7 @@ class FaultySwarm(Swarm):
         return steps
 
     def _watch(self, name: PeerId, server: Server) -> None:
-        apply = server.stepping._on_decided
+        apply = server.steps._on_decided
         steps = self.applied.setdefault(name, [])
 
         def applied(record: Record, gradients: dict[int, Tensor]) -> None:
@@ -379,7 +379,7 @@ class FaultySwarm(Swarm):
             steps.append(record.step)
             apply(record, gradients)
 
-        server.stepping._on_decided = applied  # type: ignore[assignment]
+        server.steps._on_decided = applied  # type: ignore[assignment]
 
     def count(self, kind: EventKind) -> int:
         """How often anyone noted an event of this kind."""
@@ -393,7 +393,7 @@ class FaultySwarm(Swarm):
             self.unanswered |= passing.doers
         newest = max((step for step, _ in self.books.sent), default=-1)
         there = self.servers.keys() - self.dead - {*self.joiners}
-        if all(self.servers[name].stepping.version > newest for name in there):
+        if all(self.servers[name].steps.version > newest for name in there):
             self.struck_idly.append(fault)
 
     def _bury(self, peer: PeerId) -> None:
@@ -590,10 +590,10 @@ class FaultySwarm(Swarm):
         found: dict[str, Tensor] = {}
         fingerprints: dict[int, int] = {}
         for server in self.survivors().values():
-            assert server.stepping.version == self.newest + 1
-            for index in server.stepping.stages:
-                stage = server.stepping.stage(index)
-                for name, tensor in (stage.weights() | named(stage.optimizer_state())).items():
+            assert server.steps.version == self.newest + 1
+            for index in server.steps.stages:
+                stage = server.steps.stage(index)
+                for name, tensor in (stage.weights() | named(stage.optimizer.state())).items():
                     assert torch.equal(found.setdefault(name, tensor), tensor), name
                 there = stage.fingerprint()
                 assert fingerprints.setdefault(index, there) == there, f"stage {index} differs by a zero's sign"
@@ -619,13 +619,13 @@ class FaultySwarm(Swarm):
                 f"{name}'s downloads": [one for one in server.donor._state.downloads if one in self.survivors()],
                 f"{name}'s queued joiners": list(server.donor._queued),
                 f"{name}'s sums": [
-                    index for index in server.stepping.stages if server.stepping.stage(index).next_sum.values.any()
+                    index for index in server.steps.stages if server.steps.stage(index).next_sum.values.any()
                 ],
             }
             if server.calls.cache.used_bytes:
                 left[f"{name}'s cache, in bytes"] = server.calls.cache.used_bytes
-            if server.admission.coordinator is not None:
-                tasks = tasks_of(server.admission.coordinator.generation.context.tasks._tasks)
+            if server.admission.leadership.coordinator is not None:
+                tasks = tasks_of(server.admission.leadership.coordinator.generation.context.tasks._tasks)
                 # It looks after the lead until it is told that the run is over.
                 left[f"{name}'s coordinator's tasks"] = [one for one in tasks if "_end_without_lead" not in one]
         for name, trainer in self.trainers.items():

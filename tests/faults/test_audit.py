@@ -17,7 +17,7 @@ def audited(plan: FaultPlan, *, spoil: str = "") -> None:
     try:
         swarm.train()
         server = swarm.servers[swarm.manifest.coordinator]
-        stage = server.stepping.stage(0)
+        stage = server.steps.stage(0)
         if spoil == "ticket":
             server._tickets.offer("left", Message())
         elif spoil == "replica":
@@ -25,7 +25,7 @@ def audited(plan: FaultPlan, *, spoil: str = "") -> None:
         elif spoil == "buffer":
             next(stage.module.buffers()).add_(1e-12)
         elif spoil == "optimizer":
-            next(iter(stage.stepper.optimizer.state.values()))["momentum_buffer"].add_(1e-12)
+            next(iter(stage.optimizer.torch_optimizer.state.values()))["momentum_buffer"].add_(1e-12)
         elif spoil == "sample":
             swarm.books.done.add((swarm.trainer.peer_id, 1000))
         swarm.audit()

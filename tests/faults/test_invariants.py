@@ -155,9 +155,9 @@ def test_7_weights_change_only_by_applying_a_decided_record() -> None:
     def look(_: MessagePoint) -> None:
         for swarm in swarms:
             for name in swarm.servers.keys() - swarm.dead:
-                stepping = swarm.servers[name].stepping
-                for index in stepping.stages:
-                    stage = stepping.stage(index)
+                handlers = swarm.servers[name].steps
+                for index in handlers.stages:
+                    stage = handlers.stage(index)
                     found = stage.fingerprint()
                     assert seen.setdefault((index, stage.version), found) == found
                     assert stage.version <= max(swarm.books.records, default=-1) + 2
@@ -224,6 +224,6 @@ def test_12_every_stage_of_a_roster_has_a_verified_copy_or_the_swarm_pauses_and_
         assert all(swarm.books.rosters[0])
         assert swarm.count("pause")
         assert swarm.loop.time() >= limits.stage_timeout
-        assert {server.stepping.version for name, server in swarm.servers.items() if name not in swarm.dead} == {1}
+        assert {server.steps.version for name, server in swarm.servers.items() if name not in swarm.dead} == {1}
     finally:
         swarm.close()

@@ -108,11 +108,11 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
 def test_averages(make: Any, validates: bool, tmp_path: Path) -> None:
     both = averaged(make, tmp_path, max_epochs=4, swarm={"num_servers": 4})
     strategy = both.swarm.strategy
-    stages = [server.stepping.stage(index) for server in strategy.servers for index in server.stepping.stages]
+    stages = [server.steps.stage(index) for server in strategy.servers for index in server.steps.stages]
     trained = {name: tensor for stage in stages for name, tensor in stage.weights().items()}
     moved = [name for name, tensor in trained.items() if not torch.equal(tensor, both.swarm.weights[name])]
     assert len(moved) == len(trained), "the module holds the averages, the servers what was trained"
-    assert all(stage._state.borrowed is None for stage in stages)
+    assert all(stage.generation.borrowed is None for stage in stages)
     assert strategy._weights.num_lent == (4 if validates else 0)
 
 

@@ -76,8 +76,8 @@ def eight_bits(kind: str, base: type[L.LightningModule] = Trained, *, in_32_bits
 def test_8_bit_optimizers(kind: str) -> None:
     both = fit_both(eight_bits(kind), max_steps=STEPS, swarm={"num_servers": 4})
     for server in both.swarm.strategy.servers:
-        (stage,) = server.stepping.sums.stages.values()
-        assert all(one["state1"].dtype == torch.uint8 for one in stage.optimizer_state().values())
+        (stage,) = server.steps.sums.stages.values()
+        assert all(one["state1"].dtype == torch.uint8 for one in stage.optimizer.state().values())
 
 
 @feature("`GlobalOptimManager` of bitsandbytes: parameters whose state has 32 bits", WORKS)

@@ -56,9 +56,9 @@ def test_precisions(precision: Any, dtype: torch.dtype, tolerance: float) -> Non
     assert {tensor.dtype for tensor in both.swarm.weights.values()} == {dtype}
     assert both.plain.losses[-1] < 0.9 * both.plain.losses[0], "nothing was learned"
     sums = {
-        server.stepping.stage(i).next_sum.values.dtype
+        server.steps.stage(i).next_sum.values.dtype
         for server in both.swarm.strategy.servers
-        for i in server.stepping.stages
+        for i in server.steps.stages
     }
     assert sums == {torch.float32}
 

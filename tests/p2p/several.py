@@ -137,7 +137,7 @@ class Watch(Losses):
         assert strategy.peer is not None
         assert strategy.peer.server is not None
         runtime = strategy.peer.runtime
-        coordinator = strategy.peer.server.admission.coordinator
+        coordinator = strategy.peer.server.admission.leadership.coordinator
         assert coordinator is not None
         enrolment = coordinator.generation.trainers.membership
 

@@ -338,7 +338,7 @@ def _remaining(strategy: InMemoryStrategy) -> list[Peer]:
     """All but the servers that the newest record left out."""
     assert strategy._session is not None
     members = {member for roster in strategy._session._steps.run.rosters for member in roster}
-    return [peer for peer in strategy.peers if peer.server is None or peer.server.admission.me in members]
+    return [peer for peer in strategy.peers if peer.server is None or peer.server.membership.me in members]
 
 
 def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
@@ -346,8 +346,8 @@ def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
     by_stage: dict[int, set[int]] = {}
     for peer in _remaining(strategy):
         if peer.server is not None and peer.server.admission.is_member:
-            for index in peer.server.stepping.stages:
-                by_stage.setdefault(index, set()).add(peer.server.stepping.stage(index).fingerprint())
+            for index in peer.server.steps.stages:
+                by_stage.setdefault(index, set()).add(peer.server.steps.stage(index).fingerprint())
     assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
 
 
@@ -366,7 +366,7 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
         (server, index)
         for server in strategy.servers
         if server.admission.is_member
-        for index in server.stepping.stages
+        for index in server.steps.stages
         if index < num_stages
     ]
     servers = {id(server): server for server, _ in held}.values()  # a trainer may serve what it computes itself

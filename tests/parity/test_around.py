@@ -83,14 +83,14 @@ def test_curve_equals_the_plain_trainers(options: dict[str, Any]) -> None:
     assert 0 < swarm.num_clipped < steps, "the norm of all stages did not decide anything"
     if "accumulate_grad_batches" not in options:  # else the plain ones are noted after each batch
         assert swarm.norms == pytest.approx(plain.norms, rel=1e-9)
-    (around,) = {server.stepping.stage(index) for server in swarm.strategy.servers for index in on_trainers(server)}
+    (around,) = {server.steps.stage(index) for server in swarm.strategy.servers for index in on_trainers(server)}
     assert sorted(around.parameters) == sorted(
         ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"]
     )
 
 
 def on_trainers(server: Any) -> list[int]:
-    return [index for index in server.stepping.stages if server.stepping.stage(index).on_trainers]
+    return [index for index in server.steps.stages if server.steps.stage(index).on_trainers]
 
 
 def test_clipping_by_value() -> None:
@@ -315,7 +315,7 @@ class Looks(L.Callback):
         assert strategy.peer is not None
         assert strategy.peer.server is not None
         (index,) = on_trainers(strategy.peer.server)
-        stage = strategy.peer.server.stepping.stage(index)
+        stage = strategy.peer.server.steps.stage(index)
         assert stage.version == trainer.global_step
         for name, parameter in pl_module.named_parameters():
             if name in stage.parameters:

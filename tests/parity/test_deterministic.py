@@ -57,10 +57,10 @@ def bits(run: SwarmRun) -> dict[str, Tensor]:
     decided = [(record.squared_norm, record.clip_factor, record.closing.total_weight) for record in run.records]
     found["records"] = torch.tensor(decided, dtype=torch.float64)
     for server in run.strategy.servers:
-        for index in server.stepping.stages:
-            if server.admission.me not in run.rosters[-1][index]:
+        for index in server.steps.stages:
+            if server.membership.me not in run.rosters[-1][index]:
                 continue
-            for name, state in server.stepping.stage(index).optimizer_state().items():
+            for name, state in server.steps.stage(index).optimizer.state().items():
                 for number, tensor in enumerate(serialization.flatten(state)[1]):
                     key = f"state {index} {name} {number}"
                     assert torch.equal(found.setdefault(key, tensor), tensor)

@@ -129,7 +129,7 @@ def stages_of(fit: Fit) -> dict[str, tuple[int, ...]]:
     generation = max(server.admission.run.manifest.generation for server in members)
     assert generation > 0
     return {
-        str(server.admission.me.peer_id): server.stepping.stages
+        str(server.membership.me.peer_id): server.steps.stages
         for server in members
         if server.admission.run.manifest.generation == generation
     }

@@ -92,7 +92,7 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     (joiner,) = joining.joiners
     (entered,) = joining.entered_at
     assert at < entered <= at + 3, "messages take time, steps as well"
-    assert joiner.stepping.stages == (0,), "both stages have one server, so it takes the first"
+    assert joiner.steps.stages == (0,), "both stages have one server, so it takes the first"
     assert [record.step for record in run.records if record.newcomers] == [entered - 1]
     assert joiner.calls.num_forwards > STEPS - entered, "it computes like the other server of its stage"
     assert run.strategy.refusals == []
@@ -133,7 +133,7 @@ def test_a_server_leaves_with_the_next_step_and_nothing_is_computed_twice() -> N
     assert inside[-1] in (5, 6), "the record of the step in which it was told to leave may be the one that lets it go"
     joiner = run.strategy.servers[-1]
     assert joiner.calls.num_forwards > 0
-    assert joiner.stepping.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
+    assert joiner.steps.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
     counted = sum(len(run.held.counted(record)) for record in run.records)
     assert sum(server.calls.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
     assert run.strategy.refusals == []
@@ -213,7 +213,7 @@ def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatc
     joining = Timed(line, count=10)
     run = swarm(joining, num_joiners=0, limits=Limits(max_upload=int(line / 40)), max_steps=7)
     assert joining.entered_at == [], "they were to be on their way in"
-    peers = [joiner.admission.me.peer_id for joiner in joining.joiners]
+    peers = [joiner.membership.me.peer_id for joiner in joining.joiners]
     sent = [sum(server._transport.traffic.sent_bytes[to, PIECE] for to in peers) for server in run.strategy.servers[:2]]
     assert min(sent) > 10_000, "nobody downloaded from it"
     before_s, meanwhile_s = joining.steps_s[: joining.at], joining.steps_s[joining.at :]
@@ -259,7 +259,7 @@ def slowly(bytes_per_s: float) -> Callable[[InMemoryStrategy], Callable[[Server]
             return await carry(sender, receiver, buffer)
 
         network.carry = limited  # type: ignore[method-assign]
-        return lambda server: slow.add(server.admission.me.peer_id)
+        return lambda server: slow.add(server.membership.me.peer_id)
 
     return prepare
 
@@ -272,8 +272,8 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     (entered,) = joining.entered_at
     assert entered > 3, "the download took more than a step"
     donor = run.strategy.servers[1]
-    sent = donor._transport.traffic.sent_bytes[joiner.admission.me.peer_id, NEXT]
-    assert sent > 2 * joiner.stepping.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
+    sent = donor._transport.traffic.sent_bytes[joiner.membership.me.peer_id, NEXT]
+    assert sent > 2 * joiner.steps.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
     assert donor.donor._state.kept == {}, "nothing is kept once nobody needs it"
 
 
@@ -309,7 +309,7 @@ def dying(strategy: InMemoryStrategy) -> Callable[[Server], None]:
     def noted(server: Server) -> None:
         async def die(caller: PeerId, body: bytes) -> bytes:
             assert strategy.network is not None
-            strategy.network.kill(server.admission.me.peer_id)
+            strategy.network.kill(server.membership.me.peer_id)
             return b""
 
         server._transport._call_handlers[LISTEN] = die  # type: ignore[attr-defined]
@@ -324,7 +324,7 @@ def test_a_joiner_that_vanishes_before_its_record_is_left_out() -> None:
     assert all(record.newcomers == [] for record in run.records)
     assert run.strategy.network is not None
     with pytest.raises(Unreachable):
-        run.strategy.network.find(joining.joiners[0].admission.me.peer_id)
+        run.strategy.network.find(joining.joiners[0].membership.me.peer_id)
 
 
 class Asked:

@@ -91,7 +91,7 @@ class Several(DigitsMLP):
         """Let the others have a step full, where it is full without the batch in hand."""
         server = self.seen.peers[0].server
         assert server is not None
-        coordinator, until_s = server.admission.coordinator, time.monotonic() + 0.3
+        coordinator, until_s = server.admission.leadership.coordinator, time.monotonic() + 0.3
         assert coordinator is not None
         self.seen.wait_for(lambda: coordinator.generation.step_state.open.ready or time.monotonic() >= until_s)
 
@@ -504,7 +504,7 @@ class Awaiting(L.Callback):
         assert isinstance(strategy, ThreadStrategy)
         assert strategy.peer is not None
         assert strategy.peer.server is not None
-        coordinator = strategy.peer.server.admission.coordinator
+        coordinator = strategy.peer.server.admission.leadership.coordinator
         waiting = [] if coordinator is None else coordinator.generation.trainers.membership.waiting
         return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 

@@ -320,7 +320,7 @@ def test_without_gathering_weights_stay_on_the_servers() -> None:
     left = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, gather_on_end=False)
     assert left.losses == pytest.approx(gathered.losses, rel=LOSS_TOLERANCE)
     own, foreign = "net.7.weight", "net.0.weight"
-    assert left.strategy.servers[1].stepping.stage(0).parameters.keys() >= {foreign}
+    assert left.strategy.servers[1].steps.stage(0).parameters.keys() >= {foreign}
     assert torch.equal(left.weights[foreign], initial[foreign])
     assert not torch.equal(gathered.weights[own], initial[own])
     assert not torch.equal(gathered.weights[foreign], initial[foreign])
@@ -355,7 +355,7 @@ def test_nothing_is_written_over_what_the_leads_own_server_computes_with(monkeyp
     monkeypatch.setattr(handlers, "_state", noted)
     home = ComesHome()
     run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, callbacks=[home])
-    stages = [set(run.strategy.servers[i].stepping.stage(stage).parameters) for i, stage in ((0, 1), (1, 0))]
+    stages = [set(run.strategy.servers[i].steps.stage(stage).parameters) for i, stage in ((0, 1), (1, 0))]
     assert {name for name, written in home.written.items() if not written} == stages[0]
     assert {name for name, written in home.written.items() if written} == stages[1]
     assert asked == (STEPS + 1) * [0]

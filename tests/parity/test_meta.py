@@ -118,7 +118,7 @@ def assert_held_in_stages(swarm: SwarmRun, *, num_stages: int) -> None:
     for server in strategy.servers:
         model = server.admission.model
         real = real_names(model._module)
-        served = {name for index in server.stepping.stages for name in server.stepping.stage(index).parameters}
+        served = {name for index in server.steps.stages for name in server.steps.stage(index).parameters}
         assert real - around == served - around, "other parameters than those of its stages were made"
         held.append(served)
     assert set().union(*held) == names

@@ -36,11 +36,11 @@ def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_offloaded(swarm: SwarmRun) -> None:
     for server in swarm.strategy.servers:
-        for stage in server.stepping.sums.stages.values():
-            stepped = [one for group in stage.stepper.optimizer.param_groups for one in group["params"]]
+        for stage in server.steps.sums.stages.values():
+            stepped = [one for group in stage.optimizer.torch_optimizer.param_groups for one in group["params"]]
             assert stepped
             assert not set(stepped) & set(stage.parameters.values())
-            assert set(stage.stepper.optimizer.state) <= set(stepped)
+            assert set(stage.optimizer.torch_optimizer.state) <= set(stepped)
 
 
 @pytest.mark.usefixtures("_offloaded")
@@ -112,5 +112,5 @@ def test_a_gpus_optimizer_is_on_the_cpu_if_that_is_asked_for(device: str, offloa
 def test_a_cpus_optimizer_steps_the_parameters_themselves() -> None:
     swarm = run_swarm(DigitsMLP, loader(digits()), max_steps=2, offload_optimizer=True)
     for server in swarm.strategy.servers:
-        for stage in server.stepping.sums.stages.values():
-            assert set(stage.stepper.optimizer.state) == set(stage.parameters.values())
+        for stage in server.steps.sums.stages.values():
+            assert set(stage.optimizer.torch_optimizer.state) == set(stage.parameters.values())

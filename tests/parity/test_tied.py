@@ -65,11 +65,11 @@ def swarm(**others: Any) -> SwarmRun:
 def assert_tied(run: SwarmRun, *, at_least: int) -> None:
     """Whoever holds the weight, in whichever stage, holds the same bits, and so does its optimizer."""
     held = [
-        (server.stepping.stage(index).weights()[EMBEDDING], server.stepping.stage(index).optimizer_state()[EMBEDDING])
+        (server.steps.stage(index).weights()[EMBEDDING], server.steps.stage(index).optimizer.state()[EMBEDDING])
         for server in run.strategy.servers
-        for index in server.stepping.stages
-        if server.admission.me in run.rosters[-1][index]
-        if EMBEDDING in server.stepping.stage(index).parameters
+        for index in server.steps.stages
+        if server.membership.me in run.rosters[-1][index]
+        if EMBEDDING in server.steps.stage(index).parameters
     ]
     assert len(held) >= at_least
     for weight, state in held:
@@ -113,7 +113,7 @@ def test_servers_that_join(plain: Run, count: int) -> None:
     joining = Joining(at=1, count=count)
     run = swarm(callbacks=[joining], num_joiners=count, latency_s=0.001)
     assert_exact(run, plain)
-    assert {index for joiner in joining.joiners for index in joiner.stepping.stages} == set(range(count))
+    assert {index for joiner in joining.joiners for index in joiner.steps.stages} == set(range(count))
 
 
 def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
@@ -129,7 +129,7 @@ def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
         microbatch_s=[0.1, 0.1],
     )
     assert_exact(run, plain)
-    assert [len(server.stepping.stages) for server in run.strategy.servers] == [1, 1]
+    assert [len(server.steps.stages) for server in run.strategy.servers] == [1, 1]
 
 
 class Nudging(L.Callback):
@@ -139,8 +139,8 @@ class Nudging(L.Callback):
         assert isinstance(trainer.strategy, InMemoryStrategy)
         if batch_idx == 2:
             with torch.no_grad():
-                stepping = trainer.strategy.servers[1].stepping
-                stepping.stage(*stepping.stages).parameters[EMBEDDING] *= 1 + 1e-15
+                steps = trainer.strategy.servers[1].steps
+                steps.stage(*steps.stages).parameters[EMBEDDING] *= 1 + 1e-15
 
 
 def test_stages_that_come_to_differ_are_noticed() -> None:
@@ -194,7 +194,7 @@ class Repeated(Net):
 def test_a_block_that_is_in_every_stage(num_servers: int) -> None:
     plain = run_plain(Repeated, loader(sentences()), **options())
     run = run_swarm(Repeated, loader(sentences()), num_stages=3, num_servers=num_servers, **options())
-    held = [len(server.stepping.stages) for server in run.strategy.servers]
+    held = [len(server.steps.stages) for server in run.strategy.servers]
     assert sum(held) == max(3, num_servers)
     assert_exact(run, plain)
 

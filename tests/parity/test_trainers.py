@@ -153,7 +153,9 @@ class Eager(L.Callback):
             return
         strategy: Any = trainer.strategy
         assert isinstance(pl_module, Watching)
-        pl_module.seen.wait_for(lambda: strategy.peer.server.admission.coordinator.generation.step_state.open.ready)
+        pl_module.seen.wait_for(
+            lambda: strategy.peer.server.admission.leadership.coordinator.generation.step_state.open.ready
+        )
 
 
 def test_the_lead_sees_every_step_and_validates_weights_that_stand_still(tmp_path: Path) -> None:
@@ -212,7 +214,9 @@ class WithdrawsLast(Watching):
             return loss
         lead: Any = self.seen.trainers[0].strategy
         self.seen.withdrawn.add(place_of(self))
-        self.seen.wait_for(lambda: lead.peer.server.admission.coordinator.generation.trainers.lead._permits is not None)
+        self.seen.wait_for(
+            lambda: lead.peer.server.admission.leadership.coordinator.generation.trainers.lead._permits is not None
+        )
         self.trainer.should_stop = True
         return None
 

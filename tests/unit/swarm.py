@@ -276,7 +276,7 @@ class Swarm:
 
     @property
     def coordinator(self) -> Coordinator:
-        coordinator = self.servers[self.manifest.coordinator].admission.coordinator
+        coordinator = self.servers[self.manifest.coordinator].admission.leadership.coordinator
         assert coordinator is not None
         return coordinator
 
@@ -309,16 +309,16 @@ class Swarm:
         """All that a refused message must leave as it was."""
         state: dict[str, Any] = {}
         for name, server in self.servers.items():
-            stepping = server.stepping
+            steps = server.steps
             state[name] = (
                 server.membership.run.view() if server.membership.has_run else None,
                 server.admission.left.is_set(),
                 str(server.admission.ending_error),
-                stepping.version,
-                stepping.sums.next.attempt,
-                stepping.rounds._held,
-                {step: one.fenced for step, one in stepping.sums._open.items()},
-                stepping.sums.next.reselected,
+                steps.version,
+                steps.sums.next.attempt,
+                steps.rounds._held,
+                {step: one.fenced for step, one in steps.sums._open.items()},
+                steps.sums.next.reselected,
             )
             state[f"{name}'s joiners"] = (
                 dict(server.donor._met),
@@ -330,21 +330,21 @@ class Swarm:
             state[f"{name}'s events"] = server.events.learnt(name)
             state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
-            for index in stepping.stages:
-                stage, ledger = stepping.stage(index), stepping.sums.ledgers[index]
+            for index in steps.stages:
+                stage, ledger = steps.stage(index), steps.sums.ledgers[index]
                 state[f"{name}/{index}"] = (
                     stage.next_sum.values.numpy().tobytes(),
                     tuple(stage.next_sum.touched),
                     stage.version,
                     stage.fingerprint(),
                     stage.selection,
-                    stage._state.borrowed and stage._state.borrowed[0],
-                    [len(group["params"]) for group in stage.stepper.optimizer.param_groups],
+                    stage.generation.borrowed and stage.generation.borrowed[0],
+                    [len(group["params"]) for group in stage.optimizer.torch_optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
-                    (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
+                    (ledger.step, frozenset(ledger._receipts), ledger._named),
                 )
-            if server.admission.coordinator is not None:
-                coordinator = server.admission.coordinator
+            if server.admission.leadership.coordinator is not None:
+                coordinator = server.admission.leadership.coordinator
                 books, lead = coordinator.generation.step_state, coordinator.generation.trainers.lead
                 state["books"] = copy.deepcopy(
                     (
@@ -469,8 +469,8 @@ class Swarm:
         """By name; all replicas must have the same bytes."""
         found: dict[str, Tensor] = {}
         for server in self.servers.values():
-            for index in server.stepping.stages:
-                for name, tensor in server.stepping.stage(index).weights().items():
+            for index in server.steps.stages:
+                for name, tensor in server.steps.stage(index).weights().items():
                     assert torch.equal(found.setdefault(name, tensor), tensor)
         return found
 

@@ -209,7 +209,7 @@ class _ScenarioEvents(L.Callback):
         status = self._strategy.status()
         serving = [len(stage.peers) for stage in status.stages]
         servers = [server for server in self._strategy.servers if server.admission.ready.is_set()]
-        queued = [stage.load.queued for server in servers for stage in server.stepping.sums.stages.values()]
+        queued = [stage.load.queued for server in servers for stage in server.steps.sums.stages.values()]
         sent_bytes = sum(peer.transport.traffic.sent_bytes.total() for peer in self._strategy.peers)
         moves = sum(peer.events.counts["moves"] for peer in self._strategy.peers)
         self.spans.append(

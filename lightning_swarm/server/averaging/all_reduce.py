@@ -135,8 +135,7 @@ async def average(
 
     The vector ``[n]`` is this peer's weighted sum, which must not change until the round's record is applied; `place`
     is its index in the roster. `carried` ``[n]`` is what an earlier round lost: it is added to this one, and what this
-    one loses is found; None: neither. After any other end than a return, an `AveragingFailed` for one, this peer has to
-    `refuse`.
+    one loses is found; None: neither. If this raises anything, like `AveragingFailed`, this peer has to `refuse`.
     """
     roster = group.roster
     bounds = group.bounds(len(vector))
@@ -197,7 +196,7 @@ async def taken(
 
 
 async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
-    """Fetch it, and let the caller read it."""
+    """Fetch what `taken` does, read by `read`."""
     peer = group.roster[place]
     ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
     try:

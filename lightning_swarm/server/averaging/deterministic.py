@@ -15,7 +15,6 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
-from lightning_swarm.server.averaging import all_reduce
 from lightning_swarm.server.averaging.all_reduce import Compute, Group, fetched, squared_norm, taken
 from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 
@@ -123,10 +122,6 @@ class DeterministicAverager(Averager):
             mean[bounds[i]] = part
         norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState())
-
-    @override
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        return await all_reduce.collect(like, group), AveragingState()
 
 
 async def _reduce(

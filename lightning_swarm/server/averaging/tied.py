@@ -29,7 +29,7 @@ Shares: TypeAlias = dict[int, dict[str, Tensor]]
 """By stage, its gradients of each parameter that other stages hold, too."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TiedMeans:
     """Adds up tied parameters' means in one round."""
 

@@ -18,7 +18,6 @@ from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -67,6 +66,8 @@ class _CatchingUp:
 
 @dataclass
 class _OutgoingCopy:
+    """A download that a joiner has under way here."""
+
     last_heard_s: float
     copy: StageCopy | None = None  # None: it is being made
     num_pieces: int = 0  # under way
@@ -87,12 +88,12 @@ class _DonorGeneration:
 class Donor:
     """Sends this server's stages to joiners, and keeps records with their mean gradients as long as one needs them."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._compute = context.compute
-        self._membership = membership
-        self._stepping = stepping
+        self._membership = context.membership
+        self._steps = steps
         self._limits = limits
         self._state = _DonorGeneration()
         self._met: dict[PeerId, Candidate] = {}
@@ -155,15 +156,18 @@ class Donor:
             raise Busy(f"stage {stage.index} has no weights here yet")
         if request.version not in (None, stage.version):
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
+        state = self._state
         await self._get_place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
-        at_s = now_s()
-        download = self._state.downloads[caller] = _OutgoingCopy(at_s)
+        if state is not self._state:
+            raise TicketGone(f"stage {stage.index} began anew here meanwhile; the joiner has to begin again, too")
+        at_s, generation = now_s(), self._membership.run.manifest.generation
+        download = state.downloads[caller] = _OutgoingCopy(at_s)
         if request.version is None:
             # Before the copy is made: of what is applied after it nothing may be missed.
-            self._state.followers[caller] = _CatchingUp(stage.index, self._stepping.version, at_s)
+            state.followers[caller] = _CatchingUp(stage.index, self._steps.version, at_s)
         try:
             # On the compute thread, so that it falls between two records.
-            copy = await self._compute(lambda: self._copied(stage))
+            copy = await self._compute(lambda: _shared_copy(state, stage, generation))
             if request.version not in (None, copy.version):
                 raise TicketGone(f"stage {stage.index} is at version {copy.version} here")
         except BaseException:
@@ -172,14 +176,6 @@ class Donor:
             raise
         download.copy, download.last_heard_s = copy, now_s()
         return Message(encode(copy.head))
-
-    def _copied(self, stage: Stage) -> StageCopy:
-        """Copy a stage; all peers that download the same version share one copy."""
-        copy = self._state.copies.get(stage.index)
-        if copy is None or copy.version != stage.version:
-            copy = StageCopy.of(stage, self._membership.run.manifest.generation)
-            self._state.copies[stage.index] = copy
-        return copy
 
     async def _handle_piece(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, PieceRequest)
@@ -218,10 +214,10 @@ class Donor:
         follower.version, follower.last_heard_s = request.version, now_s()
         self._end_download(caller)
         self._drop_unneeded()
-        await self._stepping.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
+        await self._steps.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
         self._check_generation(request.generation)  # it may have changed meanwhile
-        if request.version >= self._stepping.version:
-            known = request.seated or request.version > self._stepping.version
+        if request.version >= self._steps.version:
+            known = request.seated or request.version > self._steps.version
             return Message(encode(NextReply(record=None, seats=None if known else self._membership.run.seats)))
         if request.version not in self._state.kept:
             self._state.followers.pop(caller, None)
@@ -229,7 +225,7 @@ class Donor:
         record, gradients, seats = self._state.kept[request.version]
         gradient = gradients[stage.index].cpu()
         self._throttle.charge(gradient.nbytes)  # before any download: a joiner that falls behind begins that again
-        if request.version + 1 < self._stepping.version:
+        if request.version + 1 < self._steps.version:
             # Many records one right after the other would hold activations up on the link.
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
             await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
@@ -289,7 +285,7 @@ class Donor:
             raise TicketGone("the run rolled back; a joiner that follows its records has to begin again")
 
     def _asked_stage(self, caller: PeerId, stage_index: int) -> Stage:
-        stage = self._stepping.stage(stage_index)
+        stage = self._steps.stage(stage_index)
         candidate = self._met.get(caller)
         known = candidate is not None and candidate.stage_index == stage_index
         # The record that lets the caller in may have been applied here before it was applied there.
@@ -311,3 +307,12 @@ class Donor:
                 break
             followers = {peer: follower for peer, follower in followers.items() if follower.version != first}
         self._state.followers, self._state.kept = followers, kept
+
+
+def _shared_copy(state: _DonorGeneration, stage: Stage, generation: int) -> StageCopy:
+    """Copy a stage; all peers that download the same version share one copy. On the compute thread."""
+    # Of the caller's generation: copies of a stage as it was before must not come among those of the next one.
+    copy = state.copies.get(stage.index)
+    if copy is None or copy.version != stage.version:
+        copy = state.copies[stage.index] = StageCopy.of(stage, generation)
+    return copy

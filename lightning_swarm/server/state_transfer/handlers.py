@@ -17,7 +17,6 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import LEND, LOAD, STATE, WRITE
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -33,14 +32,13 @@ class StateHandlers:
     def __init__(
         self,
         context: ServerContext,
-        membership: RunMembership,
-        stepping: StepHandlers,
+        steps: StepHandlers,
         *,
         on_loaded: Callable[[int], None],
     ) -> None:
         self._compute = context.compute
-        self._membership = membership
-        self._stepping = stepping
+        self._membership = context.membership
+        self._steps = steps
         self._on_loaded = on_loaded  # called with a stage that has its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
         transport.handle_stream(LOAD, self._handle_load, max_bytes=max_bytes)
@@ -52,11 +50,11 @@ class StateHandlers:
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """Take a stage's initial weights, or its optimizer's state, from the lead. No other peer's are ever used."""
-        self._membership.check_weights_from(caller)
+        self._membership.check_lead(caller, "brings weights")
         run = self._membership.run
         state = decode(message.body, StageState)
         run.check_generation(state.generation)
-        stage = self._stepping.stage(state.stage_index)
+        stage = self._steps.stage(state.stage_index)
         stage.check_version(state.step)
         if state.step != run.manifest.first_step or (stage.index in self._membership.loaded) != state.optimizer:
             raise ProtocolError(
@@ -74,10 +72,10 @@ class StateHandlers:
 
     async def _handle_lend(self, caller: PeerId, message: Message) -> Message:
         """Take weights from the lead that evaluations may use."""
-        self._membership.check_weights_from(caller)
+        self._membership.check_lead(caller, "brings weights")
         lent = decode(message.body, LentWeights)
         self._membership.run.check_generation(lent.generation)
-        stage = self._stepping.stage(lent.stage_index)
+        stage = self._steps.stage(lent.stage_index)
         weights = named(lent.names, message.tensors)
         await self._compute(lambda: stage.borrow(lent.number, weights))
         return Message()
@@ -90,14 +88,12 @@ class StateHandlers:
         return (await self._read(request, lambda stage: _state(stage, request)))[1]
 
     async def _handle_write(self, caller: PeerId, message: Message) -> Message:
-        run = self._membership.run
-        if caller != run.manifest.lead:
-            raise ProtocolError(f"the lead {run.manifest.lead} has checkpoints written, not {caller}")
+        self._membership.check_lead(caller, "has checkpoints written")
         request = decode(message.body, WriteRequest)
         folder = Path(request.folder)
         if not folder.is_absolute() or not re.fullmatch(FOLDER, folder.name):
             raise ProtocolError(f"a server writes to no other folders than those for parts, got {request.folder!r}")
-        run.check_generation(request.generation)
+        self._membership.run.check_generation(request.generation)
         if not await asyncio.to_thread(folder.is_dir):
             return Message(encode(WriteReply(here=False, written=[])))
         stage, parts = await self._read(
@@ -113,8 +109,8 @@ class StateHandlers:
     async def _read(self, request: StateRequest | WriteRequest, read: Callable[[Stage], _T]) -> tuple[Stage, _T]:
         """Read a stage at a version of the running generation, as soon as it is there."""
         self._membership.run.check_generation(request.generation)
-        await self._stepping.reached(request.step)
-        stage = self._stepping.stage(request.stage_index)
+        await self._steps.reached(request.step)
+        stage = self._steps.stage(request.stage_index)
 
         def read_at_version() -> _T:
             self._membership.run.check_generation(request.generation)  # it may have changed meanwhile
@@ -130,7 +126,7 @@ def _content(stage: Stage, *, optimizer: bool, without: Collection[str]) -> dict
     left_out = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(without)
     found = {sharded_format.WEIGHTS: _all_but(left_out, stage.weights())}
     if optimizer:
-        found[sharded_format.OPTIMIZER] = {"state": _all_but(left_out, stage.stepper.saved_state())}
+        found[sharded_format.OPTIMIZER] = {"state": _all_but(left_out, stage.optimizer.saved_state())}
     return found
 
 
@@ -140,11 +136,10 @@ def _all_but(names: Collection[str], values: Mapping[str, Any]) -> dict[str, Any
 
 def _state(stage: Stage, request: StateRequest) -> Message:
     structure: serialization.Structure = None
+    state: Mapping[str, Any] = stage.optimizer.state() if request.optimizer else stage.weights()
     if request.optimizer:
-        state = stage.optimizer_state()
         structure, tensors = serialization.flatten(list(state.values()))
     else:
-        state = stage.weights()
         tensors = list(state.values())
     reply = StageState(
         stage_index=stage.index,

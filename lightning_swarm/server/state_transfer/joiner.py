@@ -30,7 +30,7 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.server.state_transfer.download import StageDownload
+from lightning_swarm.server.state_transfer.stage_copy import StageDownload
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
@@ -45,15 +45,15 @@ _FIRST_PAUSE_S: Final = 1.0
 class Joiner:
     """Takes a server into a run that is under way."""
 
-    def __init__(self, context: ServerContext, admission: Admission, model: PeerModel, stepping: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, admission: Admission, model: PeerModel, steps: StepHandlers) -> None:
         self._transport = context.transport
         self._compute = context.compute
         self._limits = context.limits
         self._timeout = min(context.limits.call_timeout, 30.0)
         self._admission = admission
-        self._membership = admission.membership
+        self._membership = context.membership
         self.model = model
-        self._stepping = stepping
+        self._steps = steps
         self._stage: Stage | None = None
         self._joined_at = 0  # the version of the run then
         self._target: int | None = None  # the stage that a record told this server to hold
@@ -203,7 +203,7 @@ class Joiner:
         hold_s, seated = 0.0, False
         generation = self._membership.run.manifest.generation
         while not self._done:
-            version = self._stepping.version
+            version = self._steps.version
             request = NextRequest(
                 generation=generation, stage_index=stage.index, version=version, hold_s=hold_s, seated=seated
             )
@@ -216,16 +216,16 @@ class Joiner:
             )
             reply = decode(message.body, NextReply)
             record = reply.record
-            if not seated and reply.seats is not None and version == self._stepping.version:
+            if not seated and reply.seats is not None and version == self._steps.version:
                 self._seat(reply.seats, version)
                 seated = True
             if record is None:
                 await self._report_ready(generation, version)
                 hold_s = _HOLD_S
                 continue
-            if record.step >= self._stepping.version:  # else the coordinator was quicker
-                await self._stepping.reselect(record.step, record.selection)
-                await self._stepping.commit(record, {stage.index: _gradient(message, stage)})
+            if record.step >= self._steps.version:  # else the coordinator was quicker
+                await self._steps.reselect(record.step, record.selection)
+                await self._steps.commit(record, {stage.index: _gradient(message, stage)})
             hold_s = 0.0
 
     async def _report_ready(self, generation: int, version: int) -> None:
@@ -253,20 +253,20 @@ class Joiner:
         stage = self._stage
         if stage is None or self._membership.is_member or not self._membership.led_by(caller):
             raise ProtocolError(f"this peer is not joining a run of {caller}")
-        await self._stepping.reached(closing.step)
-        self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
-        self._stepping.sums.check_stages(closing)
+        await self._steps.reached(closing.step)
+        self._steps.sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self._steps.sums.check_stages(closing)
         rosters = self._membership.run.present(closing.absent)
         if not all(rosters[: self._membership.run.num_pipeline_stages]):
             raise ProtocolError(f"a round of stage {stage.index} must have members")
-        held = self._stepping.rounds.holds(closing)  # asked again, shortly before the record is decided
+        held = self._steps.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
-            await self._stepping.reselect(closing.step, request.selection)
-            mean, carried = await self._stepping.rounds.collect(closing, stage, rosters)
+            await self._steps.reselect(closing.step, request.selection)
+            mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
         version_hash = await self._compute(stage.fingerprint)
-        self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self._steps.sums.check(caller, closing.generation, closing.step, closing.attempt)
         if not held:
-            self._stepping.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
+            self._steps.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
         return encode(ListenReply(boot_id=self._membership.me.boot_id, version_hash=version_hash))
 
 

@@ -36,7 +36,6 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import HELD, KEEP, KEEP_LOOP, SNAPSHOT
 from lightning_swarm.server.compute import num_bytes
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -48,11 +47,9 @@ class KeptLoops:
     read is refused then.
     """
 
-    def __init__(
-        self, context: ServerContext, membership: RunMembership, stepping: StepHandlers, ordered: Callable[[], set[int]]
-    ) -> None:
-        self._membership = membership
-        self._stepping = stepping
+    def __init__(self, context: ServerContext, steps: StepHandlers, ordered: Callable[[], set[int]]) -> None:
+        self._membership = context.membership
+        self._steps = steps
         self._ordered = ordered  # the versions of the snapshots that there are to be
         self._kept: dict[int, Message] = {}
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
@@ -75,7 +72,7 @@ class KeptLoops:
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         head = decode(message.body, KeptLoop)
         self._check(caller, head)
-        await self._stepping.reached(head.version)  # its record may come here later than to the lead
+        await self._steps.reached(head.version)  # its record may come here later than to the lead
         self._check(caller, head)
         if head.version not in self._ordered():
             raise ProtocolError(f"nobody said that there is a snapshot of version {head.version}")
@@ -87,8 +84,7 @@ class KeptLoops:
     def _check(self, caller: PeerId, head: KeptLoop) -> None:
         run = self._membership.run
         run.check_generation(head.generation)
-        if caller != run.manifest.lead:
-            raise ProtocolError(f"the lead {run.manifest.lead} says what its loop was at, not {caller}")
+        self._membership.check_lead(caller, "says what its loop was at")
         if why := self.unfit(run.manifest):
             raise ProtocolError(f"this peer could not lead the run: {why}")
 
@@ -98,7 +94,7 @@ _log = logging.getLogger(__name__)
 
 def copied(stage: Stage, generation: int) -> Message:
     """Copy a stage's weights and optimizer state to the CPU. On the compute thread."""
-    weights, state = stage.weights(), stage.optimizer_state()
+    weights, state = stage.weights(), stage.optimizer.state()
     structure, tensors = serialization.flatten(list(state.values()))
     head = Snapshot(
         generation=generation,
@@ -203,7 +199,7 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _PendingSnapshot:
+class _SnapshotOrder:
     """An order for snapshots, as a record gave it."""
 
     generation: int
@@ -216,16 +212,16 @@ class _PendingSnapshot:
 class Snapshots:
     """Takes snapshots when a record orders them, sends them to the peers that shall keep them, and keeps others'."""
 
-    def __init__(self, context: ServerContext, membership: RunMembership, stepping: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._compute = context.compute
-        self._membership = membership
-        self._stepping = stepping
+        self._membership = context.membership
+        self._steps = steps
         self._limits = limits
-        self._order: _PendingSnapshot | None = None  # the newest one
+        self._order: _SnapshotOrder | None = None  # the newest one
         self.store = SnapshotStore(limits.snapshot_bytes)
-        self.loops = KeptLoops(context, membership, stepping, self._versions)
+        self.loops = KeptLoops(context, steps, self._versions)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
@@ -251,15 +247,15 @@ class Snapshots:
         if record.snapshot is None or not self._membership.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
-        order = _PendingSnapshot(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
+        order = _SnapshotOrder(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         self.loops.prune()
         rosters = self._membership.run.rosters  # after the record
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
-        return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
+        return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
 
-    async def _take(self, order: _PendingSnapshot, stages: Sequence[Stage], first: Collection[int]) -> None:
+    async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
         """Copy stages as they are now, before the next record, and send those whose first replica is here.
 
         The run may roll back, or go on without this server, at any moment: then nobody wants the rest.
@@ -281,7 +277,7 @@ class Snapshots:
         except SwarmError as error:
             _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
-    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _PendingSnapshot) -> bool:
+    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
         """Keep a snapshot; false if there is no room, or if another order has come meanwhile."""
         try:
             await self.store.put(head, tensors, wanted=lambda: self._order is order)
@@ -306,7 +302,7 @@ class Snapshots:
         """Keep a copy of another server's stage, as the record of its version ordered."""
         head = decode(message.body, Snapshot)
         self._membership.run.check_generation(head.generation)
-        await self._stepping.reached(head.version)
+        await self._steps.reached(head.version)
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
@@ -315,7 +311,7 @@ class Snapshots:
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
         return Message()
 
-    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _PendingSnapshot:
+    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _SnapshotOrder:
         run = self._membership.run
         run.check_generation(head.generation)
         order = self._order

@@ -74,9 +74,9 @@ class Trial:
         seen: dict[str, Tensor] = {}
         for index, roster in enumerate(self.swarm.rosters_now):
             for member in roster:
-                stepping = self.swarm.servers[member.peer_id].stepping
-                assert stepping.version == record.step + 1
-                for name, tensor in stepping.stage(index).weights().items():
+                steps = self.swarm.servers[member.peer_id].steps
+                assert steps.version == record.step + 1
+                for name, tensor in steps.stage(index).weights().items():
                     assert torch.equal(seen.setdefault(name, tensor), tensor), "replicas are equal to the bit"
                     torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
         assert seen.keys() == expected.keys()
@@ -161,7 +161,7 @@ def test_a_record_that_a_server_missed_is_told_again(make_swarm: MakeSwarm) -> N
     trial.train(2)
     assert plan.fired
     trial.swarm.run(asyncio.sleep(60.0))
-    assert trial.swarm.servers[C].stepping.version == 2, "before anything else is asked of it"
+    assert trial.swarm.servers[C].steps.version == 2, "before anything else is asked of it"
     trial.train(2)
     trial.check()
     assert trial.members() == [[A], [B, C]]
@@ -172,7 +172,7 @@ def test_a_record_that_a_server_missed_is_told_before_its_sums_are_frozen(make_s
     plan = FaultPlan().corrupt("c", at=Phase.APPLY, step=1, of="c", times=4)
     trial = Trial(make_swarm, plan, "a", "b c")
     trial.train(2)
-    assert trial.swarm.servers[C].stepping.version == 1
+    assert trial.swarm.servers[C].steps.version == 1
     trial.trainer.avoid.add(C)  # who would wait there until it is told again
     trial.train(1)
     trial.check()
@@ -215,7 +215,7 @@ def test_nobody_waits_for_a_server_that_refuses_a_round(make_swarm: MakeSwarm, m
     def refuses(*_: Any) -> None:
         raise ProtocolError("its sums may change")
 
-    monkeypatch.setattr(trial.swarm.servers[D].stepping.sums, "bind", refuses)
+    monkeypatch.setattr(trial.swarm.servers[D].steps.sums, "bind", refuses)
     began_s = trial.swarm.loop.time()
     trial.train(1)
     assert trial.swarm.loop.time() - began_s < 1.0
@@ -344,7 +344,7 @@ def test_a_stage_that_was_restarted_ends_the_run_at_once(make_swarm: MakeSwarm) 
 def test_a_server_that_was_restarted_is_gone(make_swarm: MakeSwarm, how: str) -> None:
     trial = Trial(make_swarm, FaultPlan(), "a", "b c")
     trial.train(1)
-    swarm, stepping = trial.swarm, trial.swarm.servers[C].stepping
+    swarm, steps = trial.swarm, trial.swarm.servers[C].steps
 
     async def restarted(caller: PeerId, body: bytes) -> bytes:
         if how == "not admitted":
@@ -357,7 +357,7 @@ def test_a_server_that_was_restarted_is_gone(make_swarm: MakeSwarm, how: str) ->
     handlers[FREEZE] = restarted
     trial.train(2)
     trial.check()
-    assert stepping.version == 1
+    assert steps.version == 1
     assert trial.members() == [[A], [B]]
 
 
@@ -450,7 +450,7 @@ def test_a_step_that_lost_a_batch_takes_another(make_swarm: MakeSwarm) -> None:
 def test_a_sum_that_holds_a_struck_batch_begins_anew_when_the_step_takes_others(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(swarm.through(key(), rows(1)))
-    coordinator, stage = swarm.servers[A]._transport, swarm.servers[B].stepping.stage(1)
+    coordinator, stage = swarm.servers[A]._transport, swarm.servers[B].steps.stage(1)
 
     def reopen(round_: int, struck: list[int]) -> None:
         request = FreezeRequest(generation=0, step=0, attempt=0, round=round_, struck=struck)
@@ -474,7 +474,7 @@ def test_weights_are_hashed_where_somebody_may_compare_them(make_swarm: MakeSwar
         return decode(answer, FreezeReply).ledgers[0].version_hash
 
     def fingerprint_of(peer: PeerId, stage: int) -> int:
-        return swarm.servers[peer].stepping.stage(stage).fingerprint()
+        return swarm.servers[peer].steps.stage(stage).fingerprint()
 
     assert hash_of(A) == hash_of(C) == fingerprint_of(A, 0)
     assert hash_of(B) is None
@@ -508,4 +508,4 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
             freeze(round=4, named=named)
     assert swarm.state() == before
     freeze(round=4, named=nothing)
-    assert not swarm.servers[B].stepping.stage(1).next_sum.values.any()
+    assert not swarm.servers[B].steps.stage(1).next_sum.values.any()

@@ -175,20 +175,20 @@ def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
 
 def test_a_record_whose_caller_hung_up_is_told_again(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", "b")
-    stepping = swarm.servers[B].stepping
-    apply, found = stepping.sums.apply, []
+    steps = swarm.servers[B].steps
+    apply, found = steps.sums.apply, []
 
     def applied_unheard(record: Record, averaged: Any) -> None:
         apply(record, averaged)
-        found.append(stepping.stage(1).fingerprint())
+        found.append(steps.stage(1).fingerprint())
         if len(found) == 1:
             raise Unreachable("the caller is gone")  # here its handler is cancelled
 
-    monkeypatch.setattr(stepping.sums, "apply", applied_unheard)
+    monkeypatch.setattr(steps.sums, "apply", applied_unheard)
     swarm.run(swarm.step(rows(0)))
-    assert (stepping.version, stepping.stage(1).version) == (0, 1)
+    assert (steps.version, steps.stage(1).version) == (0, 1)
     swarm.settle()
-    assert (stepping.version, stepping.stage(1).version) == (1, 1)
+    assert (steps.version, steps.stage(1).version) == (1, 1)
     assert len(found) == 2
     assert found[0] == found[1]
 
@@ -274,7 +274,7 @@ def test_an_empty_step_changes_no_weights(make_swarm: MakeSwarm) -> None:
         return await swarm.record(1)
 
     assert swarm.counted(swarm.run(go())) == []
-    assert {server.stepping.version for server in swarm.servers.values()} == {2}
+    assert {server.steps.version for server in swarm.servers.values()} == {2}
     assert all(torch.equal(before[name], tensor) for name, tensor in swarm.weights().items())
 
 
@@ -388,19 +388,19 @@ def assert_undecided(swarm: Swarm, words: str) -> None:
         swarm.run(swarm.step(rows(1), rows(2)))
     with pytest.raises(StepError, match=words):
         swarm.run(swarm.record(0))
-    assert all(server.stepping.version == 0 for server in swarm.servers.values())
+    assert all(server.steps.version == 0 for server in swarm.servers.values())
     assert all(torch.equal(start[name], tensor) for name, tensor in swarm.weights().items())
     assert all(not server.voter._accepted for server in swarm.servers.values())
 
 
 def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b c")
-    stage = swarm.servers[C].stepping.stage(1)
+    stage = swarm.servers[C].steps.stage(1)
     swarm.run(swarm.through(key(50), rows(1)))
-    swarm.servers[A].stepping.sums.ledgers[0]._receipts.clear()  # only the weights shall be wrong
-    swarm.servers[B].stepping.sums.ledgers[1]._receipts.clear()
+    swarm.servers[A].steps.sums.ledgers[0]._receipts.clear()  # only the weights shall be wrong
+    swarm.servers[B].steps.sums.ledgers[1]._receipts.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
-    stage.stepper.optimizer.state[stage.trainable[0]] = momentum
+    stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
     assert_undecided(swarm, "replicas of stage 1 have different weights")
 
 
@@ -408,13 +408,13 @@ def test_a_replica_that_says_no_hash_of_its_weights_fails_the_step(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm = make_swarm("a", "b c")
-    monkeypatch.setattr(swarm.servers[C].stepping.sums, "_is_compared", lambda _: False)
+    monkeypatch.setattr(swarm.servers[C].steps.sums, "_is_compared", lambda _: False)
     assert_undecided(swarm, "stage 1 has 2 replicas, and not all give")
 
 
 def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
-    swarm.servers[B].stepping._me = Member(peer_id=B, boot_id=999)
+    swarm.servers[B].steps._me = Member(peer_id=B, boot_id=999)
     assert_undecided(swarm, "b was restarted")
 
 
@@ -433,12 +433,12 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
 
 def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", clip=1.0)
-    average = swarm.servers[A].stepping.rounds._average
+    average = swarm.servers[A].steps.rounds._average
 
     async def negative(*args: Any) -> AveragingResult:
         return (await average(*args))._replace(squared_norm=-1.0)
 
-    monkeypatch.setattr(swarm.servers[A].stepping.rounds, "_average", negative)
+    monkeypatch.setattr(swarm.servers[A].steps.rounds, "_average", negative)
     assert_undecided(swarm, "not negative")
 
 
@@ -583,8 +583,8 @@ def test_a_step_frees_what_it_held(make_swarm: MakeSwarm) -> None:
     for server in swarm.servers.values():
         assert not server._tickets._entries
         assert server.calls.cache.used_bytes == 0
-        for index in server.stepping.stages:
-            stage = server.stepping.stage(index)
+        for index in server.steps.stages:
+            stage = server.steps.stage(index)
             assert not stage.next_sum.values.any()
             assert not any(stage.next_sum.touched)
             assert all(parameter.grad is None for parameter in stage.trainable)

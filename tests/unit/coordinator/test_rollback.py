@@ -79,7 +79,7 @@ def test_it_trains_as_if_nothing_had_been(make_swarm: MakeSwarm, first_step: int
         swarm.run(step(swarm, seed, seed + 1))
     go_back(swarm, first_step)
     assert_trains_as_from_the_beginning(swarm)
-    assert {server.stepping.version for server in swarm.servers.values()} == {first_step + 3}
+    assert {server.steps.version for server in swarm.servers.values()} == {first_step + 3}
 
 
 def test_it_goes_back_again_and_again(make_swarm: MakeSwarm) -> None:
@@ -108,7 +108,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     for one in handlers.values():
         one[APPLY] = lose
     swarm.run(step(swarm, 5, 6))
-    assert [swarm.servers[peer].stepping.version for peer in (A, B, J)] == [1, 0, 0]
+    assert [swarm.servers[peer].steps.version for peer in (A, B, J)] == [1, 0, 0]
     assert swarm.names_after(swarm.steps.newest) == ["a", "bj"]
     go_back(swarm)
     for peer, one in handlers.items():
@@ -116,15 +116,15 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     swarm.rosters = [[A], [B, J]]
     assert_trains_as_from_the_beginning(swarm)
     assert all(server.admission.run.seats == swarm.steps.run.seats for server in swarm.servers.values())
-    assert swarm.rosters_now == [[swarm.members[A]], [swarm.members[B], swarm.servers[J].admission.me]]
-    assert [swarm.servers[peer].stepping.stages for peer in (A, B, J)] == [(0,), (1,), (1,)]
+    assert swarm.rosters_now == [[swarm.members[A]], [swarm.members[B], swarm.servers[J].membership.me]]
+    assert [swarm.servers[peer].steps.stages for peer in (A, B, J)] == [(0,), (1,), (1,)]
     assert not swarm.servers[A].events.counts["gone"]
 
 
 def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm) -> None:
     """Else the next time that nobody is there would be cut short by this one."""
     swarm = make_swarm("a", "b")
-    role = swarm.servers[A].admission.coordinator
+    role = swarm.servers[A].admission.leadership.coordinator
     assert role is not None
 
     def wait(now_s: float) -> EventLog:
@@ -174,7 +174,7 @@ def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
         assert not server.calls.under_way.tasks
         assert not server._tickets._entries
         assert server.calls.cache.used_bytes == 0
-        assert not server.stepping.stage(server.stepping.stages[0]).next_sum.values.any()
+        assert not server.steps.stage(server.steps.stages[0]).next_sum.values.any()
     assert_trains_as_from_the_beginning(swarm)
 
 

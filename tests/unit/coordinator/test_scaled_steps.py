@@ -28,7 +28,7 @@ async def step(swarm: Swarm, number: int) -> None:
 
 
 def assert_alike(swarm: Swarm) -> None:
-    one, other = (server.stepping.stage(0).weights() for server in swarm.servers.values())
+    one, other = (server.steps.stage(0).weights() for server in swarm.servers.values())
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=0, atol=0)
 
@@ -54,7 +54,7 @@ def test_a_joiner_that_follows_a_round_gets_the_same() -> None:
         swarm.run(step(swarm, 0))
         joiner = swarm.join("z")
         swarm.run(step(swarm, 1))
-        assert joiner.stepping.version == 2
+        assert joiner.steps.version == 2
         assert_alike(swarm)
     finally:
         swarm.close()

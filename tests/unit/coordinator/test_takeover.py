@@ -77,7 +77,9 @@ class Trial:
 
     @property
     def coordinators(self) -> list[PeerId]:
-        return [name for name, server in self.swarm.servers.items() if server.admission.coordinator is not None]
+        return [
+            name for name, server in self.swarm.servers.items() if server.admission.leadership.coordinator is not None
+        ]
 
     def count(self, kind: Any) -> int:
         return sum(server.events.counts[kind] for server in self.swarm.servers.values())
@@ -97,9 +99,9 @@ class Trial:
         seen: dict[str, torch.Tensor] = {}
         for index, roster in enumerate(self.swarm.rosters_now):
             for member in roster:
-                stepping = self.swarm.servers[member.peer_id].stepping
-                assert stepping.version == len(self.records)
-                for name, tensor in stepping.stage(index).weights().items():
+                steps = self.swarm.servers[member.peer_id].steps
+                assert steps.version == len(self.records)
+                for name, tensor in steps.stage(index).weights().items():
                     assert torch.equal(seen.setdefault(name, tensor), tensor), "replicas are equal to the bit"
                     torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
         assert seen.keys() == expected.keys()
@@ -271,7 +273,7 @@ def test_a_voter_that_tried_to_coordinate_in_vain_still_makes_a_majority(make_sw
     trial = Trial(make_swarm, FaultPlan().kill("c", at=Phase.DECIDE, of="c", step=1))
     trial.train(1)
     server = trial.swarm.servers[B]
-    boot_id = server.admission.me.boot_id
+    boot_id = server.membership.me.boot_id
     higher = Prepare(term=(number, B, boot_id), boot_id=boot_id, generation=0, step=1, fence=False)
     assert server.voter.promise(higher).promised
     trial.train(3, avoid="c")
@@ -555,7 +557,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
     old = trial.swarm.servers[A]
     averaging, reopened = asyncio.Event(), asyncio.Event()
     average = old._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
-    reopen, retire = old.stepping.reopen, Coordinator.retire
+    reopen, retire = old.steps.reopen, Coordinator.retire
 
     async def averages_later(caller: PeerId, body: bytes) -> bytes:
         averaging.set()
@@ -573,7 +575,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
             reopened.set()
 
     old._transport._call_handlers[AVERAGE] = averages_later  # type: ignore[attr-defined]
-    monkeypatch.setattr(old.stepping, "reopen", reopens)
+    monkeypatch.setattr(old.steps, "reopen", reopens)
     monkeypatch.setattr(Coordinator, "retire", retires_later)
 
     async def go() -> None:
@@ -674,7 +676,7 @@ def test_a_coordinator_that_is_admitted_last_is_waited_for(
     swarm.settle()
     took_over = [name for name, server in swarm.servers.items() if server.events.counts["takeover"]]
     assert took_over == found
-    assert [name for name, server in swarm.servers.items() if server.admission.coordinator] == (found or [A])
+    assert [name for name, server in swarm.servers.items() if server.admission.leadership.coordinator] == (found or [A])
 
 
 def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> None:
@@ -742,7 +744,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
         network.thaw(LEAD)
         coordinator = other.run.coordinator
         assert coordinator != A
-        books = swarm.servers[coordinator].admission.coordinator.generation.step_state
+        books = swarm.servers[coordinator].admission.leadership.coordinator.generation.step_state
         assert not books.order.plans, "the lead has not answered"
         request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
         await swarm.trainer.call(coordinator, REGISTER, encode(request), timeout=30.0)

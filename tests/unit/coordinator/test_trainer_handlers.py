@@ -116,7 +116,7 @@ def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_a
         await swarm.batch(rows(2))
         deciding = asyncio.create_task(swarm.record(2))
         await asyncio.sleep(10.0)
-        assert swarm.servers[A].stepping.version == 3
+        assert swarm.servers[A].steps.version == 3
         await other.record(0)
         assert other.version == 2
         assert [len(roster) for roster in other.run.rosters] == [1, 1]
@@ -163,7 +163,7 @@ def test_a_record_waits_for_the_lead_to_ask(make_swarm: MakeSwarm) -> None:
         waiting = asyncio.create_task(other.record(0))
         await asyncio.sleep(90.0)  # the lead validates
         assert not waiting.done()
-        assert {server.stepping.version for server in swarm.servers.values()} == {0}
+        assert {server.steps.version for server in swarm.servers.values()} == {0}
         record = await swarm.record(0)
         assert await waiting == record
         return record
@@ -197,7 +197,7 @@ def test_a_lead_that_is_not_heard_of_fails_the_step(make_swarm: MakeSwarm) -> No
     with pytest.raises(StepError, match=r"step 0 could not be decided: the lead trainer was not heard of for 100 s"):
         swarm.run(go())
     assert 100.0 <= swarm.loop.time() < 140.0
-    assert {server.stepping.version for server in swarm.servers.values()} == {0}
+    assert {server.steps.version for server in swarm.servers.values()} == {0}
     with pytest.raises(StepError, match="not heard of"):
         swarm.run(swarm.steps.grant(2))
 
@@ -324,7 +324,7 @@ def test_a_lead_that_was_told_to_go_on_is_waited_for_again(make_swarm: MakeSwarm
         assert await waiting is None
         await batch(swarm, other, 1)
         await asyncio.sleep(50.0)
-        assert {server.stepping.version for server in swarm.servers.values()} == {0}
+        assert {server.steps.version for server in swarm.servers.values()} == {0}
         swarm.steps.hyperparameters = lambda: [{"lr": 0.5}]
         return await swarm.record(0)
 

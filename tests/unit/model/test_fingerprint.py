@@ -94,7 +94,7 @@ def test_what_a_stage_took_ahead_counts_while_nothing_was_written(make_swarm: Ma
     swarm = make_swarm("a c", "b")
     for first in (2, 4):  # after the first one a snapshot is taken, and with it the fingerprint
         swarm.run(swarm.step(rows(first), rows(first + 1)))
-    stage, other = (swarm.servers[PeerId(peer)].stepping.stage(0) for peer in "ac")
+    stage, other = (swarm.servers[PeerId(peer)].steps.stage(0) for peer in "ac")
     assert stage.look_ahead()
     assert stage.fingerprint() == other.fingerprint()
     assert not stage.look_ahead()
@@ -108,8 +108,8 @@ def test_a_server_works_ahead_where_it_will_be_asked(make_swarm: MakeSwarm) -> N
     swarm.run(swarm.step(rows(0), rows(1)))
 
     def is_asked(server: Server) -> bool:
-        stage = server.stepping.stage(server.stepping.stages[0])
-        return server.stepping.sums._is_compared(stage)
+        stage = server.steps.stage(server.steps.stages[0])
+        return server.steps.sums._is_compared(stage)
 
     both = [swarm.servers[PeerId(peer)] for peer in "ab"]
     assert [is_asked(server) for server in both] == [False, False]
@@ -119,6 +119,6 @@ def test_a_server_works_ahead_where_it_will_be_asked(make_swarm: MakeSwarm) -> N
     assert joiner.admission.is_member
     assert [is_asked(server) for server in both] == [True, True], "somebody was joining"
     swarm.run(swarm.step(rows(4), rows(5)))
-    joined = joiner.stepping.stages[0]
+    joined = joiner.steps.stages[0]
     assert [is_asked(server) for server in both] == [joined == stage for stage in (0, 1)]
     assert is_asked(joiner)

@@ -47,9 +47,9 @@ def assert_one_joins(swarm: Swarm) -> None:
     swarm.run(asyncio.sleep(1.0))
     assert joiner.admission.is_member
     swarm.run(swarm.step(rows(4), rows(5)))
-    stage = joiner.stepping.stage(0)
-    assert stage.optimizer_state()
-    assert stage.fingerprint() == swarm.servers[A].stepping.stage(0).fingerprint()
+    stage = joiner.steps.stage(0)
+    assert stage.optimizer.state()
+    assert stage.fingerprint() == swarm.servers[A].steps.stage(0).fingerprint()
 
 
 def adam_8bit(parameters: Any, lr: float) -> Optimizer:
@@ -116,8 +116,8 @@ def test_state_from_before_the_first_step_is_loaded(make_swarm: MakeSwarm) -> No
 def test_a_stage_has_no_state_of_the_others_parameters(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", optimizer=of(torch.optim.Adagrad))
     for server in swarm.servers.values():
-        (stage,) = server.stepping.sums.stages.values()
-        assert set(stage.stepper.optimizer.state) == set(stage.parameters.values())
+        (stage,) = server.steps.sums.stages.values()
+        assert set(stage.optimizer.torch_optimizer.state) == set(stage.parameters.values())
 
 
 def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
@@ -125,18 +125,18 @@ def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(swarm.step(rows(0), rows(1)))
     swarm.run(swarm.steps.select(without_first_weight(swarm)))
-    stage = swarm.servers[A].stepping.stage(0)
-    state = {name: one for name, one in stage.optimizer_state().items() if name == "0.0.weight"}
+    stage = swarm.servers[A].steps.stage(0)
+    state = {name: one for name, one in stage.optimizer.state().items() if name == "0.0.weight"}
     stage.load_optimizer_state(state)
-    assert stage.optimizer_state().keys() == {"0.0.weight"}
+    assert stage.optimizer.state().keys() == {"0.0.weight"}
 
 
 @pytest.mark.parametrize("written", [3, {"params": 3, "lr": "much"}])
 def test_nonsense_about_a_parameter_group_changes_nothing(make_swarm: MakeSwarm, written: Any) -> None:
     swarm = make_swarm("a", optimizer=of(torch.optim.AdamW))
-    stage = swarm.servers[A].stepping.stage(0)
+    stage = swarm.servers[A].steps.stage(0)
     with contextlib.suppress(ProtocolError):
         stage.load_optimizer_state({"0.0.weight": {GROUP: written}})
-    assert stage.optimizer_state() == {}
+    assert stage.optimizer.state() == {}
     swarm.run(swarm.step(rows(0), rows(1)))
     assert stage.version == 1

@@ -87,10 +87,10 @@ def test_a_selection_holds_from_the_open_step_on(make_swarm: MakeSwarm) -> None:
 
     for roster, num_elements in zip(swarm.rosters, (0, 3), strict=True):
         for name in roster:
-            (stage,) = swarm.servers[name].stepping.sums.stages.values()
+            (stage,) = swarm.servers[name].steps.sums.stages.values()
             assert stage.next_sum.values.numel() == num_elements
-            assert len(stage.stepper.optimizer.param_groups) == 2
-            assert stage.optimizer_state().keys() == stage.parameters.keys(), "what was learned of them is gone"
+            assert len(stage.optimizer.torch_optimizer.param_groups) == 2
+            assert stage.optimizer.state().keys() == stage.parameters.keys(), "what was learned of them is gone"
     assert all(torch.equal(weight, before[name]) for name, weight in swarm.weights().items())
 
 
@@ -122,7 +122,7 @@ def test_a_record_is_all_that_a_stage_needs_to_follow(make_swarm: MakeSwarm) -> 
     told, follower = make_swarm("a"), make_swarm("a")
     chosen = replaced(bias_only(told), groups={"0.0.bias": 1})
     told.run(told.steps.select(chosen))
-    stage = told.servers[told.route()[0]].stepping.stage(0)
+    stage = told.servers[told.route()[0]].steps.stage(0)
     two = [{"lr": 0.1}, {"lr": 0.3, "momentum": 0.0}]
 
     async def step() -> Record:
@@ -136,7 +136,7 @@ def test_a_record_is_all_that_a_stage_needs_to_follow(make_swarm: MakeSwarm) -> 
     means: list[Tensor] = []
     record = told.run(step())
     assert record.selection == chosen
-    follower.servers[follower.route()[0]].stepping.stage(0).apply(record, means[0], [True])
+    follower.servers[follower.route()[0]].steps.stage(0).apply(record, means[0], [True])
 
     moved = {name for name, weight in told.weights().items() if not torch.equal(weight, told.module.state_dict()[name])}
     assert moved == {"0.0.bias"}

@@ -93,7 +93,7 @@ def test_nothing_is_left_of_the_run(make_swarm: MakeSwarm) -> None:
         assert not server.admission.has_run
         assert not server.admission.left.is_set(), "it is not the run's end"
         assert server.snapshots.store.held == []
-        assert server.stepping.stages == ()
+        assert server.steps.stages == ()
         assert server.calls.cache.used_bytes == 0
     with pytest.raises(Busy):
         swarm.run(swarm.trainer.call(A, VIEW, b"", timeout=1.0))

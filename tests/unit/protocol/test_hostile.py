@@ -382,7 +382,7 @@ def meeting(swarm: Swarm) -> Candidate:
 
 
 def kept(swarm: Swarm) -> Message:
-    return copied(swarm.servers[A].stepping.stage(0), 0)
+    return copied(swarm.servers[A].steps.stage(0), 0)
 
 
 def loop_state(swarm: Swarm) -> Message:
@@ -828,7 +828,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_in_all_stages(make_swarm: 
     assert not math.isfinite(decided.squared_norm)
     for name, tensor in swarm.weights().items():
         assert torch.equal(tensor, start[name])
-    assert all(stage.stepping.version == 1 for stage in swarm.servers.values())
+    assert all(stage.steps.version == 1 for stage in swarm.servers.values())
     assert swarm.run(swarm.step(rows(1))).outcome == "apply", "a skipped step leaves nothing behind"
 
 
@@ -880,12 +880,12 @@ def test_a_record_of_rosters_that_cannot_be_changes_nothing(
 def test_a_record_of_another_number_of_stages_is_not_applied(make_swarm: MakeSwarm) -> None:
     """By who joins: who averaged looks whether it is the round's."""
     swarm = next(sample for sample in SAMPLES if sample.method == APPLY).prepared(make_swarm)
-    before, stepping = swarm.state(), swarm.servers[B].stepping
+    before, steps = swarm.state(), swarm.servers[B].steps
     short = msgspec.structs.replace(closing(swarm), touched=[])
     with pytest.raises(ProtocolError, match="a closing of 0 stages; there are 2"):
         swarm.run(
-            stepping.commit(
-                msgspec.structs.replace(record(swarm), closing=short), {1: stepping.stage(1).next_sum.values.clone()}
+            steps.commit(
+                msgspec.structs.replace(record(swarm), closing=short), {1: steps.stage(1).next_sum.values.clone()}
             )
         )
     assert swarm.state() == before

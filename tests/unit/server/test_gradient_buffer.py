@@ -13,7 +13,7 @@ ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
 
 
 def filled(*receipts: Receipt) -> ReceiptLedger:
-    ledger = ReceiptLedger(step=3, attempt=1)
+    ledger = ReceiptLedger(step=3)
     for receipt in receipts:
         assert ledger.add(receipt) is True
     return ledger
@@ -28,13 +28,13 @@ def test_a_receipt_is_entered_once() -> None:
 
 def test_none_is_added_after_a_closing_that_does_not_name_it() -> None:
     ledger = filled(ONE)
-    assert not ledger.frozen
     ledger.freeze([ONE, TWO])
-    assert ledger.frozen
+    assert not ledger.final
     with pytest.raises(LeaseRevoked, match=r"step 3 is closed, .* microbatch \(4, 0, 0\)"):
         ledger.add(THREE)
     assert not ledger.holds(THREE)
     assert ledger.add(TWO) is True
+    assert ledger.final
     assert ledger.add(ONE) is False, "a repetition is harmless at any time"
 
 

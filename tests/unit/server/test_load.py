@@ -7,8 +7,8 @@ import pytest
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.membership import RunMembership
 from lightning_swarm.server.stage import StageLoad
 from tests.unit.conftest import MakeSwarm
 
@@ -53,7 +53,7 @@ def test_who_comes_back_was_not_idle_in_between() -> None:
 
 def test_a_stage_that_enters_a_run_again_was_not_idle_meanwhile(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
-    stage = swarm.servers[PeerId("a")].stepping.stage(0)
+    stage = swarm.servers[PeerId("a")].steps.stage(0)
     membership = RunMembership(Member(peer_id=PeerId("a"), boot_id=0))
     membership.enter_run(RunState(swarm.manifest))
     sums = GradientSums(membership)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_swarm.server import machine
+from lightning_swarm.server.server import describe_peak, peak_bytes
 from tests.unit.conftest import MakeSwarm
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def _held_bytes() -> int:
 
 
 def _peak_bytes() -> int:
-    found = machine.peak_bytes(CPU)
+    found = peak_bytes(CPU)
     assert found is not None
     return found
 
@@ -39,19 +39,19 @@ def test_the_peak_is_what_was_held_at_once() -> None:
     assert abs(after - _held_bytes()) < BIG / 2
     held.clear()
     assert abs(_peak_bytes() - after) < BIG / 2, "it was given back, and still was held"
-    assert re.fullmatch(r" It took at most \d+\.\d\d GB of memory here\.", machine.describe_peak(CPU))
+    assert re.fullmatch(r" It took at most \d+\.\d\d GB of memory here\.", describe_peak(CPU))
 
 
 def test_a_gpus_memory_is_what_torch_took_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", {device: 2_340_000_000}.__getitem__)
-    assert machine.peak_bytes(device) == 2_340_000_000
-    assert machine.describe_peak(device) == " It took at most 2.34 GB of memory here."
+    assert peak_bytes(device) == 2_340_000_000
+    assert describe_peak(device) == " It took at most 2.34 GB of memory here."
 
 
 def test_of_other_devices_nothing_is_said() -> None:
-    assert machine.peak_bytes(torch.device("meta")) is None
-    assert machine.describe_peak(torch.device("meta")) == ""
+    assert peak_bytes(torch.device("meta")) is None
+    assert describe_peak(torch.device("meta")) == ""
 
 
 @linux
@@ -60,4 +60,4 @@ def test_a_server_reports_it(make_swarm: MakeSwarm) -> None:
     report = server.report()
     assert report is not None
     assert report.peak_bytes is not None
-    assert 10 << 20 < report.peak_bytes <= (machine.peak_bytes(CPU) or 0)
+    assert 10 << 20 < report.peak_bytes <= (peak_bytes(CPU) or 0)

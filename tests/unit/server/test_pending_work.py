@@ -25,7 +25,7 @@ class Busy:
         self.under_way = PendingWork(
             TicketStore(MemoryNetwork().transport(PeerId("a")), max_bytes=1 << 20), loop.create_task
         )
-        self.lull = IdleLinkWait(self.under_way, timeout=TIMEOUT_S)
+        self.idle_link = IdleLinkWait(self.under_way, timeout=TIMEOUT_S)
         self._num_calls = 0
 
     def call(self, direction: str, begin_s: float, took_s: float) -> None:
@@ -39,7 +39,7 @@ class Busy:
 
     async def _waits(self) -> float:
         begin_s = now_s()
-        await self.lull.wait()
+        await self.idle_link.wait()
         return now_s() - begin_s
 
     def rest(self, seconds: float) -> None:
@@ -90,6 +90,6 @@ def test_others_do_not_wait_too_long_for_its_part(busy: Busy) -> None:
 
 
 def test_averaging_that_takes_most_of_a_step_has_no_time(busy: Busy) -> None:
-    busy.lull.averaging_took(0.6 * STEP_S)
+    busy.idle_link.averaging_took(0.6 * STEP_S)
     busy.call("forward", 0.0, 3.0)
     assert busy.waits() == 0.0

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import force_setattr
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import (
     Busy,
     ConfigError,
@@ -26,11 +28,12 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.calls import CallReport, CancelRequest, ForwardRequest, StageReport, Ticket
-from lightning_swarm.protocol.messages.run import Member, StageManifest
+from lightning_swarm.protocol.messages.run import Member, StageManifest, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import StageState, StateRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
+from lightning_swarm.protocol.methods import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE, WATCH
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, make_module, plain_steps, rows
@@ -47,7 +50,7 @@ def parameter_gradients(swarm: Swarm, *inputs: torch.Tensor) -> list[torch.Tenso
 
 
 def sums(swarm: Swarm, route: list[PeerId]) -> list[torch.Tensor]:
-    return [swarm.servers[peer].stepping.stage(i).next_sum.values.clone() for i, peer in enumerate(route)]
+    return [swarm.servers[peer].steps.stage(i).next_sum.values.clone() for i, peer in enumerate(route)]
 
 
 @pytest.mark.parametrize("rosters", [("a", "b"), ("a", "b", "c"), ("a", "a", "a"), ("a",)])
@@ -271,7 +274,7 @@ def test_none_is_added_after_a_cancel_that_said_so(make_swarm: MakeSwarm) -> Non
         return await cancelling
 
     said_added = swarm.run(go())
-    assert server.stepping.stage(0).next_sum.values.any()
+    assert server.steps.stage(0).next_sum.values.any()
     assert said_added, "it said never, and added"
 
 
@@ -317,7 +320,7 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         await here.call(B, FORWARD, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
-        server._on_fenced(key().name(1, "forward"))
+        server.calls.give_up(key().name(1, "forward"))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)
@@ -505,6 +508,100 @@ def test_two_admissions_at_once_admit_once(make_swarm: MakeSwarm) -> None:
     assert isinstance(second, ProtocolError)
 
 
+def test_a_server_is_busy_to_those_that_watch_until_it_coordinates(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, start = make_swarm("a", admit=False), Coordinator.start
+
+    async def slow(self: Coordinator) -> None:
+        await asyncio.sleep(1.0)
+        await start(self)
+
+    async def watch() -> WatchReply:
+        request = WatchRequest(term=RunState(swarm.manifest).term, version=0, hold_s=0.0)
+        return decode(await swarm.trainer.call(A, WATCH, encode(request), timeout=1.0), WatchReply)
+
+    async def go() -> None:
+        admitting = asyncio.create_task(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=5.0))
+        await asyncio.sleep(0.5)
+        with pytest.raises(Busy, match="not admitted"):
+            await watch()
+        await admitting
+        assert (await watch()).coordinates
+
+    monkeypatch.setattr(Coordinator, "start", slow)
+    swarm.run(go())
+
+
+# ---------------------------------------------------------------------- leaving a run
+
+
+def test_the_next_run_begins_when_nothing_is_left_of_the_one_before(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, x = make_swarm("a"), rows(1)
+    server = swarm.servers[A]
+    abort_all = server.calls.under_way.abort_all
+
+    async def slow() -> None:
+        await asyncio.sleep(1.0)
+        await abort_all()
+
+    async def go() -> None:
+        releasing = asyncio.create_task(server.release())
+        await asyncio.sleep(0.5)
+        assert not server.membership.has_run
+        await discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=10.0)
+        await releasing
+
+    monkeypatch.setattr(server.calls.under_way, "abort_all", slow)
+    swarm.run(go())
+    assert server.steps.stages == (0,), "it dropped the stages of the run that it had just entered"
+    torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
+
+
+def test_a_server_that_is_to_leave_a_run_does_not_leave_the_next_one(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    server = swarm.servers[A]
+
+    async def go() -> None:
+        leaving = [asyncio.create_task(server.step_out()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=10.0)
+        await asyncio.gather(*leaving)
+
+    swarm.run(go())
+    assert server.membership.is_member
+    assert server.steps.stages == (0,)
+
+
+def test_a_job_of_a_run_that_was_left_meanwhile_changes_nothing(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, executor = make_swarm("a"), Unstoppable()
+    server = swarm.servers[A]
+    stage, executor.held = server.steps.stage(0), []
+    gradients: dict[str, torch.Tensor | None] = {name: torch.ones_like(p) for name, p in stage.parameters.items()}
+    monkeypatch.setattr(server._executor, "submit", executor.submit)
+
+    async def go() -> None:
+        adding = asyncio.create_task(server.steps.add_batch(0, key(), gradients, 1.0))
+        await asyncio.sleep(0)
+        releasing = asyncio.create_task(server.release())
+        await asyncio.sleep(1.0)
+        (_, add), *_ = executor.held or []
+        with pytest.raises(ProtocolError, match="in no run"):
+            add()
+        executor.held = (executor.held or [])[1:]
+        executor.finish()
+        adding.cancel()
+        await releasing
+
+    swarm.run(go())
+    assert not stage.next_sum.values.any()
+    assert not server.steps.stages
+
+
 def test_weights_change_only_by_records(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     before = swarm.state()
@@ -518,6 +615,12 @@ def of_another_model(stage: StageManifest) -> StageManifest:
     return replaced(stage, parameters=[(name, [*shape, 1], dtype), *others])
 
 
+def for_no_samples() -> RunSettings:
+    settings = RunSettings()
+    force_setattr(settings, "target_batch_size", 0)  # which its own checks refuse
+    return settings
+
+
 REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]]]] = {
     "version": ("`protocol_version` is 99 there", lambda stage: {"protocol_version": 99}),
     "sender": ("comes from its lead", lambda stage: {"lead": A}),
@@ -526,7 +629,7 @@ REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]
     "blocks": ("has 1 blocks", lambda stage: {"stages": [replaced(stage, end_block=2)]}),
     "absurd blocks": ("has 1 blocks", lambda stage: {"stages": [replaced(stage, end_block=10**18)]}),
     "no stages": ("must cover blocks", lambda stage: {"stages": []}),
-    "target": ("target_batch_size", lambda stage: {"target_batch_size": 0}),
+    "target": ("target_batch_size", lambda stage: {"settings": for_no_samples()}),
     "clipping": ("gradient_clip_norm", lambda stage: {"gradient_clip_norm": math.nan}),
     "clipping by value": ("gradient_clip_value", lambda stage: {"gradient_clip_value": 0.0}),
 }
@@ -540,7 +643,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
     changed = replaced(swarm.manifest, **change(swarm.manifest.stages[0]))
     with pytest.raises((ProtocolError, ConfigError), match=words):
         swarm.run(swarm.trainer.call(A, ADMIT, encode(changed), timeout=1.0))
-    assert not swarm.servers[A].stepping.stages
+    assert not swarm.servers[A].steps.stages
     swarm.run(discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
 
 
@@ -548,7 +651,7 @@ def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stranger = swarm.network.transport("stranger")
     state = StageState(stage_index=0, step=0, generation=0, optimizer=False, names=[], structure=None)
-    with pytest.raises(ProtocolError, match="come from the lead"):
+    with pytest.raises(ProtocolError, match="the lead trainer brings weights, not stranger"):
         swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ended by one of"):
         swarm.run(stranger.call(A, LEAVE, b"", timeout=1.0))
@@ -603,16 +706,16 @@ def test_its_tensors_are_told_at_their_version_only(make_swarm: MakeSwarm) -> No
     """Who asks reads the weights of one version, some here and some elsewhere."""
     swarm = make_swarm("a", "b")
     swarm.run(swarm.step(rows(1)))
-    stepping = swarm.servers[B].stepping
-    held = swarm.run(stepping.tensors_at(1, within_s=5.0))
-    assert list(map(id, held)) == list(map(id, stepping.stage(1).parameters.values()))
+    steps = swarm.servers[B].steps
+    held = swarm.run(steps.tensors_at(1, within_s=5.0))
+    assert list(map(id, held)) == list(map(id, steps.stage(1).parameters.values()))
     with pytest.raises(ProtocolError, match=r"newest version, which is 1 .* got 0\. Read"):
-        swarm.run(stepping.tensors_at(0, within_s=5.0))
+        swarm.run(steps.tensors_at(0, within_s=5.0))
     with pytest.raises(DeadlineExceeded, match="version 2 must come in 5 s, and this peer is at version 1"):
-        swarm.run(stepping.tensors_at(2, within_s=5.0))
+        swarm.run(steps.tensors_at(2, within_s=5.0))
 
     async def leave() -> tuple[float, list[torch.Tensor]]:
-        asking = asyncio.ensure_future(stepping.tensors_at(2, within_s=100.0))
+        asking = asyncio.ensure_future(steps.tensors_at(2, within_s=100.0))
         await asyncio.sleep(1.0)
         await swarm.servers[B].step_out()
         found = await asking

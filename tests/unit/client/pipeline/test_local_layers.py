@@ -41,8 +41,8 @@ def gradients(seed: int) -> dict[str, Tensor]:
 
 
 def add(swarm: Swarm, trainer: str, grant: Grant, seed: int) -> None:
-    stepping = swarm.servers[PeerId(trainer)].stepping
-    swarm.run(stepping.add_batch(AROUND, key(grant.first, step=grant.step), gradients(seed), grant.weight))
+    steps = swarm.servers[PeerId(trainer)].steps
+    swarm.run(steps.add_batch(AROUND, key(grant.first, step=grant.step), gradients(seed), grant.weight))
 
 
 def granted(swarm: Swarm, *, microbatch: bool = True) -> Grant:
@@ -65,7 +65,7 @@ def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record:
 
 
 def heads(swarm: Swarm) -> list[dict[str, Tensor]]:
-    return [swarm.servers[name].stepping.stage(AROUND).weights() for name in swarm.around]
+    return [swarm.servers[name].steps.stage(AROUND).weights() for name in swarm.around]
 
 
 @pytest.mark.parametrize("microbatch", [True, False])

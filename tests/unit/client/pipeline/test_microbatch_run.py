@@ -54,7 +54,7 @@ def assert_sums(swarm: Swarm, inputs: list[torch.Tensor]) -> None:
         (swarm.module(x).square().sum() / 2).backward()
     for index, roster in enumerate(swarm.rosters):
         expected = torch.cat([p.grad.flatten() for p in swarm.module[index].parameters() if p.grad is not None])
-        found = sum(swarm.servers[peer].stepping.stage(index).next_sum.values for peer in roster)
+        found = sum(swarm.servers[peer].steps.stage(index).next_sum.values for peer in roster)
         torch.testing.assert_close(found, expected)
 
 

@@ -87,7 +87,7 @@ class Route:
     def holders(self, stage: int, receipt: Receipt) -> list[PeerId]:
         found = []
         for peer in self.swarm.rosters[stage]:
-            if peer not in self.dead and self.swarm.servers[peer].stepping.sums.ledgers[stage].holds(receipt):
+            if peer not in self.dead and self.swarm.servers[peer].steps.sums.ledgers[stage].holds(receipt):
                 found.append(peer)
         return found
 
@@ -133,7 +133,7 @@ class Route:
         for index, roster in enumerate(self.swarm.rosters):
             expected = torch.cat([p.grad.flatten() for p in module[index].parameters() if p.grad is not None])  # type: ignore[index]
             sums = [
-                self.swarm.servers[peer].stepping.stage(index).next_sum.values for peer in roster if peer in self.alive
+                self.swarm.servers[peer].steps.stage(index).next_sum.values for peer in roster if peer in self.alive
             ]
             torch.testing.assert_close(sum(sums), expected, rtol=1e-12, atol=1e-12)
 
@@ -421,7 +421,7 @@ def test_receipts_that_do_not_come_at_once_are_asked_for_one_by_one(
 def test_a_replay_adds_at_its_holders_and_nowhere_else(make_swarm: MakeSwarm) -> None:
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
     route.run()
-    before = {peer: server.stepping.sums.ledgers for peer, server in route.swarm.servers.items()}
+    before = {peer: server.steps.sums.ledgers for peer, server in route.swarm.servers.items()}
     work = [Replay(receipt=route.receipts[2], holders={1: PeerId("b2")})]
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
     assert route.holders(1, route.receipts[2]) == ["b", "b2"]
@@ -466,15 +466,15 @@ def test_a_replay_again_adds_nothing_again(make_swarm: MakeSwarm) -> None:
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
     route.run()
     for peer in ("a2", "b2", "c2"):
-        route.swarm.servers[PeerId(peer)].stepping.stage("abc".index(peer[0])).next_sum.values.zero_()
+        route.swarm.servers[PeerId(peer)].steps.stage("abc".index(peer[0])).next_sum.values.zero_()
     work = [Replay(receipt=one, holders={0: PeerId("a2"), 2: PeerId("c2")}) for one in route.receipts]
-    first = route.swarm.servers[PeerId("a2")].stepping.stage(0)
+    first = route.swarm.servers[PeerId("a2")].steps.stage(0)
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
     found = first.next_sum.values.clone()
     assert found.any()
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
     assert torch.equal(first.next_sum.values, found)
-    torch.testing.assert_close(found, route.swarm.servers[A].stepping.stage(0).next_sum.values)
+    torch.testing.assert_close(found, route.swarm.servers[A].steps.stage(0).next_sum.values)
 
 
 def test_who_was_to_add_nothing_may_be_named_later(make_swarm: MakeSwarm) -> None:
@@ -509,7 +509,7 @@ def test_what_a_holder_refuses_as_its_sum_is_frozen_is_not_lost(make_swarm: Make
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     route.run()
-    swarm.servers[PeerId("b2")].stepping.sums.ledgers[1].freeze(())
+    swarm.servers[PeerId("b2")].steps.sums.ledgers[1].freeze(())
     work = [Replay(receipt=route.receipts[0], holders={1: PeerId("b2")})]
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
     assert "b2" not in route.holders(1, route.receipts[0])

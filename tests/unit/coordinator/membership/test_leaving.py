@@ -70,10 +70,10 @@ def assert_plain(swarm: Swarm, *batches: Sequence[int]) -> None:
     plain_steps(module, [[rows(seed) for seed in seeds] for seeds in batches], divisors=[1.0] * len(batches))
     expected = module.state_dict()
     members = {peer: swarm.servers[peer] for peer in swarm.servers[A].admission.run.servers}
-    assert {index for server in members.values() for index in server.stepping.stages} == set(range(len(swarm.rosters)))
+    assert {index for server in members.values() for index in server.steps.stages} == set(range(len(swarm.rosters)))
     for server in members.values():
-        for index in server.stepping.stages:
-            for name, tensor in server.stepping.stage(index).weights().items():
+        for index in server.steps.stages:
+            for name, tensor in server.steps.stage(index).weights().items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
 
 
@@ -110,8 +110,8 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
 
     swarm.run(go())
     assert num_forwards(swarm) == 2 * (3 + 3 + 2), "each microbatch once in each stage"
-    assert swarm.servers[A].stepping.version == 3
-    assert swarm.servers[B].stepping.version == 2, "it applied the record that let it go, and no later one"
+    assert swarm.servers[A].steps.version == 3
+    assert swarm.servers[B].steps.version == 2, "it applied the record that let it go, and no later one"
     assert_plain(swarm, [0, 1, 2], [3, 4, 5], [6, 7])
     assert swarm.coordinator.generation.context.events.counts["left"] == 1
 
@@ -129,7 +129,7 @@ def test_a_last_copy_waits_until_another_has_joined(make_swarm: MakeSwarm) -> No
     swarm.run(wait())
     assert c.said[-1] == "This peer has the only copy of stage 1: waiting for another one to join."
     joiner = swarm.join("j")
-    assert joiner.stepping.stages == (1,), "who leaves counts no more where somebody is needed"
+    assert joiner.steps.stages == (1,), "who leaves counts no more where somebody is needed"
 
     async def go() -> None:
         assert swarm.names_after(await step(swarm, 2)) == ["ab", "cj"]
@@ -191,7 +191,7 @@ def test_who_leaves_goes_though_the_record_is_not_told_to_it(
             await asyncio.wait_for(b.task, 10.0)
 
     swarm.run(go())
-    assert swarm.servers[B].stepping.version == 0
+    assert swarm.servers[B].steps.version == 0
     assert b.said[-1].startswith("Run 'run' has let this peer go.")
 
 
@@ -359,7 +359,7 @@ def test_a_server_that_was_left_out_joins_again(
         with leaving_out(monkeypatch, [B]), contextlib.nullcontext() if knows else deaf(swarm, monkeypatch, B):
             assert swarm.names_after(await step(swarm, 2, 3)) == ["a", "c"]
         assert swarm.names_after(await step(swarm, 4, 5, among="a")) == ["a", "c"]
-        assert swarm.servers[B].stepping.version == (2 if knows else 1)
+        assert swarm.servers[B].steps.version == (2 if knows else 1)
         with pytest.raises(SwarmError):  # it computes nothing more of the run
             await step_at(swarm, B)
 

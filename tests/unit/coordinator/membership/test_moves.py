@@ -59,7 +59,7 @@ def test_a_server_leaves_its_stage_by_one_record_and_enters_the_other_by_a_later
         assert [one.stage_index for record in records for one in record.departures] == [1]
         assert swarm.names_after(records[-1]) == ["a", "cb"]
         assert "Leaving stage 0 of run 'run' for stage 1." in b.said
-        assert swarm.servers[B].stepping.stages == (1,)
+        assert swarm.servers[B].steps.stages == (1,)
         assert_plain(swarm, *([number] for number in range(6)))
 
     swarm.run(go())
@@ -156,7 +156,7 @@ class Measured(StageLoad):
 def measure(swarm: Swarm, **rates: float) -> None:
     """Have servers say how fast they are; by names."""
     for name, rate in rates.items():
-        sums = swarm.servers[PeerId(name)].stepping.sums
+        sums = swarm.servers[PeerId(name)].steps.sums
         for stage in sums.stages.values():
             stage.load = Measured(rate)
 
@@ -271,8 +271,8 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
 
     async def go() -> None:
         for server in swarm.servers.values():
-            for index in server.stepping.stages:
-                server.stepping.stage(index).load = Absurd(index)
+            for index in server.steps.stages:
+                server.steps.stage(index).load = Absurd(index)
         for record in await steps(swarm, 0, 3):
             assert swarm.names_after(record) == ["ab", "c"]
         assert "c" not in balance._known
@@ -309,8 +309,8 @@ def test_a_server_gives_up_one_of_several_stages(
         assert [swarm.names_after(record) for record in records[1:]] == 4 * [after]
         for name, server in swarm.servers.items():
             held = tuple(index for index, peers in enumerate(after) if name in peers)
-            assert server.stepping.stages == held
-            assert tuple(server.stepping.sums.ledgers) == held
+            assert server.steps.stages == held
+            assert tuple(server.steps.sums.ledgers) == held
             there = {index for index, block in enumerate(server.admission.model.blocks.modules)
                      if not any(parameter.is_meta for parameter in block.parameters())}  # fmt: skip
             assert there == set(held), "what it gave up takes no memory"

@@ -136,7 +136,7 @@ def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: 
         await batch(swarm, other, 1)
         waiting = asyncio.create_task(other.record(0))
         await asyncio.sleep(5.0)
-        assert joiner.stepping.rounds._held is not None, "the round is through, and the joiner holds it"
+        assert joiner.steps.rounds._held is not None, "the round is through, and the joiner holds it"
         if what == "dies":
             swarm.network.kill(J)
         elif what == "begins anew":
@@ -173,7 +173,7 @@ def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(mak
     assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
     handlers[PROPOSE] = propose
     swarm.run(swarm.step(rows(1)))
-    assert joiner.stepping.version == 2
+    assert joiner.steps.version == 2
 
 
 def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(make_swarm: MakeSwarm) -> None:
@@ -202,7 +202,7 @@ def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_sw
     """The record comes from its donor, too, while the coordinator's word to apply it is at work."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
-    executor = joiner.stepping._executor
+    executor = joiner._executor
     submit, one_by_one = executor.submit, asyncio.Lock()
 
     def slowly(priority: Any, run: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_sw
         await swarm.step(rows(2), rows(3))
 
     swarm.run(go())
-    assert joiner.stepping.version == 2
+    assert joiner.steps.version == 2
 
 
 # ---------------------------------------------------------------------- who is quicker than the coordinator
@@ -279,7 +279,7 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
 
     async def counted(caller: PeerId, body: bytes) -> bytes:
         nonlocal ahead
-        ahead += joiner.stepping.version > swarm.servers[A].stepping.version
+        ahead += joiner.steps.version > swarm.servers[A].steps.version
         answer: bytes = await ready(caller, body)
         return answer
 
@@ -311,7 +311,7 @@ def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) ->
     joiner._transport.stream = slow_download  # type: ignore[method-assign]
     task = entering(swarm, joiner)
     swarm.run(asyncio.sleep(0.5))
-    stage = swarm.coordinator.generation.server_membership.targets[joiner.admission.me.peer_id]
+    stage = swarm.coordinator.generation.server_membership.targets[joiner.membership.me.peer_id]
     others = [entering(swarm, swarm.add_server(name)) for name in "klm"]
 
     async def go() -> None:
@@ -567,7 +567,7 @@ def test_a_mover_takes_its_former_stage_where_the_other_is_not_to_be_had(
             await swarm.step(rows(number))
         await task
         assert joiner.admission.is_member
-        assert joiner.stepping.stages == ((0,) if to_be_had else (1,))
+        assert joiner.steps.stages == ((0,) if to_be_had else (1,))
         assert len(refused) == (0 if to_be_had else 3)
 
     swarm.run(go())

@@ -19,7 +19,15 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.compression import CODECS, Codec
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import all_reduce
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Group, GroupMean, GroupParts, average, refuse
+from lightning_swarm.server.averaging.all_reduce import (
+    AveragingFailed,
+    Group,
+    GroupMean,
+    GroupParts,
+    average,
+    refuse,
+    squared_norm,
+)
 
 
 async def compute(run: Callable[[], Any]) -> Any:
@@ -271,3 +279,27 @@ def test_what_is_no_such_part_is_not_decoded(loop: VirtualLoop, like: Tensor, mo
 
 def normal(length: int, seed: int) -> Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_squared_norm_is_one_of_blocks() -> None:
+    vector = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    expected = math.fsum(number * number for number in vector.tolist())
+    threads = torch.get_num_threads()
+    try:
+        found = set()
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.add(squared_norm(vector))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(expected, rel=1e-14)
+    assert squared_norm(torch.empty(0)) == 0.0
+    assert math.isnan(squared_norm(torch.tensor([1.0, math.nan])))
+    assert squared_norm(torch.tensor([1.0, math.inf])) == math.inf
+
+
+def test_a_squared_norm_that_no_float_holds_is_infinite() -> None:
+    vector = torch.zeros(1 << 15, dtype=torch.float64)  # two blocks
+    vector[0] = vector[-1] = math.sqrt(1.5e308)
+    assert squared_norm(vector) == math.inf

@@ -44,11 +44,11 @@ async def step(swarm: Swarm, number: int, *, factor: float = 1.0, scale: float =
 
 
 def lost(swarm: Swarm) -> list[Tensor | None]:
-    return [swarm.servers[peer].stepping.stage(0).carried.lost for peer in (A, B)]
+    return [swarm.servers[peer].steps.stage(0).generation.carried.lost for peer in (A, B)]
 
 
 def assert_alike(swarm: Swarm) -> None:
-    one, other = (swarm.servers[peer].stepping.stage(0).weights() for peer in (A, B))
+    one, other = (swarm.servers[peer].steps.stage(0).weights() for peer in (A, B))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -89,7 +89,7 @@ def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.Monkey
         try:
             for number, scale in enumerate(scales):
                 swarm.run(step(swarm, number, scale=scale))
-            weights.append(swarm.servers[A].stepping.stage(0).weights())
+            weights.append(swarm.servers[A].steps.stage(0).weights())
             carried.append(lost(swarm)[0])
         finally:
             swarm.close()
@@ -102,18 +102,18 @@ def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.Monkey
 def test_it_is_carried_over_a_selection_that_trains_the_same(swarm: Swarm) -> None:
     """An optimizer got another group, say. Where others train it is of no use."""
     swarm.run(step(swarm, 0))
-    stage = swarm.servers[A].stepping.stage(0)
-    before, selection = stage.carried, stage.selection
+    stage = swarm.servers[A].steps.stage(0)
+    before, selection = stage.generation.carried, stage.selection
     assert before.lost is not None
     assert selection is not None
     stage.select(replace(selection, num_groups=selection.num_groups + 1))
-    assert stage.carried is before
+    assert stage.generation.carried is before
     stage.select(replace(selection, frozen=[next(iter(stage.parameters))]))
-    assert stage.carried.lost is None
+    assert stage.generation.carried.lost is None
 
 
 def test_a_run_that_goes_back_carries_nothing_there(swarm: Swarm) -> None:
     swarm.run(step(swarm, 0))
-    stage = swarm.servers[A].stepping.stage(0)
+    stage = swarm.servers[A].steps.stage(0)
     stage.enter_generation(0, None)
-    assert stage.carried.lost is None
+    assert stage.generation.carried.lost is None

@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.membership import FollowReply, TensorLayo
 from lightning_swarm.protocol.messages.state import Snapshot
 from lightning_swarm.protocol.methods import FOLLOW, PIECE
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.state_transfer import donor, download
+from lightning_swarm.server.state_transfer import donor, stage_copy
 from lightning_swarm.server.state_transfer.donor import Throttle
 from lightning_swarm.server.state_transfer.stage_copy import IncomingSnapshot, StageCopy
 from tests.unit.conftest import MakeSwarm
@@ -151,7 +151,7 @@ def test_a_throttle_serves_who_comes_first_at_its_rate(loop: VirtualLoop) -> Non
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 16) -> None:
-    monkeypatch.setattr(download, "PIECE_BYTES", num_bytes)
+    monkeypatch.setattr(stage_copy, "PIECE_BYTES", num_bytes)
 
 
 def sent_pieces(swarm: Swarm) -> Counter[PeerId]:
@@ -201,7 +201,7 @@ def test_a_helper_that_dies_is_done_without(make_swarm: MakeSwarm, monkeypatch: 
     swarm.run(swarm.step(rows(0), rows(1)))
     swarm.add_server(J)
     peers = [PeerId("a"), PeerId("a2")]
-    first = peers[(swarm.servers[J].admission.me.boot_id + 1) % 2]
+    first = peers[(swarm.servers[J].membership.me.boot_id + 1) % 2]
     [helper] = set(peers) - {first}
     num_pieces = 0
 

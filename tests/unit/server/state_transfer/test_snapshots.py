@@ -144,7 +144,7 @@ def test_the_first_step_is_kept_by_two_and_then_one_step_an_interval(make_swarm:
 def test_what_is_kept_is_the_stage_to_the_bit_with_its_momenta(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
-    stage = swarm.servers[B].stepping.stage(1)
+    stage = swarm.servers[B].steps.stage(1)
     print_of_it, kept = stage.fingerprint(), copied(stage, 0)
     swarm.run(steps(swarm, 2, 3))
     assert stage.fingerprint() != print_of_it
@@ -211,7 +211,7 @@ def test_an_older_one_stays_until_the_newer_one_is_through(make_swarm: MakeSwarm
 def test_a_copy_that_came_damaged_is_not_kept(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
-    message = copied(swarm.servers[B].stepping.stage(1), 0)
+    message = copied(swarm.servers[B].steps.stage(1), 0)
     swarm.servers[A].snapshots.store.keep_only(None)
     damaged = Message(message.body, tuple(tensor + 1 for tensor in message.tensors))
     with pytest.raises(ProtocolError, match="not what its sender took"):
@@ -316,7 +316,7 @@ def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -
 
     assert gather() is not None
     for server in swarm.servers.values():
-        message = copied(swarm.servers[B].stepping.stage(1), 3)
+        message = copied(swarm.servers[B].steps.stage(1), 3)
         put = server.snapshots.store.put(decode(message.body, Snapshot), message.tensors, wanted=lambda: True)
         swarm.run(put)
     with pytest.raises(Unreachable, match="the snapshot of stage 1"):

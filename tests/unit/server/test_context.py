@@ -7,7 +7,7 @@ import pytest
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.membership import RunMembership
+from lightning_swarm.server.context import RunMembership
 from tests.unit.conftest import MakeSwarm
 
 HOST, STRANGER = PeerId("host"), PeerId("stranger")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
-from lightning_swarm.server.compute import SavedGraph
+from lightning_swarm.server.compute import ActivationCache, CachedForward, SavedGraph
 from tests.unit.swarm import MODE
 
 GRAPH = SavedGraph([], [], has_drawn=False, seen=None, again=lambda: GRAPH)
