@@ -6,6 +6,7 @@ Children hold a pipe to their parent. When it closes, however the parent died, t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -25,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
+from lightning_swarm.core.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.core.process import follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
@@ -33,13 +35,12 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer, hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
-from lightning_swarm.strategy.restart import RestartableStrategy, TrainerCall
 
 _log = logging.getLogger(__name__)
 
 
-class LaunchedStrategy(RestartableStrategy, Protocol):
-    """The part of a strategy that the launcher needs."""
+class LaunchedStrategy(Protocol):
+    """The part of a strategy that the launcher and a call of the Trainer's function need."""
 
     config: SwarmConfig
     peer: Peer | None
@@ -47,6 +48,20 @@ class LaunchedStrategy(RestartableStrategy, Protocol):
     @property
     def num_trainers(self) -> int:
         """Trainers that are started together, on this machine."""
+
+    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
+        """Refuse what cannot work; `handed` are the arguments of the Trainer's method, by name."""
+
+    def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
+        """Make ready to run the Trainer's function again after an error, with what is left of the swarm.
+
+        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run. None: the run cannot
+        roll back, or has lost nothing that it needs.
+        """
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True if this process leads."""
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
@@ -63,6 +78,62 @@ class LaunchedStrategy(RestartableStrategy, Protocol):
 
     def enter(self, trainer: Trainer) -> bool:
         """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
+
+
+@dataclass(frozen=True)
+class TrainerCall:
+    """A call of a Trainer's function, such as that of `fit`, which is repeated where its run rolls back."""
+
+    strategy: LaunchedStrategy
+    trainer: Trainer
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments by name."""
+        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
+
+    def resumed(self, path: str | None) -> TrainerCall:
+        """The same call, which goes on from a checkpoint; None or empty: from none."""
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.arguments["ckpt_path"] = path or None
+        return replace(self, args=bound.args, kwargs=bound.kwargs)
+
+    def run(self) -> Any:
+        """Call the function, and again, with a checkpoint, as often as its run rolls back."""
+        call = self
+        while True:
+            result, path = call._run_once()
+            if path is None:
+                return result
+            call = call.resumed(path)
+
+    def run_beside(self) -> str | None:
+        """Do the same beside the lead. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+        call = self
+        while True:
+            _, path = call._run_once()
+            if path is None or self.strategy.is_global_zero:
+                return path
+            call = call.resumed(path)
+
+    def run_as_lead(self, path: str) -> Any:
+        """Call the function, at a peer that served, in the place of the lead, from a checkpoint."""
+        call = self.resumed(path)
+        self.strategy.check(self.trainer, call.arguments)
+        return call.run()
+
+    def _run_once(self) -> tuple[Any, str | None]:
+        """Call the function once; returns its result, and the checkpoint where its run goes on."""
+        try:
+            return self.function(*self.args, **self.kwargs), None
+        except (PeerError, StepError) as error:
+            path = self.strategy.prepare_rollback(self.trainer, error)
+            if path is None:
+                raise
+        return None, path  # after the handler: the loop's old state is free by now
 
 
 class SwarmLauncher(_Launcher):
