@@ -35,7 +35,8 @@ _MEMORY_CALLBACKS = ("BatchSizeFinder",)
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
 _TRIAL_CALLBACKS = ("LearningRateFinder",)
 
-# They read or replace weights of the whole module, or change what trains, between two batches of the lead.
+# They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
+# trainers are in the middle of theirs then.
 _WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")

@@ -299,14 +299,10 @@ class SwarmOptimization:
             self._lightning.optim_progress.optimizer.step.increment_ready()
             self._count(optimizer)
 
-    def _close(self) -> None:
-        """Ask to close the open step with what it has."""
-        self._session.close_step(window=self._counters.total_weight)
-
     def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
         """Have the step decided if it ends with this batch."""
         if not closing and self._counters.is_due(self.pending_samples):
-            self._close()  # the batch was withdrawn
+            self._session.close_step(window=self._counters.total_weight)  # the batch was withdrawn
             closing = True
         if self._ends_step(close=closing):
             self._step(optimizer)
@@ -345,7 +341,9 @@ class SwarmOptimization:
         with nullcontext() if self._session.has_ended else self._profiled(optimizer):
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
-                self._close()  # another trainer withdrew its batch, and this one has none to put in its place
+                self._session.close_step(
+                    window=self._counters.total_weight
+                )  # another trainer withdrew its batch, and this one has none to put in its place
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:

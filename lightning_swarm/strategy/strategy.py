@@ -59,7 +59,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
     The LightningModule stays as it is, and the loss curve is that of the plain Trainer up to float rounding.
 
-    Arguments marked "run-wide" are settled by the peer that starts the run; peers that join it ignore their own.
+    For arguments marked "run-wide", peers that join a run use the values of the peer that started it.
 
     Args:
         num_stages: Number of stages that the model is cut into. None: one per device.
@@ -75,9 +75,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         target_batch_size: Samples per optimizer step, independent of the size of a batch. None: steps are counted as
             Lightning does, with `accumulate_grad_batches`.
         role: ``"auto"``: the peer that starts the run trains and serves. Peers that join (`initial_peers`) only serve;
-            one that has data takes over if the starter dies. ``"both"``: this process trains and serves, and so do
-            those of its other devices, which needs `target_batch_size`. ``"trainer"``: it trains and holds no stage.
-            ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
+            one that has data takes over if the starter dies. ``"both"``: this process trains and serves; with several
+            devices each of their processes does, and `target_batch_size` must be set. ``"trainer"``: it trains and
+            holds no stage. ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
         run_id: Name of the run.
         initial_peers: Peers through which to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or
             multiaddresses.
@@ -92,10 +92,10 @@ class SwarmStrategy(extra_trainers.RankHooks):
             to which each server writes its own stages, so that no machine needs room for the whole model.
         offload_optimizer: Keep the optimizer's state in main memory, and step there. No effect on a CPU.
         delay_optimizer_step: Average gradients and step while the next step's microbatches are computed. Each gradient
-            is then computed with the weights of one step before. Run-wide.
-        deterministic: Sum gradients in a fixed order: the trained weights are the same to the bit, whichever servers
-            compute what, however many there are, and whichever of them die, on machines of one kind and with one
-            trainer. Needs `microbatch_size`, and ``Trainer(deterministic=True)`` for reproducible kernels. Run-wide.
+            is then that of the weights one step before. Run-wide.
+        deterministic: Sum gradients so that the trained weights are the same to the bit, whichever servers compute
+            what, however many there are, and whichever of them die: on machines of one kind, with one trainer. Needs
+            `microbatch_size`. Reproducible kernels are requested by ``Trainer(deterministic=True)``. Run-wide.
         rebalancing: When a server moves to another stage during the run: ``"gain"``: if the pipeline gains more than
             the move costs; ``"paper"``: by the rule of the SWARM paper; ``"none"``: never. Run-wide.
         rebalance_interval: Longest time in seconds between two such decisions. Whenever peers come or go, one is made
@@ -366,7 +366,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = super().load_checkpoint
+        load = super().load_checkpoint  # which takes `weights_only` since Lightning 2.6
         return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     @override

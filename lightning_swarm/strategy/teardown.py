@@ -100,7 +100,7 @@ def _leave_run_under_way(strategy: SwarmStrategy, exception: BaseException) -> N
 # ------------------------------------------------------------------ the run
 
 
-def tear_down(strategy: SwarmStrategy, lightnings: Callable[[], None]) -> None:
+def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
     rolls_back = strategy._recovery.is_rolling_back
     try:
@@ -108,7 +108,7 @@ def tear_down(strategy: SwarmStrategy, lightnings: Callable[[], None]) -> None:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):
                 _serve_on(strategy)  # a checkpoint left its loop nothing to do
             with staying_on_meta():
-                lightnings()
+                default()
         finally:
             strategy._checkpoints.close_files()
     finally:

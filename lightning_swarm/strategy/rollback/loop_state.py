@@ -69,7 +69,7 @@ class ResumePoint:
     news: RunNews | None = None  # what it heard before its next batch had a grant; None: that has none as yet
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
-        """True if it goes with a version of the weights, by what is known of records, heard by the loop or not."""
+        """True if the state goes with a version of the weights. `counts` knows records that it did not hear of."""
         if version <= self.version:
             return version == self.version and not self.completed
         if self.news is not None:
@@ -78,7 +78,7 @@ class ResumePoint:
         return not is_lead and (not self.completed or counts(self.version, self.completed))
 
     def news_at(self, version: int) -> RunNews:
-        """The news that it had heard and not counted, where it goes on with a version."""
+        """The news that the loop had heard and not counted, where it goes on with a version."""
         return self.news if self.news is not None and version > self.version else self.before
 
 

@@ -36,7 +36,7 @@ from lightning_swarm.strategy.data import STATE, at_position
 from lightning_swarm.strategy.metric_states import MetricContents
 from lightning_swarm.strategy.metrics import Pending
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.rollback.data_position import BatchPosition, DataPosition, RandomState
+from lightning_swarm.strategy.rollback.data_position import BatchPosition, DataPosition
 from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint
 
 _log = logging.getLogger(__name__)
@@ -54,32 +54,15 @@ class LoopRecorder:
     ) -> None:
         names = {name for stage in peer.lead.stages for name in stage.named_stage_tensors()}
         self.states = LoopStates(trainer, names, is_lead=session.is_lead)
-        self._trainer = trainer
         self._peer = peer
         self._session = session
         self._loop = loop
         self._snapshot_interval_s = snapshot_interval  # None: no snapshots are ordered
         self._first_step = session.version
-        self._position: DataPosition | None = None
         self._newest: OrderedSnapshots | None = None  # that are of use to the loop
         self._newest_sent: int | None = None  # version of the state that standby leads have
         self._left_out: set[str] = set()  # parts that cannot travel, of which a warning was logged
         loop.on_grant = self._granted
-
-    def follow_data(
-        self,
-        resume_at: BatchPosition | None,
-        on_arrival: Callable[[], None],
-        *,
-        made: Callable[[], RandomState | None],
-    ) -> None:
-        """Follow the loop through its data, until `close`. The arguments are those of `DataPosition`."""
-        self._position = DataPosition(self._trainer, resume_at, self._between_batches, on_arrival, made=made)
-
-    def close(self) -> None:
-        """Leave the loop's data as they were."""
-        if self._position is not None:
-            self._position.close()
 
     def clear(self) -> None:
         """Forget all states, and all snapshots so far: they are void."""
@@ -91,13 +74,13 @@ class LoopRecorder:
         self._find_newest()
         self._replicate()
 
-    def _between_batches(self) -> None:
+    def between_batches(self, position: DataPosition) -> None:
+        """Keep the state of the loop, which is between two batches, if a snapshot may go with it."""
         self._find_newest()
         self.states.prune(self._versions)
         version, completed = self._session.version, self._session.completed_leases
         if self._may_have_snapshot(version, completed):
-            assert self._position is not None
-            self.states.save(version, completed, self._position.here, self._loop.pending)
+            self.states.save(version, completed, position.here, self._loop.pending)
             self._replicate()
 
     # ------------------------------------------------------------------ snapshots

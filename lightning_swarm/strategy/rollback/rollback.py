@@ -25,7 +25,7 @@ from lightning_swarm.strategy.data import at_position
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback import loop_transfer
-from lightning_swarm.strategy.rollback.data_position import RandomState, generators_of, random_state
+from lightning_swarm.strategy.rollback.data_position import DataPosition, RandomState, generators_of, random_state
 from lightning_swarm.strategy.rollback.loop_state import Counts, LoopStates, ResumePoint, restore_metrics
 from lightning_swarm.strategy.rollback.loop_transfer import LoopRecorder
 
@@ -69,6 +69,7 @@ class Rollback:
     def __init__(self) -> None:
         self.begins_anew = False  # the loop begins beside another lead, as that of a trainer that joins the run
         self._recorder: LoopRecorder | None = None  # of the run
+        self._position: DataPosition | None = None  # of the run
         self._offered: dict[int, ResumePoint] = {}  # by version, what the lead was told that this loop can go on from
         self._target: RollbackTarget | None = None
         self._arrived = True  # no target, or the loop is there
@@ -108,7 +109,7 @@ class Rollback:
             states.resume(ResumePoint(point.state, point.num_counted, version, (), news))
 
         resume_at = None if self._arrived or self._target is None else self._target.resume_point.state.position
-        recorder.follow_data(resume_at, arrive, made=self._take_made)
+        self._position = DataPosition(trainer, resume_at, recorder.between_batches, arrive, made=self._take_made)
 
     def discard_snapshots(self) -> None:
         """A checkpoint was loaded in the middle of the run: the servers forgot their snapshots."""
@@ -251,9 +252,9 @@ class Rollback:
 
     def end_run(self) -> None:
         """The run is over; another run may go on at the target."""
-        if self._recorder is not None:
-            self._recorder.close()
-        self._recorder = None
+        if self._position is not None:
+            self._position.close()
+        self._recorder = self._position = None
 
     def end_fit(self) -> None:
         """The fit is over."""
