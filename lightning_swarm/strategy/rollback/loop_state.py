@@ -162,10 +162,12 @@ class LoopStates:
         memo = {key: gap for key, (_, gap) in self._stand_ins.items()}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         kept = copy.deepcopy(dumped, dict(memo))
-        for name in _valueless(kept, ""):
+        valueless = next((name for name, leaf in leaves(kept) if isinstance(leaf, Tensor) and leaf.is_meta), None)
+        if valueless is not None:
             raise ConfigError(
-                f"what a hook made of the weights when a checkpoint was asked for, {name}, has no values: they are on "
-                "the servers. Take weights as they are in `on_save_checkpoint`, and work on them when they are loaded."
+                f"what a hook made of the weights when a checkpoint was asked for, {valueless}, has no values: they "
+                "are on the servers. Take weights as they are in `on_save_checkpoint`, and work on them when they are "
+                "loaded."
             )
         return LoopState(
             checkpoint=kept,
@@ -240,13 +242,13 @@ def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
     return tree
 
 
-def _valueless(tree: Any, name: str) -> Iterator[str]:
-    """The names of tensors that have no values."""
-    if isinstance(tree, Tensor) and tree.is_meta:
-        yield name
-    elif isinstance(tree, Mapping):
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All that nested containers hold, each with the keys that lead to it."""
+    if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _valueless(value, f"{name}[{key!r}]")
+            yield from leaves(value, f"{name}[{key!r}]")
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
-            yield from _valueless(value, f"{name}[{index}]")
+            yield from leaves(value, f"{name}[{index}]")
+    else:
+        yield name, tree

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,10 +34,10 @@ from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
 from lightning_swarm.strategy.data import STATE, at_position
 from lightning_swarm.strategy.metric_states import MetricContents
-from lightning_swarm.strategy.metrics import Pending
+from lightning_swarm.strategy.metrics import REDUCTIONS, Pending
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback.data_position import BatchPosition, DataPosition
-from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint
+from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint, leaves
 
 _log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
     at_position(came.checkpoint, came.position)
     state = LoopState(
         checkpoint=came.checkpoint,
-        gaps=list(_gaps(came.checkpoint)),
+        gaps=[leaf for _, leaf in leaves(came.checkpoint) if isinstance(leaf, Awaited)],
         parameter_names=came.parameter_names,
         position=BatchPosition(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
         metrics=came.metrics,
@@ -251,17 +251,6 @@ def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> 
     return found
 
 
-def _gaps(tree: Any) -> Iterator[Awaited]:
-    if isinstance(tree, Awaited):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for child in tree.values():
-            yield from _gaps(child)
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _gaps(child)
-
-
 # ---------------------------------------------------------------------- what trainers share
 
 
@@ -299,14 +288,6 @@ def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
 # ---------------------------------------------------------------------- what was logged
 
 
-_REDUCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "max": torch.max,
-    "min": torch.min,
-}
-
-
 def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
     """Pack an entry of Lightning's results."""
     meta = entry.meta
@@ -334,7 +315,7 @@ def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict
             entry["fx"],
             entry["name"],
             value,
-            reduce_fx=_REDUCTIONS[entry["reduce_fx"]],
+            reduce_fx=REDUCTIONS[entry["reduce_fx"]],
             sync_dist_fn=trainer.strategy.reduce,
             batch_size=1,
             **options,

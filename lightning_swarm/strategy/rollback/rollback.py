@@ -185,7 +185,7 @@ class Rollback:
             whole = peer.lead.gather_snapshots([version])
             if whole is None:
                 raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
-            self._set_target(version, point, whole.weights, whole.optimizer)
+            target = self._set_target(version, point, whole.weights, whole.optimizer)
         except Exception as error:
             peer.lead.give_up()
             raise StepError(f"this peer was to take the run over, and cannot: {error}") from error
@@ -195,9 +195,8 @@ class Rollback:
                 "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
                 ", ".join(missing),
             )
-        assert self._target is not None
         self._arrived = False
-        return self._target
+        return target
 
     def find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
         """Choose, at the lead, where to go on after an error. None: nowhere; without a snapshot the error gets a note.
@@ -214,7 +213,7 @@ class Rollback:
                 if replaced:
                     error.add_note(f"The run does not roll back here: {replaced}")
                     return None
-                if any(one not in trainer.callbacks for one in self._rate_finders):  # type: ignore[attr-defined]
+                if any(finder not in trainer.callbacks for finder in self._rate_finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)
                     return None
                 self._choose_target(peer)
@@ -243,12 +242,13 @@ class Rollback:
 
     def _set_target(
         self, version: int, found: ResumePoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
-    ) -> None:
+    ) -> RollbackTarget:
         checkpoint = found.state.complete(weights, optimizer)
         at_position(checkpoint, self._position_at(version))
         path = _write(checkpoint, f"step={version}.ckpt")
         self._forget_target()
         self._target = RollbackTarget(version=version, path=path, resume_point=found)
+        return self._target
 
     def end_run(self) -> None:
         """The run is over; another run may go on at the target."""
@@ -293,8 +293,9 @@ class RunRecovery:
         if found is None:
             return None
         version, path = found
-        say = strategy.peer.events.note if strategy.is_global_zero else strategy.peer.events.hear  # once for the swarm
-        say("went_back", step=version, reason=str(error.__cause__ or error))
+        events = strategy.peer.events
+        report = events.note if strategy.is_global_zero else events.hear  # once for the swarm
+        report("went_back", step=version, reason=str(error.__cause__ or error))
         trainer.training = True  # it may have been validating
         self.is_rolling_back = True
         try:
