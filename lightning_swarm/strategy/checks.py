@@ -81,7 +81,7 @@ def makes_trials(trainer: Trainer) -> bool:
 
 
 def of_tuner(callback: object) -> str:
-    """Names what the user may have written in place of the callback."""
+    """Name what the user may have written in place of the callback."""
     return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
 
 
@@ -336,7 +336,7 @@ def check_in_memory(module: LightningModule, what: str) -> None:
 
 
 def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse what a module cannot be used for whose weights are on meta."""
+    """Refuse uses of a module that its weights on torch's meta device rule out."""
     if config.split == "time":
         check_in_memory(module, "`split='time'` is to measure its blocks")
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS) if trainer.state.fn == TrainerFn.FITTING else ():

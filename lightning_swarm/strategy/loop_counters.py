@@ -77,16 +77,16 @@ class CompletedBatches:
         self.lost: dict[int, LoopBatch] = {}  # by lease: they count nowhere all the same, and are to run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
-        """One more batch is complete."""
+        """Note a batch that is complete."""
         self._batches[lease] = step, batch, epoch
         self._sizes.setdefault(step, []).append(batch.num_samples)
 
     def num_samples(self, step: int) -> int:
-        """Samples of a step's batches."""
+        """Samples of this trainer's complete batches in a step."""
         return sum(self._sizes.get(step, ()))
 
     def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch."""
+        """This trainer's complete batches of an epoch that no record counts yet."""
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
@@ -109,7 +109,7 @@ class CompletedBatches:
         self._batches.clear()
 
     def count(self, step: int) -> None:
-        """The record of a step was counted."""
+        """Forget the batches up to a step, whose record was counted."""
         self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
@@ -218,7 +218,7 @@ class LoopCounters:
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the lead's last epoch ends here."""
+        """True if the lead's last epoch ends with the batch in hand."""
         if self._data.shares:
             return False  # the coordinator knows which batch is the run's last one
         max_epochs = self._trainer.fit_loop.max_epochs

@@ -66,7 +66,7 @@ def _copied(value: Any) -> Any:
 
 
 def has_value(metric: Metric) -> bool:
-    """True if its last batch was taken in by `forward`, which computes that batch's own value."""
+    """True if the metric took in its last batch by `forward`, which computes that batch's own value."""
     value: object = metric._forward_cache
     return value is not None
 

@@ -230,7 +230,7 @@ def _copy(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
 
 
 def how_to_go_on(trainer: Trainer) -> str:
-    """Tells the user what to do when a run broke off."""
+    """Tell the user what to do when a run broke off."""
     saved = {
         Path(path)
         for callback in trainer.checkpoint_callbacks

@@ -130,7 +130,7 @@ class SwarmOptimization:
         ) from revoked
 
     def _train_lost(self, optimizer: Optimizer) -> None:
-        """Train again on batches before the one in hand that were complete, and count nowhere all the same."""
+        """Train again on earlier batches that were complete, but are counted in no record."""
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
             self._train(optimizer, batch)
@@ -191,7 +191,7 @@ class SwarmOptimization:
     def _finish_batch(
         self, optimizer: Optimizer, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics
     ) -> bool:
-        """Tell the servers that it is complete, and what else is known by then; True when its step closes now."""
+        """Tell the servers that the batch is complete, and what it logged. True if its step closes now."""
         step = self._session.open_step
         close = self._counters.is_due(batch.num_samples)
         alone = not (self._session.is_shared or self._data.shares)
@@ -294,13 +294,13 @@ class SwarmOptimization:
             self._count_others(optimizer)
 
     def _count_others(self, optimizer: Optimizer) -> None:
-        """Count records that came beside this trainer's own steps."""
+        """Count the records of steps that other trainers filled."""
         while self._version < self._session.version:
             self._lightning.optim_progress.optimizer.step.increment_ready()
             self._count(optimizer)
 
     def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
-        """Have the step decided if it ends with this batch."""
+        """Wait for the step's record if the step ends with this batch."""
         if not closing and self._counters.is_due(self.pending_samples):
             self._session.close_step(window=self._counters.total_weight)  # the batch was withdrawn
             closing = True
@@ -325,7 +325,7 @@ class SwarmOptimization:
         self._take_lost()
 
     def _take_lost(self) -> bool:
-        """Note complete batches that count nowhere all the same and must run again. True if there are any."""
+        """Note complete batches that no record will count and that must run again. True if there are any."""
         lost = self._session.take_lost()
         for lease in lost:
             self._completed.lose(lease)
@@ -367,7 +367,7 @@ class SwarmOptimization:
         return found
 
     def _count(self, optimizer: Optimizer) -> None:
-        """A record was applied."""
+        """Count a record that was applied, in Lightning's counters, schedulers and logs."""
         if self.stepped:
             self._log_step()
         self._schedulers.count(optimizer, is_first=not self.stepped)

@@ -181,7 +181,7 @@ class ModuleWeights:
         self._call(model_state.scatter_optimizer, state, timeout=self._limits.call_timeout)
 
     def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
-        """Do what `hand_out_optimizer` does from a folder, for one stage after the other."""
+        """Have the servers go on with the optimizer state in a sharded checkpoint, one stage after the other."""
         _, run = self._active_run
         groups = folder.read_groups()["param_groups"]
         for index, stage in enumerate(run.manifest.stages):

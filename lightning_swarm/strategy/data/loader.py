@@ -176,7 +176,7 @@ class SharedLoader:
         return len(self.lane) if instead is None else len(instead)
 
     def __iter__(self) -> Iterator[Any]:
-        """Read the lane."""
+        """Yield the batches of the lane."""
         instead = self._instead()
         if instead is not None:
             return iter(instead)

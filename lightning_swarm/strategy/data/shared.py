@@ -262,7 +262,10 @@ class SharedData:
         self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
 
     def _seed_workers(self) -> None:
-        """Draw what a loader draws where an epoch begins; it did so before older epochs were listed again."""
+        """Draw the workers' seed, as a loader does where an epoch begins.
+
+        The loader did so before older epochs were listed again, which set its generator back.
+        """
         origin = self._origin
         assert origin is not None
         stays = origin.persistent_workers and origin.num_workers > 0
