@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -31,60 +31,21 @@ from lightning_swarm.core.errors import ConfigError, PeerError, StepError, Swarm
 from lightning_swarm.core.process import follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
-from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.peer.peer import Peer, hivemind_peer
+from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
 
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.strategy import SwarmStrategy
+
 _log = logging.getLogger(__name__)
-
-
-class LaunchedStrategy(Protocol):
-    """The part of a strategy that the launcher and a call of the Trainer's function need."""
-
-    config: SwarmConfig
-    peer: Peer | None
-
-    @property
-    def num_trainers(self) -> int:
-        """Trainers that are started together, on this machine."""
-
-    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
-        """Refuse what cannot work; `handed` are the arguments of the Trainer's method, by name."""
-
-    def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again after an error, with what is left of the swarm.
-
-        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run. None: the run cannot
-        roll back, or has lost nothing that it needs.
-        """
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True if this process leads."""
-
-    def serve(
-        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
-    ) -> str | None:
-        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
-
-        The data module, for a LightningModule that asks it for a size, say, is neither prepared nor set up. `handed`
-        are the arguments of the Trainer's method, by name; None: this peer never leads. Returns the checkpoint from
-        which this peer is to run the Trainer's function, in the place of the lead. None: the run is over.
-        """
-
-    def follow(self, trainer: Trainer) -> None:
-        """Become a trainer beside the lead."""
-
-    def enter(self, trainer: Trainer) -> bool:
-        """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
 
 
 @dataclass(frozen=True)
 class TrainerCall:
     """A call of a Trainer's function, such as that of `fit`, which is repeated where its run rolls back."""
 
-    strategy: LaunchedStrategy
+    strategy: SwarmStrategy
     trainer: Trainer
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -144,7 +105,7 @@ class SwarmLauncher(_Launcher):
 
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
-    def __init__(self, strategy: LaunchedStrategy, num_peers: int) -> None:
+    def __init__(self, strategy: SwarmStrategy, num_peers: int) -> None:
         super().__init__()
         self._strategy = strategy
         self._num_peers = num_peers  # on this machine, this process included

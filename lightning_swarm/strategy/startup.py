@@ -244,11 +244,7 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
 def serve(
     strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
 ) -> str | None:
-    """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
-
-    Returns the checkpoint from which this peer is to lead. It never leads if it is not told what the Trainer's
-    method was called with.
-    """
+    """Serve, and take the run over if its lead dies, as `SwarmStrategy.serve` says."""
     module = strategy._own_module
     peer = strategy.peer
     assert peer is not None

@@ -249,14 +249,14 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._checkpoints.writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
-    # What the launcher asks, as its `LaunchedStrategy` says.
+    # What the launcher asks. `handed` are the arguments of the Trainer's method, by name.
 
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
         """Refuse what cannot work, as far as it can be seen before the model is configured."""
         startup.check(self, trainer, handed)
 
     def enter(self, trainer: Trainer) -> bool:
-        """Join a run that is under way as one more trainer, if there is one."""
+        """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
         return startup.join_run_under_way(self, trainer)
 
     def follow(self, trainer: Trainer) -> None:
@@ -266,11 +266,19 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Be a server until the run is over, or until this peer is to lead from the checkpoint that is returned."""
+        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
+
+        Returns the checkpoint from which this peer is to run the Trainer's function, in the place of the lead. None:
+        the run is over. Without `handed` this peer never leads.
+        """
         return startup.serve(self, trainer, datamodule, handed)
 
     def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again after an error, with what is left of the swarm."""
+        """Make ready to run the Trainer's function again after an error, with what is left of the swarm.
+
+        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run. None: the run cannot
+        roll back, or has lost nothing that it needs.
+        """
         return self._recovery.prepare(trainer, error)
 
     def check_peers(self) -> None:

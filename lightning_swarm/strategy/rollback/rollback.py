@@ -281,11 +281,7 @@ class RunRecovery:
         self.restore_lead_role: Callable[[], None] = lambda: None
 
     def prepare(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again, with what is left of the swarm.
-
-        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run. None: the run cannot
-        roll back, or has lost nothing that it needs.
-        """
+        """Find where the run goes on, and tear it down, as `SwarmStrategy.prepare_rollback` says."""
         strategy = self._strategy
         if strategy.peer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
