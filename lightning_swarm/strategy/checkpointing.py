@@ -153,7 +153,7 @@ def _reads(logger: object) -> bool:
 class Checkpoints:
     """Saves and loads what the swarm has trained, in Lightning's checkpoints.
 
-    Methods that take `lightnings` get Lightning's own way to do the same.
+    `default` is Lightning's own method for the same.
     """
 
     def __init__(self, strategy: SwarmStrategy) -> None:
@@ -192,7 +192,7 @@ class Checkpoints:
         return own
 
     def optimizer_state(
-        self, optimizer: Optimizer, lightnings: Callable[[Optimizer], dict[str, Tensor]]
+        self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The optimizer's state dict at the last step."""
         strategy = self._strategy
@@ -206,9 +206,9 @@ class Checkpoints:
             names = {id(parameter): name for name, parameter in strategy._own_module.named_parameters()}
             saved = optimizer.state_dict()  # of which the servers have what is not here
             return optimizer_state.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
-        return lightnings(optimizer) if weights is None else weights.optimizer_state(optimizer)
+        return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
-    def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, lightnings: Callable[..., None]) -> None:
+    def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, default: Callable[..., None]) -> None:
         """Write a checkpoint."""
         strategy = self._strategy
         if strategy._loop is not None and strategy._loop.num_late_batches:
@@ -216,7 +216,7 @@ class Checkpoints:
         if self._is_sharded:
             self._save_sharded(checkpoint, path, options)
         elif self.files is None:
-            lightnings(checkpoint, path, options)
+            default(checkpoint, path, options)
         else:
             own = strategy._weights.gathered if strategy._weights is not None else ()
             self.files.save(checkpoint, path, options, own)
@@ -233,9 +233,9 @@ class Checkpoints:
         else:
             model_state.save(Path(path), checkpoint, lambda _: [], part=0, also={})
 
-    def remove(self, path: Any, lightnings: Callable[[Any], None]) -> None:
+    def remove(self, path: Any, default: Callable[[Any], None]) -> None:
         """Remove a checkpoint, after what is under way was written."""
-        (lightnings if self.files is None else self.files.remove)(path)
+        (default if self.files is None else self.files.remove)(path)
 
     def finish_files(self) -> None:
         """Wait for the files under way; raises if one cannot be written."""
@@ -254,7 +254,7 @@ class Checkpoints:
         """The run is over that went on from a checkpoint."""
         self._folder, self.restored_step = None, None
 
-    def load(self, path: Any, lightnings: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def load(self, path: Any, default: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Read a checkpoint: that of a rollback, a folder, or a file as Lightning reads it."""
         strategy = self._strategy
         self.finish_files()
@@ -263,7 +263,7 @@ class Checkpoints:
             self.restored_step = strategy._rollback.first_step
             return restored
         self._folder = checks.find_folder(path)
-        restored = lightnings(path if self._folder is None else Path(path) / sharded_format.REST)
+        restored = default(path if self._folder is None else Path(path) / sharded_format.REST)
         if self._folder is not None:
             restored["state_dict"] = strategy._initial_weights.read_folder(strategy._own_module, self._folder)
             if self._folder.has_optimizer:  # whose state is for the servers
@@ -271,7 +271,7 @@ class Checkpoints:
         self.restored_step = restored.get("global_step")
         return restored
 
-    def load_module(self, checkpoint: Mapping[str, Any], lightnings: Callable[[Mapping[str, Any]], None]) -> None:
+    def load_module(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint's weights, before a run begins or in the middle of one."""
         strategy, module = self._strategy, self._strategy._own_module
         if strategy._rollback.is_resuming and not strategy.is_global_zero:
@@ -280,7 +280,7 @@ class Checkpoints:
         if strategy._session is None:  # the run is still to begin, with these weights
             weights = checkpoint["state_dict"]
             with strategy._initial_weights.restoring(module, weights, strategy.root_device) as state:
-                lightnings({**checkpoint, "state_dict": state})
+                default({**checkpoint, "state_dict": state})
             return
         checks.check_in_memory(module, "weights are loaded in the middle of a run")
         if strategy._session.is_shared:
@@ -291,17 +291,17 @@ class Checkpoints:
             )
         assert strategy._weights is not None
         strategy._rollback.discard_snapshots()
-        strategy._weights.restart_from(checkpoint["global_step"], partial(lightnings, checkpoint))
+        strategy._weights.restart_from(checkpoint["global_step"], partial(default, checkpoint))
         if strategy._loop is not None:
             strategy._loop.restart()
 
-    def load_optimizer(self, checkpoint: Mapping[str, Any], lightnings: Callable[[Mapping[str, Any]], None]) -> None:
+    def load_optimizer(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint's optimizer state, and hand it out to the servers."""
         strategy, saved = self._strategy, None
         if self._folder is None and is_on_meta(strategy._own_module):  # on which an optimizer keeps no state either
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
-        lightnings(checkpoint)
+        default(checkpoint)
         if not strategy.is_global_zero:
             return
         assert strategy._weights is not None

@@ -35,7 +35,8 @@ _MEMORY_CALLBACKS = ("BatchSizeFinder",)
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
 _TRIAL_CALLBACKS = ("LearningRateFinder",)
 
-# They read or replace weights of the whole module, or change what trains, between two batches of the lead.
+# They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
+# trainers are in the middle of theirs then.
 _WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
@@ -80,7 +81,7 @@ def makes_trials(trainer: Trainer) -> bool:
 
 
 def of_tuner(callback: object) -> str:
-    """Names what the user may have written in place of the callback."""
+    """Name what the user may have written in place of the callback."""
     return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
 
 
@@ -335,7 +336,7 @@ def check_in_memory(module: LightningModule, what: str) -> None:
 
 
 def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse what a module cannot be used for whose weights are on meta."""
+    """Refuse uses of a module that its weights on torch's meta device rule out."""
     if config.split == "time":
         check_in_memory(module, "`split='time'` is to measure its blocks")
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS) if trainer.state.fn == TrainerFn.FITTING else ():

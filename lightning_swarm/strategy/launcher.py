@@ -6,6 +6,7 @@ Children hold a pipe to their parent. When it closes, however the parent died, t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import secrets
@@ -16,7 +17,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -25,44 +27,74 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
+from lightning_swarm.core.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.core.process import follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
-from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.peer.peer import Peer, hivemind_peer
+from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
-from lightning_swarm.strategy.restart import RestartableStrategy, TrainerCall
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _log = logging.getLogger(__name__)
 
 
-class LaunchedStrategy(RestartableStrategy, Protocol):
-    """The part of a strategy that the launcher needs."""
+@dataclass(frozen=True)
+class TrainerCall:
+    """A call of a Trainer's function, such as that of `fit`, which is repeated where its run rolls back."""
 
-    config: SwarmConfig
-    peer: Peer | None
+    strategy: SwarmStrategy
+    trainer: Trainer
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
     @property
-    def num_trainers(self) -> int:
-        """Trainers that are started together, on this machine."""
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments by name."""
+        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
 
-    def serve(
-        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
-    ) -> str | None:
-        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
+    def resumed(self, path: str | None) -> TrainerCall:
+        """The same call, which goes on from a checkpoint; None or empty: from none."""
+        bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
+        bound.arguments["ckpt_path"] = path or None
+        return replace(self, args=bound.args, kwargs=bound.kwargs)
 
-        The data module, for a LightningModule that asks it for a size, say, is neither prepared nor set up. `handed`
-        are the arguments of the Trainer's method, by name; None: this peer never leads. Returns the checkpoint from
-        which this peer is to run the Trainer's function, in the place of the lead. None: the run is over.
-        """
+    def run(self) -> Any:
+        """Call the function, and again, with a checkpoint, as often as its run rolls back."""
+        call = self
+        while True:
+            result, path = call._run_once()
+            if path is None:
+                return result
+            call = call.resumed(path)
 
-    def follow(self, trainer: Trainer) -> None:
-        """Become a trainer beside the lead."""
+    def run_beside(self) -> str | None:
+        """Do the same beside the lead. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+        call = self
+        while True:
+            _, path = call._run_once()
+            if path is None or self.strategy.is_global_zero:
+                return path
+            call = call.resumed(path)
 
-    def enter(self, trainer: Trainer) -> bool:
-        """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
+    def run_as_lead(self, path: str) -> Any:
+        """Call the function, at a peer that served, in the place of the lead, from a checkpoint."""
+        call = self.resumed(path)
+        self.strategy.check(self.trainer, call.arguments)
+        return call.run()
+
+    def _run_once(self) -> tuple[Any, str | None]:
+        """Call the function once; returns its result, and the checkpoint where its run goes on."""
+        try:
+            return self.function(*self.args, **self.kwargs), None
+        except (PeerError, StepError) as error:
+            path = self.strategy.prepare_rollback(self.trainer, error)
+            if path is None:
+                raise
+        return None, path  # after the handler: the loop's old state is free by now
 
 
 class SwarmLauncher(_Launcher):
@@ -73,7 +105,7 @@ class SwarmLauncher(_Launcher):
 
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
-    def __init__(self, strategy: LaunchedStrategy, num_peers: int) -> None:
+    def __init__(self, strategy: SwarmStrategy, num_peers: int) -> None:
         super().__init__()
         self._strategy = strategy
         self._num_peers = num_peers  # on this machine, this process included

@@ -29,7 +29,7 @@ class TrainerSchedulers:
         self._num_moved = 0  # moves for records that are not counted yet
 
     def take_over(self) -> None:
-        """Keep Lightning's loop from moving them again where they were moved for a record that is still to come."""
+        """Keep Lightning's loop from moving schedulers that were moved for a record that is still to come."""
         self._update = partial(type(self._epoch_loop).update_lr_schedulers, self._epoch_loop)
         self._epoch_loop.update_lr_schedulers = self._update_after_batch  # type: ignore[method-assign]
 
@@ -38,14 +38,14 @@ class TrainerSchedulers:
         self._num_moved = 0
 
     def move(self, optimizer: Optimizer, num_records: int) -> None:
-        """Move them to where so many records bring them that are not counted yet."""
+        """Move the schedulers to where `num_records` that are not counted yet bring them."""
         while self._num_moved < num_records:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # they ask whether it stepped; it did, elsewhere
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
             self._num_moved += 1
 
     def count(self, optimizer: Optimizer, *, is_first: bool) -> None:
-        """A record is counted; for the first record in a batch Lightning moves them."""
+        """A record is counted. Lightning moves the schedulers for the first one in a batch."""
         if not is_first:
             self.move(optimizer, 1)
             self._num_moved -= 1
@@ -77,16 +77,16 @@ class CompletedBatches:
         self.lost: dict[int, LoopBatch] = {}  # by lease: they count nowhere all the same, and are to run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
-        """One more batch is complete."""
+        """Note a batch that is complete."""
         self._batches[lease] = step, batch, epoch
         self._sizes.setdefault(step, []).append(batch.num_samples)
 
     def num_samples(self, step: int) -> int:
-        """Samples of a step's batches."""
+        """Samples of this trainer's complete batches in a step."""
         return sum(self._sizes.get(step, ()))
 
     def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch."""
+        """This trainer's complete batches of an epoch that no record counts yet."""
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
@@ -105,16 +105,16 @@ class CompletedBatches:
             self._sizes[step].remove(batch.num_samples)
 
     def keep_no_batches(self) -> None:
-        """Keep no batch to run it again."""
+        """Free the batches: none of them can run again."""
         self._batches.clear()
 
     def count(self, step: int) -> None:
-        """The record of a step was counted."""
+        """Forget the batches up to a step, whose record was counted."""
         self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
     def recall(self, lost: Mapping[int, Any]) -> None:
-        """Have the batches run again that the loop of another run still had to."""
+        """Have the batches run again that the loop of another run had lost."""
         self.lost = dict(lost)
 
 
@@ -129,7 +129,7 @@ class LossScale:
 
     @property
     def adapts(self) -> bool:
-        """True if it changes with the steps."""
+        """True if the scale changes with the steps."""
         return self._scaler is not None and self._scaler.is_enabled()
 
     @property
@@ -218,7 +218,7 @@ class LoopCounters:
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the lead's last epoch ends here."""
+        """True if the lead's last epoch ends with the batch in hand."""
         if self._data.shares:
             return False  # the coordinator knows which batch is the run's last one
         max_epochs = self._trainer.fit_loop.max_epochs

@@ -66,7 +66,7 @@ def _copied(value: Any) -> Any:
 
 
 def has_value(metric: Metric) -> bool:
-    """True if its last batch was taken in by `forward`, which computes that batch's own value."""
+    """True if the metric took in its last batch by `forward`, which computes that batch's own value."""
     value: object = metric._forward_cache
     return value is not None
 
@@ -87,7 +87,7 @@ def put(metric: Metric, contents: MetricContents) -> None:
     metric._update_count, metric._computed = contents.num_updates, None
 
 
-def together(metric: Metric, first: MetricContents, other: MetricContents) -> MetricContents:
+def combine(metric: Metric, first: MetricContents, other: MetricContents) -> MetricContents:
     """The contents of a metric that has taken in both, one after the other."""
     if not first.num_updates or not other.num_updates:
         return first if first.num_updates else other

@@ -21,6 +21,7 @@ from lightning_swarm.protocol.messages.batches import MAX_LOGS, LoggedValue, Met
 from lightning_swarm.strategy.metric_states import (
     MetricContents,
     check_metric,
+    combine,
     computed_of,
     copied,
     has_value,
@@ -28,15 +29,26 @@ from lightning_swarm.strategy.metric_states import (
     put,
     restore,
     take,
-    together,
     unpack,
 )
 
-_NOTHING = MetricContents(0, {})
+_log = logging.getLogger(__name__)
+_HOOK: Final = "training_step"
+REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
+}
+
+_NOTHING: Final = MetricContents(0, {})
 
 PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, MetricContents]]]]
 """The metrics that are followed, each true if it has a value for each batch; and what the lead's own batches in the
 open step added, by their leases."""
+
+Pending: TypeAlias = tuple[Mapping[int, Sequence[LoggedValue]], PendingMetrics]
+"""What a trainer's batches in the open step logged, by their leases; and what they added to metrics."""
 
 
 class SharedMetrics:
@@ -107,7 +119,7 @@ class SharedMetrics:
         added = [(name, take(metric)) for name, metric in self._metrics.items()]
         for name, contents in added:
             metric, earlier = self._metrics[name], before.get(name, _NOTHING)
-            put(metric, together(metric, earlier, contents) if counts else earlier)
+            put(metric, combine(metric, earlier, contents) if counts else earlier)
         added = [(name, contents) for name, contents in added if counts and contents.num_updates]
         if self._max_bytes is None:
             self._step[self._lease] = added
@@ -166,7 +178,7 @@ class SharedMetrics:
         others, self._others = self._others, []
         for name, contents in others:
             metric = self._metrics[name]
-            put(metric, together(metric, take(metric), contents))
+            put(metric, combine(metric, take(metric), contents))
         names = {id(self._metrics[name]) for name, _ in others}
         for key, entry in self._results.items():
             if not entry.is_tensor and id(entry.value) in names:
@@ -190,20 +202,7 @@ class SharedMetrics:
                 continue
             parts = [contents for name, contents in self._decided if name == names.get(id(entry.value))]
             if parts:
-                yield entry, computed_of(entry.value, reduce(partial(together, entry.value), parts))
-
-
-_log = logging.getLogger(__name__)
-_HOOK = "training_step"
-_REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "max": torch.max,
-    "min": torch.min,
-}
-
-Pending: TypeAlias = tuple[Mapping[int, Sequence[LoggedValue]], PendingMetrics]
-"""What a trainer's batches in the open step logged, by their leases; and what they added to metrics."""
+                yield entry, computed_of(entry.value, reduce(partial(combine, entry.value), parts))
 
 
 class SharedLogs:
@@ -327,7 +326,7 @@ class SharedLogs:
         self._batch.append(
             LoggedValue(
                 name=name,
-                reduce=next(reduction for reduction in _REDUCTIONS if getattr(meta, f"is_{reduction}_reduction")),
+                reduce=next(reduction for reduction in REDUCTIONS if getattr(meta, f"is_{reduction}_reduction")),
                 value=float(value),
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
                 on_step=meta.on_step,
@@ -341,7 +340,7 @@ class SharedLogs:
         """The lead's own result of this name, made with the other trainer's options if it has none yet."""
         key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
-            reduce_fx = _REDUCTIONS[logged.reduce]
+            reduce_fx = REDUCTIONS[logged.reduce]
             options = {
                 "prog_bar": logged.prog_bar,
                 "logger": logged.logger,

@@ -36,6 +36,8 @@ from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.framework import ImportTree, framework_of
 
+_log = logging.getLogger(__name__)
+
 
 def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: bool) -> None:
     """Refuse a model that cannot be cut, as far as it can be seen before the model is configured.
@@ -88,9 +90,6 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
         )
     example = strategy.batch_to_device(strategy.precision_plugin.convert_input(example), strategy.root_device)
     return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +230,7 @@ def _copy(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
 
 
 def how_to_go_on(trainer: Trainer) -> str:
-    """Tells the user what to do when a run broke off."""
+    """Tell the user what to do when a run broke off."""
     saved = {
         Path(path)
         for callback in trainer.checkpoint_callbacks

@@ -129,7 +129,7 @@ class SwarmOptimization:
         ) from revoked
 
     def _train_lost(self, optimizer: Optimizer) -> None:
-        """Train again on batches before the one in hand that were complete, and count nowhere all the same."""
+        """Train again on earlier batches that were complete, but are counted in no record."""
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
             self._train(optimizer, batch)
@@ -190,7 +190,7 @@ class SwarmOptimization:
     def _finish_batch(
         self, optimizer: Optimizer, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics
     ) -> bool:
-        """Tell the servers that it is complete, and what else is known by then; True when its step closes now."""
+        """Tell the servers that the batch is complete, and what it logged. True if its step closes now."""
         step = self._session.open_step
         close = self._counters.is_due(batch.num_samples)
         alone = not (self._session.is_shared or self._data.shares)
@@ -293,19 +293,15 @@ class SwarmOptimization:
             self._count_others(optimizer)
 
     def _count_others(self, optimizer: Optimizer) -> None:
-        """Count records that came beside this trainer's own steps."""
+        """Count the records of steps that other trainers filled."""
         while self._version < self._session.version:
             self._lightning.optim_progress.optimizer.step.increment_ready()
             self._count(optimizer)
 
-    def _close(self) -> None:
-        """Ask to close the open step with what it has."""
-        self._session.close_step(window=self._counters.total_weight)
-
     def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
-        """Have the step decided if it ends with this batch."""
+        """Wait for the step's record if the step ends with this batch."""
         if not closing and self._counters.is_due(self.pending_samples):
-            self._close()  # the batch was withdrawn
+            self._session.close_step(window=self._counters.total_weight)  # the batch was withdrawn
             closing = True
         if self._ends_step(close=closing):
             self._step(optimizer)
@@ -328,7 +324,7 @@ class SwarmOptimization:
         self._take_lost()
 
     def _take_lost(self) -> bool:
-        """Note complete batches that count nowhere all the same and must run again. True if there are any."""
+        """Note complete batches that no record will count and that must run again. True if there are any."""
         lost = self._session.take_lost()
         for lease in lost:
             self._completed.lose(lease)
@@ -344,7 +340,9 @@ class SwarmOptimization:
         with nullcontext() if self._session.has_ended else self._profiled(optimizer):
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
-                self._close()  # another trainer withdrew its batch, and this one has none to put in its place
+                self._session.close_step(
+                    window=self._counters.total_weight
+                )  # another trainer withdrew its batch, and this one has none to put in its place
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:
@@ -368,7 +366,7 @@ class SwarmOptimization:
         return found
 
     def _count(self, optimizer: Optimizer) -> None:
-        """A record was applied."""
+        """Count a record that was applied, in Lightning's counters, schedulers and logs."""
         if self.stepped:
             self._log_step()
         self._schedulers.count(optimizer, is_first=not self.stepped)

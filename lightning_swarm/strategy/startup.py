@@ -1,4 +1,7 @@
-"""Starts a strategy: checks what is asked for, prepares the module, then starts, joins or serves a run."""
+"""Brings a strategy into a run: checks what is asked for, prepares the module, then starts, joins or serves the run.
+
+The functions work on the strategy as Lightning's connectors work on the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -28,236 +31,237 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
 
 
-class Startup:
-    """Brings a strategy into a run, and its Trainer's loop to the run's steps."""
+# ------------------------------------------------------------------ before there is a run
 
-    def __init__(self, strategy: SwarmStrategy) -> None:
-        self._strategy = strategy
 
-    # ------------------------------------------------------------------ before there is a run
-
-    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
-        """Refuse what cannot work, as far as it can be seen before the model is configured."""
-        strategy = self._strategy
-        module, config, num_devices = strategy._own_module, strategy.config, len(strategy._devices)
-        checks.check_trainer(trainer, module, config)
-        together = config.role == "both" and trainer.state.fn == TrainerFn.FITTING
-        strategy.num_trainers = num_devices if together else 1
-        if strategy.num_trainers > 1:
-            checks.check_trainers(trainer, config)
-        strategy._is_shared = strategy.num_trainers > 1 or checks.may_be_shared(trainer, config)
-        checks.check_data(trainer, module, handed)
-        ckpt_path = handed.get("ckpt_path")
-        checks.check_ckpt_path(ckpt_path)
-        model_setup.check(trainer, config, strategy._num_stages, restored=ckpt_path is not None)
-        checks.check_servers(config, num_devices)
-
-    def check_brought_callbacks(self, trainer: Trainer) -> None:
-        """Refuse callbacks that the module brings, once they are the Trainer's."""
-        strategy = self._strategy
-        beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
-        if not strategy.is_global_zero:
-            extra_trainers.leave_decisions(trainer)
-        checks.check_brought_callbacks(trainer, strategy.config, beside_others=beside_others)
-        strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
-
-    def join_run_under_way(self, trainer: Trainer) -> bool:
-        """Join a run that is under way as one more trainer, if there is one."""
-        strategy = self._strategy
-        assert strategy.peer is not None
-        config = strategy.config
-        may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
-        if not may_train or not config.initial_peers or strategy.local_rank:
-            return False
-        view = strategy.peer.follower.find_run()
-        if view is None:
-            return False
+def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) -> None:
+    """Refuse what cannot work, as far as it can be seen before the model is configured."""
+    module, config, num_devices = strategy._own_module, strategy.config, len(strategy._devices)
+    checks.check_trainer(trainer, module, config)
+    together = config.role == "both" and trainer.state.fn == TrainerFn.FITTING
+    strategy.num_trainers = num_devices if together else 1
+    if strategy.num_trainers > 1:
         checks.check_trainers(trainer, config)
-        rank_zero_info(f"Training in run {config.run_id!r}, which is at step {view.version}, beside its lead.")
-        strategy._joined, strategy._is_shared, strategy.num_trainers = view, True, 1
-        strategy._rank_override.set(strategy.global_rank)
-        return True
+    strategy._is_shared = strategy.num_trainers > 1 or checks.may_be_shared(trainer, config)
+    checks.check_data(trainer, module, handed)
+    ckpt_path = handed.get("ckpt_path")
+    checks.check_ckpt_path(ckpt_path)
+    model_setup.check(trainer, config, strategy._num_stages, restored=ckpt_path is not None)
+    checks.check_servers(config, num_devices)
 
-    # ------------------------------------------------------------------ data
 
-    def share_loader(self, trainer: Trainer, dataloader: object) -> object:
-        """Make what is read in place of the user's training loader: this trainer's part of its data."""
-        strategy, config = self._strategy, self._strategy.config
-        joins = strategy._joined is not None
-        part = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
-        together = (
-            config.role == "both"
-            and config.settings.target_batch_size is not None
-            and not config.settings.delay_optimizer_step
-        )
-        if (together or strategy._is_shared) and can_share(dataloader, trainer):
-            made: object = self._data_of(trainer).share(dataloader, part)
-        else:
-            made = part()
-        strategy._rollback.loader_made(made)
-        return made
+def check_brought_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
+    """Refuse callbacks that the module brings, once they are the Trainer's."""
+    beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
+    if not strategy.is_global_zero:
+        extra_trainers.leave_decisions(trainer)
+    checks.check_brought_callbacks(trainer, strategy.config, beside_others=beside_others)
+    strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
 
-    def _data_of(self, trainer: Trainer) -> SharedData:
-        """The data of this run, or of the run that is about to begin."""
-        strategy = self._strategy
-        if strategy._data is None:
-            strategy._data = SharedData(trainer)
-        return strategy._data
 
-    # ------------------------------------------------------------------ the module
+def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
+    """Join a run that is under way as one more trainer, if there is one."""
+    assert strategy.peer is not None
+    config = strategy.config
+    may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
+    if not may_train or not config.initial_peers or strategy.local_rank:
+        return False
+    view = strategy.peer.follower.find_run()
+    if view is None:
+        return False
+    checks.check_trainers(trainer, config)
+    rank_zero_info(f"Training in run {config.run_id!r}, which is at step {view.version}, beside its lead.")
+    strategy._joined, strategy._is_shared, strategy.num_trainers = view, True, 1
+    strategy._rank_override.set(strategy.global_rank)
+    return True
 
-    def cut_module(self, module: LightningModule) -> None:
-        """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
-        strategy, config = self._strategy, self._strategy.config
-        blocks = find_blocks(module, config.pipeline)
-        # A run that this process joins or took over is cut already; else it begins one.
-        stages = strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
-        strategy._ranges = ranges_of(stages) or model_setup.choose(module.trainer, blocks, config, strategy._num_stages)
-        restored = strategy._checkpoints.restored_step is not None
-        model_setup.insert_layers(module.trainer, blocks, config, strategy._ranges, restored=restored)
-        strategy._initial_weights.fill_outside(module, blocks, strategy.root_device)
 
-    def prepare_module(self, trainer: Trainer) -> None:
-        """Give each trainer random numbers of its own, and number the weights that the module does not hold yet."""
-        strategy = self._strategy
-        if strategy._joined is not None:
-            assert strategy.peer is not None
-            extra_trainers.reseed(strategy.peer.boot_id)
-        elif not strategy.is_global_zero:
-            extra_trainers.reseed(strategy.local_rank)
-        checks.check_on_meta(trainer, strategy._own_module, strategy.config)
-        strategy._initial_weights.index_tensors(strategy._own_module)
+# ------------------------------------------------------------------ data
 
-    # ------------------------------------------------------------------ the run
 
-    def begin(self, trainer: Trainer) -> None:
-        """Start or join the run, and connect module and loop to it."""
-        strategy, module = self._strategy, self._strategy._own_module
-        if not strategy.is_global_zero:
-            extra_trainers.follow_schedule(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
-        model = strategy._models.of(module, keep=True)
-        model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
-        strategy._session = strategy._start_run(trainer, model, strategy._ranges, selection)
-        strategy._initial_weights.mark_used(module, trains=fitting)
-        strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
-        if fitting:
-            self._connect_loop(trainer, strategy._session)
-        if strategy.is_global_zero:
-            self._connect_weights(trainer, strategy._session)
+def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) -> object:
+    """Make what is read in place of the user's training loader: this trainer's part of its data."""
+    config = strategy.config
+    joins = strategy._joined is not None
+    part = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
+    together = (
+        config.role == "both"
+        and config.settings.target_batch_size is not None
+        and not config.settings.delay_optimizer_step
+    )
+    if (together or strategy._is_shared) and can_share(dataloader, trainer):
+        made: object = _data_of(strategy, trainer).share(dataloader, part)
+    else:
+        made = part()
+    strategy._rollback.loader_made(made)
+    return made
 
-    def start_run(
-        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-    ) -> Session:
-        """Start a run as its lead, or come to it as one more trainer."""
-        strategy, rollback = self._strategy, self._strategy._rollback
+
+def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
+    """The data of this run, or of the run that is about to begin."""
+    if strategy._data is None:
+        strategy._data = SharedData(trainer)
+    return strategy._data
+
+
+# ------------------------------------------------------------------ the module
+
+
+def cut_module(strategy: SwarmStrategy, module: LightningModule) -> None:
+    """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
+    config = strategy.config
+    blocks = find_blocks(module, config.pipeline)
+    # A run that this process joins or took over is cut already; else it begins one.
+    stages = strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
+    strategy._ranges = ranges_of(stages) or model_setup.choose(module.trainer, blocks, config, strategy._num_stages)
+    restored = strategy._checkpoints.restored_step is not None
+    model_setup.insert_layers(module.trainer, blocks, config, strategy._ranges, restored=restored)
+    strategy._initial_weights.fill_outside(module, blocks, strategy.root_device)
+
+
+def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
+    """Give each trainer random numbers of its own, and number the weights that the module does not hold yet."""
+    if strategy._joined is not None:
         assert strategy.peer is not None
-        follower, device = strategy.peer.follower, strategy.root_device
-        if strategy._is_shared:
-            strategy._undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
-        if strategy._joined is not None and not (rollback.is_resuming or rollback.begins_anew):
-            server = self._server_model(trainer, model) if strategy.config.role == "both" else None
-            inherits = server is not None and model_setup.has_whole_model(strategy._own_module, strategy.config)
-            session, epoch = follower.train_in(strategy._joined, model, server, device, inherits=inherits)
-            extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
-            return session
-        if strategy.is_global_zero:
-            return self.start_as_lead(trainer, model, ranges, selection)
-        session = follower.join_run(model, self._server_model(trainer, model), device)
-        if rollback.begins_anew:
-            extra_trainers.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
+        extra_trainers.reseed(strategy.peer.boot_id)
+    elif not strategy.is_global_zero:
+        extra_trainers.reseed(strategy.local_rank)
+    checks.check_on_meta(trainer, strategy._own_module, strategy.config)
+    strategy._initial_weights.index_tensors(strategy._own_module)
+
+
+# ------------------------------------------------------------------ the run
+
+
+def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
+    """Start or join the run, and connect module and loop to it."""
+    module = strategy._own_module
+    if not strategy.is_global_zero:
+        extra_trainers.follow_schedule(trainer)
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
+    model = strategy._models.of(module, keep=True)
+    model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
+    strategy._session = strategy._start_run(trainer, model, strategy._ranges, selection)
+    strategy._initial_weights.mark_used(module, trains=fitting)
+    strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
+    if fitting:
+        _connect_loop(strategy, trainer, strategy._session)
+    if strategy.is_global_zero:
+        _connect_weights(strategy, trainer, strategy._session)
+
+
+def start_run(
+    strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
+) -> Session:
+    """Start a run as its lead, or come to it as one more trainer."""
+    assert strategy.peer is not None
+    rollback, follower, device = strategy._rollback, strategy.peer.follower, strategy.root_device
+    if strategy._is_shared:
+        strategy._undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
+    if strategy._joined is not None and not (rollback.is_resuming or rollback.begins_anew):
+        server = _server_model(strategy, trainer, model) if strategy.config.role == "both" else None
+        inherits = server is not None and model_setup.has_whole_model(strategy._own_module, strategy.config)
+        session, epoch = follower.train_in(strategy._joined, model, server, device, inherits=inherits)
+        extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
         return session
+    if strategy.is_global_zero:
+        return start_as_lead(strategy, trainer, model, ranges, selection)
+    session = follower.join_run(model, _server_model(strategy, trainer, model), device)
+    if rollback.begins_anew:
+        extra_trainers.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
+    return session
 
-    def start_as_lead(
-        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-    ) -> Session:
-        """Start a run as its lead."""
-        strategy, config = self._strategy, self._strategy.config
-        assert strategy.peer is not None
-        launcher, restored_step = strategy._swarm_launcher, strategy._checkpoints.restored_step
-        if launcher is not None:
-            strategy.peer.lead.num_known_dead = lambda: launcher.num_ended
-        strategy.peer.lead.check_first()
-        serves = config.role != "trainer"
-        if serves:
-            strategy.peer.serve(self._server_model(trainer, model), trains=True)
-        spec = model_setup.run_spec(
-            trainer,
-            ranges,
-            selection,
-            num_servers=strategy.num_awaited_servers,
-            num_trainers=strategy.num_trainers if serves else 0,
-            open_to_trainers=checks.may_be_shared(trainer, config),
-            # Lightning restores its own counter only after this.
-            first_step=trainer.global_step if restored_step is None else restored_step,
-        )
-        return strategy.peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
 
-    def _server_model(self, trainer: Trainer, model: PeerModel) -> PeerModel:
-        """The model that this trainer's own server computes with."""
-        strategy = self._strategy
-        written = writes_weights(trainer)
-        return strategy._models.beside(strategy._own_module, model, shared=strategy._is_shared, written=written)
+def start_as_lead(
+    strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
+) -> Session:
+    """Start a run as its lead."""
+    config = strategy.config
+    assert strategy.peer is not None
+    launcher, restored_step = strategy._swarm_launcher, strategy._checkpoints.restored_step
+    if launcher is not None:
+        strategy.peer.lead.num_known_dead = lambda: launcher.num_ended
+    strategy.peer.lead.check_first()
+    serves = config.role != "trainer"
+    if serves:
+        strategy.peer.serve(_server_model(strategy, trainer, model), trains=True)
+    spec = model_setup.run_spec(
+        trainer,
+        ranges,
+        selection,
+        num_servers=strategy.num_awaited_servers,
+        num_trainers=strategy.num_trainers if serves else 0,
+        open_to_trainers=checks.may_be_shared(trainer, config),
+        # Lightning restores its own counter only after this.
+        first_step=trainer.global_step if restored_step is None else restored_step,
+    )
+    return strategy.peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
 
-    def _connect_loop(self, trainer: Trainer, session: Session) -> None:
-        """Make the training loop's steps the swarm's."""
-        strategy, limits, data = self._strategy, self._strategy.config.limits, self._data_of(trainer)
-        assert strategy.peer is not None
-        data.open(session)
-        strategy._undo.callback(data.close)
-        strategy._loop = SwarmOptimization(
-            trainer,
-            session,
-            strategy.config.settings.target_batch_size,
-            max_metric_bytes=limits.max_metric_bytes,
-            data=data,
-        )
-        strategy._loop.take_over()
-        strategy._trains = True
-        strategy._rollback.begin_run(trainer, strategy.peer, session, strategy._loop, limits.snapshot_interval)
 
-    def _connect_weights(self, trainer: Trainer, session: Session) -> None:
-        """Keep weights and files, at the lead, where callbacks and whatever follows the run look for them."""
-        strategy, module, config = self._strategy, self._strategy._own_module, self._strategy.config
-        assert strategy.peer is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
-        strategy._weights = ModuleWeights(strategy.peer, session, module, limits=config.limits, stale=stale)
-        strategy._undo.callback(WeightSync(trainer, strategy._weights, stays=strategy._gathers).close)
-        if fitting and config.gather_on_end and not strategy._gathers:
-            rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
-        if fitting and strategy._checkpoints.writes_files:
-            strategy._checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)
+def _server_model(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel) -> PeerModel:
+    """The model that this trainer's own server computes with."""
+    written = writes_weights(trainer)
+    return strategy._models.beside(strategy._own_module, model, shared=strategy._is_shared, written=written)
 
-    # ------------------------------------------------------------------ serving
 
-    def serve(
-        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
-    ) -> str | None:
-        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
+def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
+    """Make the training loop's steps the swarm's."""
+    limits, data = strategy.config.limits, _data_of(strategy, trainer)
+    assert strategy.peer is not None
+    data.open(session)
+    strategy._undo.callback(data.close)
+    strategy._loop = SwarmOptimization(
+        trainer,
+        session,
+        strategy.config.settings.target_batch_size,
+        max_metric_bytes=limits.max_metric_bytes,
+        data=data,
+    )
+    strategy._loop.take_over()
+    strategy._trains = True
+    strategy._rollback.begin_run(trainer, strategy.peer, session, strategy._loop, limits.snapshot_interval)
 
-        Returns the checkpoint from which this peer is to lead. It never leads if it is not told what the Trainer's
-        method was called with.
-        """
-        strategy, module = self._strategy, self._strategy._own_module
-        peer = strategy.peer
-        assert peer is not None
-        strategy.connect(module)
-        model_setup.set_up(trainer, module, datamodule)
-        restore = model_setup.remember(module)
-        model = strategy._models.served(module)
-        inherits = handed is not None and model_setup.could_lead(trainer, module, strategy.config, handed)
-        peer.serve(model, inherits=inherits)
-        peer.runtime.run(peer.serve_run(rank_zero_info))
-        if not peer.inherits:
-            peer.close()
-            return None
-        target = strategy._recovery.take_over(trainer, peer)
-        shared = peer.lead.run is not None and peer.lead.run.is_shared
-        peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
-        peer.release(target.version)
-        restore(model)
-        if shared:  # others train in it
-            strategy.config = replace(strategy.config, role="both")
-        return str(target.path)
+
+def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
+    """Keep weights and files, at the lead, where callbacks and whatever follows the run look for them."""
+    module, config = strategy._own_module, strategy.config
+    assert strategy.peer is not None
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
+    strategy._weights = ModuleWeights(strategy.peer, session, module, limits=config.limits, stale=stale)
+    strategy._undo.callback(WeightSync(trainer, strategy._weights, stays=strategy._gathers).close)
+    if fitting and config.gather_on_end and not strategy._gathers:
+        rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
+    if fitting and strategy._checkpoints.writes_files:
+        strategy._checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)
+
+
+# ------------------------------------------------------------------ serving
+
+
+def serve(
+    strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
+) -> str | None:
+    """Serve, and take the run over if its lead dies, as `SwarmStrategy.serve` says."""
+    module = strategy._own_module
+    peer = strategy.peer
+    assert peer is not None
+    strategy.connect(module)
+    model_setup.set_up(trainer, module, datamodule)
+    restore = model_setup.remember(module)
+    model = strategy._models.served(module)
+    inherits = handed is not None and model_setup.could_lead(trainer, module, strategy.config, handed)
+    peer.serve(model, inherits=inherits)
+    peer.runtime.run(peer.serve_run(rank_zero_info))
+    if not peer.inherits:
+        peer.close()
+        return None
+    target = strategy._recovery.take_over(trainer, peer)
+    shared = peer.lead.run is not None and peer.lead.run.is_shared
+    peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
+    peer.release(target.version)
+    restore(model)
+    if shared:  # others train in it
+        strategy.config = replace(strategy.config, role="both")
+    return str(target.path)

@@ -1,7 +1,7 @@
 """`SwarmStrategy`: its settings, and Lightning's hooks.
 
-What the hooks do is in `startup`, `checkpointing`, `rollback.recovery` and `teardown`, whose classes work on the
-strategy as Lightning's connectors work on the Trainer.
+What the hooks do is in `startup`, `checkpointing`, `rollback` and `teardown`, which work on the strategy as Lightning's
+connectors work on the Trainer.
 """
 
 from __future__ import annotations
@@ -32,17 +32,13 @@ from lightning_swarm.peer.config import Preemption, Role, StateDictType, SwarmCo
 from lightning_swarm.protocol.messages.run import Selection, StageManifest
 from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancing, RunSettings
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.strategy import checks, extra_trainers, model_setup
+from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
 from lightning_swarm.strategy.data import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.ranks import RankHooks
-from lightning_swarm.strategy.rollback.recovery import RunRecovery
-from lightning_swarm.strategy.rollback.rollback import Rollback
-from lightning_swarm.strategy.startup import Startup
-from lightning_swarm.strategy.teardown import Teardown
+from lightning_swarm.strategy.rollback.rollback import Rollback, RunRecovery
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 if TYPE_CHECKING:
@@ -57,61 +53,63 @@ _LIMITS = Limits()
 
 
 @written_once(Strategy, framework=LIGHTNING)
-class SwarmStrategy(RankHooks):
+class SwarmStrategy(extra_trainers.RankHooks):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
-    The LightningModule stays as it is; the loss curve is the plain Trainer's up to float rounding.
+    The LightningModule stays as it is, and the loss curve is that of the plain Trainer up to float rounding.
 
-    Where it says that the starter's value holds, peers that join a run use the value of the peer that started it.
+    For arguments marked "run-wide", peers that join a run use the values of the peer that started it.
 
     Args:
-        num_stages: Number of stages that the model is cut into. None: one for each device.
+        num_stages: Number of stages that the model is cut into. None: one per device.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
-            LightningModule's `configure_stages()` returns, else the one `Sequential` that holds all parameters.
-        split: How the cut is balanced: by ``"parameters"``, or by the ``"time"`` that each block takes on this machine
-            with the LightningModule's `example_input_array`. Or the names of the blocks where stages begin.
-        boundary: Layers inserted where the model is cut, so that fewer features travel, and trained with it:
-            `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers is cut where they stand.
-        microbatch_size: Samples that are routed at once. None: each batch is cut into as many parts as keep the stages
-            busy. The starter's value holds.
-        shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
-        target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
-            arithmetic with `accumulate_grad_batches`.
+            LightningModule's `configure_stages()` returns, or else the only `Sequential` that holds all parameters.
+        split: What the cut balances: ``"parameters"``, or the ``"time"`` that each block takes on this machine with the
+            LightningModule's `example_input_array`. Alternatively, the names of the blocks where stages begin.
+        boundary: Layers to insert where the model is cut, so that fewer features travel; they are trained with the
+            model. `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers already is cut at them.
+        microbatch_size: Samples per microbatch, the unit that is routed through the pipeline. None: each batch is cut
+            into enough microbatches to keep the stages busy. Run-wide.
+        shared: Names of keyword arguments of the pipelined module that every microbatch gets whole.
+        target_batch_size: Samples per optimizer step, independent of the size of a batch. None: steps are counted as
+            Lightning does, with `accumulate_grad_batches`.
         role: ``"auto"``: the peer that starts the run trains and serves. Peers that join (`initial_peers`) only serve;
-            one that has data takes over if the starter dies. ``"both"``: this process trains and serves, and with
-            several devices so do the others; it needs `target_batch_size` then. ``"trainer"``: it holds no stage.
-            ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
-        run_id: Names the run.
-        initial_peers: Peers to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or multiaddresses.
-        listen: IP address to listen on, with a port or without: ``"0.0.0.0:31337"`` for all of the machine's. Further
-            peers of the machine take the ports that follow.
-        announce: Address and port at which others reach this peer, if not at those it listens on.
-        identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
-        gather_on_end: After `fit` the LightningModule holds the trained weights. One on torch's meta device never does.
-        state_dict_type: What a checkpoint is: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder,
-            to which each server writes its own stages, so that nobody has to hold the whole model.
-        offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
-        delay_optimizer_step: Average and step while the next step's microbatches are computed: each step's gradient is
-            that of the weights one step before. The starter's value holds.
-        deterministic: Add gradients up so that the trained weights do not depend, to the bit, on which servers compute
-            what, on how many there are, or on which of them die: on machines of one kind, for one trainer. Needs
-            `microbatch_size`. ``Trainer(deterministic=True)`` asks for kernels that give the same result twice. The
-            starter's value holds.
-        rebalancing: Which servers move to another stage during the run: ``"gain"``: one moves where the pipeline gains
-            more than the move costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: no server moves. The starter's
-            value holds.
-        rebalance_interval: Seconds between two such decisions, at most; one is made at once when peers come or go.
-        preemption: The cloud whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``,
-            ``"azure"``, or ``"auto"`` for whichever answers. A server then leaves the run in order; a trainer takes it
-            for a SIGTERM. None: no cloud is asked.
-        compression: How tensors travel between stages and between the servers of a stage: ``"float16"``,
-            ``"bfloat16"``, ``"8bit"``, ``"6bit"``, ``"4bit"`` or, as they are, ``"none"``. Or a `Compression`, which
-            sets activations, gradients and averaging apart. The starter's value holds.
-        limits: Bounds on waiting and memory.
+            one that has data takes over if the starter dies. ``"both"``: this process trains and serves; with several
+            devices each of their processes does, and `target_batch_size` must be set. ``"trainer"``: it trains and
+            holds no stage. ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
+        run_id: Name of the run.
+        initial_peers: Peers through which to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or
+            multiaddresses.
+        listen: IP address to listen on, with or without a port: ``"0.0.0.0:31337"`` for all addresses of the machine.
+            Further peers of this machine take the following ports.
+        announce: Address and port at which other peers reach this one, if they differ from those it listens on.
+        identity_path: File with this peer's private key, created if it does not exist. With it a restarted peer keeps
+            its id.
+        gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
+            does.
+        state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
+            to which each server writes its own stages, so that no machine needs room for the whole model.
+        offload_optimizer: Keep the optimizer's state in main memory, and step there. No effect on a CPU.
+        delay_optimizer_step: Average gradients and step while the next step's microbatches are computed. Each gradient
+            is then that of the weights one step before. Run-wide.
+        deterministic: Sum gradients so that the trained weights are the same to the bit, whichever servers compute
+            what, however many there are, and whichever of them die: on machines of one kind, with one trainer. Needs
+            `microbatch_size`. Reproducible kernels are requested by ``Trainer(deterministic=True)``. Run-wide.
+        rebalancing: When a server moves to another stage during the run: ``"gain"``: if the pipeline gains more than
+            the move costs; ``"paper"``: by the rule of the SWARM paper; ``"none"``: never. Run-wide.
+        rebalance_interval: Longest time in seconds between two such decisions. Whenever peers come or go, one is made
+            at once. Run-wide.
+        preemption: Cloud provider whose preemption notices this peer watches for: ``"aws"``, ``"gcp"``, ``"azure"``, or
+            ``"auto"`` for whichever responds. On notice a server leaves the run in order; a trainer acts as on SIGTERM.
+            None: do not watch.
+        compression: Format of tensors sent between stages and between the servers of a stage: ``"float16"``,
+            ``"bfloat16"``, ``"8bit"``, ``"6bit"``, ``"4bit"``, or ``"none"`` to send them as they are. A `Compression`
+            sets activations, gradients and averaging separately. Run-wide.
+        limits: Bounds on waiting times and memory.
         accelerator: As in every strategy of Lightning.
-        checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written while training
-            goes on.
+        checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written in the background
+            while training continues.
         precision_plugin: As in every strategy of Lightning.
 
     Raises:
@@ -193,9 +191,7 @@ class SwarmStrategy(RankHooks):
         self._rank_override = extra_trainers.RankOverride()
         self._rollback = Rollback()
         self._recovery = RunRecovery(self)
-        self._startup = Startup(self)
         self._checkpoints = Checkpoints(self)
-        self._teardown = Teardown(self)
 
     # ------------------------------------------------------------------ module and device
 
@@ -258,15 +254,15 @@ class SwarmStrategy(RankHooks):
         self._checkpoints.writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
-    # What the launcher asks, as its `LaunchedStrategy` says.
+    # What the launcher asks. `handed` are the arguments of the Trainer's method, by name.
 
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
         """Refuse what cannot work, as far as it can be seen before the model is configured."""
-        self._startup.check(trainer, handed)
+        startup.check(self, trainer, handed)
 
     def enter(self, trainer: Trainer) -> bool:
-        """Join a run that is under way as one more trainer, if there is one."""
-        return self._startup.join_run_under_way(trainer)
+        """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
+        return startup.join_run_under_way(self, trainer)
 
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead, which another process is."""
@@ -275,11 +271,19 @@ class SwarmStrategy(RankHooks):
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Be a server until the run is over, or until this peer is to lead from the checkpoint that is returned."""
-        return self._startup.serve(trainer, datamodule, handed)
+        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
+
+        Returns the checkpoint from which this peer is to run the Trainer's function, in the place of the lead. None:
+        the run is over. Without `handed` this peer never leads.
+        """
+        return startup.serve(self, trainer, datamodule, handed)
 
     def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again after an error, with what is left of the swarm."""
+        """Make ready to run the Trainer's function again after an error, with what is left of the swarm.
+
+        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run. None: the run cannot
+        roll back, or has lost nothing that it needs.
+        """
         return self._recovery.prepare(trainer, error)
 
     def check_peers(self) -> None:
@@ -292,12 +296,12 @@ class SwarmStrategy(RankHooks):
         super().setup_environment()
         # The first that is asked of a strategy once the module has brought its callbacks.
         if not self.config.only_serves:
-            self._startup.check_brought_callbacks(self._own_module.trainer)
+            startup.check_brought_callbacks(self, self._own_module.trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._own_module.trainer
-        return self._startup.share_loader(trainer, dataloader) if trainer.training else dataloader
+        return startup.share_loader(self, trainer, dataloader) if trainer.training else dataloader
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -310,19 +314,19 @@ class SwarmStrategy(RankHooks):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        self._startup.cut_module(self._own_module)  # the last that is done to it before its optimizer is made
+        startup.cut_module(self, self._own_module)  # the last that is done to it before its optimizer is made
         return super()._setup_model(model)
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._startup.prepare_module(trainer)
+        startup.prepare_module(self, trainer)
         super().setup(trainer)
-        self._startup.begin(trainer)
+        startup.begin(self, trainer)
 
     def _start_run(
         self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
-        return self._startup.start_run(trainer, model, ranges, selection)
+        return startup.start_run(self, trainer, model, ranges, selection)
 
     @property
     def _models(self) -> model_setup.ModelSetup:
@@ -375,7 +379,7 @@ class SwarmStrategy(RankHooks):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = super().load_checkpoint
+        load = super().load_checkpoint  # which takes `weights_only` since Lightning 2.6
         return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     @override
@@ -391,19 +395,19 @@ class SwarmStrategy(RankHooks):
 
     @override
     def on_train_end(self) -> None:
-        self._teardown.end_loop()
+        teardown.end_loop(self)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._teardown.handle_exception(exception)
+        teardown.handle_exception(self, exception)
 
     @override
     def teardown(self) -> None:
-        self._teardown.tear_down(super().teardown)
+        teardown.tear_down(self, super().teardown)
 
     def leave(self) -> None:
         """End the run and this machine's peers. Twice is fine."""
-        self._teardown.leave()
+        teardown.leave(self)
 
     # ------------------------------------------------------------------ for users
 

@@ -1,4 +1,4 @@
-"""Ends a strategy's loop and its run, in order or after an error, and puts back what was changed."""
+"""Takes a strategy out of its run, in order or after an error, and puts back what was changed."""
 
 from __future__ import annotations
 
@@ -18,147 +18,143 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Teardown:
-    """Takes a strategy out of its run, in order or after an error."""
+# ------------------------------------------------------------------ the loop
 
-    def __init__(self, strategy: SwarmStrategy) -> None:
-        self._strategy = strategy
 
-    # ------------------------------------------------------------------ the loop
+def end_loop(strategy: SwarmStrategy) -> None:
+    """The training loop has come to its end."""
+    strategy._trains = False
+    if not strategy.is_global_zero:
+        _serve_on(strategy)
+        return
+    if strategy._loop is not None:
+        strategy._loop.finish()
+    strategy._checkpoints.finish_files()
+    if strategy._loop is not None and strategy._loop.pending_samples:
+        _log.warning(
+            "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
+            "`max_epochs` so that the last batch closes it.",
+            strategy._loop.pending_samples,
+        )
 
-    def end_loop(self) -> None:
-        """The training loop has come to its end."""
-        strategy = self._strategy
-        strategy._trains = False
-        if not strategy.is_global_zero:
-            self._serve_on()
-            return
-        if strategy._loop is not None:
-            strategy._loop.finish()
-        strategy._checkpoints.finish_files()
-        if strategy._loop is not None and strategy._loop.pending_samples:
-            _log.warning(
-                "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
-                "`max_epochs` so that the last batch closes it.",
-                strategy._loop.pending_samples,
-            )
 
-    def _serve_on(self) -> None:
-        """Serve, beside the lead, until the lead's loop has come to its end, too."""
-        strategy = self._strategy
-        assert strategy.peer is not None
-        self._retire("its loop has come to its end")
-        if strategy._joined is None or strategy.config.role == "both":
-            strategy.peer.follower.wait_until_dismissed()
+def _serve_on(strategy: SwarmStrategy) -> None:
+    """Serve, beside the lead, until the lead's loop has come to its end, too."""
+    assert strategy.peer is not None
+    _retire(strategy, "its loop has come to its end")
+    if strategy._joined is None or strategy.config.role == "both":
+        strategy.peer.follower.wait_until_dismissed()
 
-    def _retire(self, reason: str) -> None:
-        """Have the others go on without this process, if it joined a run under way."""
-        strategy = self._strategy
-        if strategy._joined is not None and strategy._session is not None:
-            with contextlib.suppress(RunOver):
-                strategy._session.retire(reason)
 
-    def handle_exception(self, exception: BaseException) -> None:
-        """Leave an interrupted run in order.
+def _retire(strategy: SwarmStrategy, reason: str) -> None:
+    """Have the others go on without this process, if it joined a run under way."""
+    if strategy._joined is not None and strategy._session is not None:
+        with contextlib.suppress(RunOver):
+            strategy._session.retire(reason)
 
-        At the lead the module then holds what it learned, as on one machine, if the swarm can still send it.
-        """
-        strategy = self._strategy
-        strategy._trains = False
+
+def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
+    """Leave an interrupted run in order.
+
+    At the lead the module then holds what it learned, as on one machine, if the swarm can still send it.
+    """
+    strategy._trains = False
+    try:
+        strategy._checkpoints.close_files()
+    except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
+        exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
+    if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
+        exception.add_note(model_setup.how_to_go_on(strategy._loop.trainer))
+    if strategy._joined is not None:
+        if not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
+            _leave_run_under_way(strategy, exception)
+    elif not strategy.is_global_zero:
+        if strategy._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
+            with contextlib.suppress(SwarmError):  # the run may be over
+                strategy._session.quit(f"{type(exception).__name__}: {exception}")
+    else:
+        _keep_weights(strategy)
+
+
+def _keep_weights(strategy: SwarmStrategy) -> None:
+    """Put what was trained so far into the lead's module, if it is to hold it and the swarm still can send it."""
+    weights = strategy._weights
+    if not strategy._gathers or weights is None or strategy._session is None or not weights.stale:
+        return
+    try:
+        weights.gather_into_module(strategy.optimizers[0], timeout=strategy.config.limits.leave_timeout)
+    except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
+        _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
+
+
+def _leave_run_under_way(strategy: SwarmStrategy, exception: BaseException) -> None:
+    """Leave a run that goes on, and that had begun before this process joined it."""
+    if strategy.peer is None:
+        return
+    _retire(strategy, f"{type(exception).__name__}: {exception}")
+    if strategy._swarm_launcher is not None:
+        strategy._swarm_launcher.let_children_leave()
+    strategy.peer.follower.leave_in_order()
+
+
+# ------------------------------------------------------------------ the run
+
+
+def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
+    """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
+    rolls_back = strategy._recovery.is_rolling_back
+    try:
         try:
+            if strategy._trains and not (rolls_back or strategy.is_global_zero):
+                _serve_on(strategy)  # a checkpoint left its loop nothing to do
+            with staying_on_meta():
+                default()
+        finally:
             strategy._checkpoints.close_files()
-        except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
-            exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
-        if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
-            exception.add_note(model_setup.how_to_go_on(strategy._loop.trainer))
-        if strategy._joined is not None:
-            if not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
-                self._leave_run_under_way(exception)
-        elif not strategy.is_global_zero:
-            if strategy._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
-                with contextlib.suppress(SwarmError):  # the run may be over
-                    strategy._session.quit(f"{type(exception).__name__}: {exception}")
+    finally:
+        if rolls_back:
+            _release(strategy)
         else:
-            self._keep_weights()
+            strategy.leave()
 
-    def _keep_weights(self) -> None:
-        """Put what was trained so far into the lead's module, if it is to hold it and the swarm still can send it."""
-        strategy = self._strategy
-        weights = strategy._weights
-        if not strategy._gathers or weights is None or strategy._session is None or not weights.stale:
-            return
-        try:
-            weights.gather_into_module(strategy.optimizers[0], timeout=strategy.config.limits.leave_timeout)
-        except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
-            _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
-    def _leave_run_under_way(self, exception: BaseException) -> None:
-        """Leave a run that goes on, and that had begun before this process joined it."""
-        strategy = self._strategy
-        if strategy.peer is None:
-            return
-        self._retire(f"{type(exception).__name__}: {exception}")
-        if strategy._swarm_launcher is not None:
-            strategy._swarm_launcher.let_children_leave()
-        strategy.peer.follower.leave_in_order()
+def _release(strategy: SwarmStrategy) -> None:
+    """End the run, but none of the peers."""
+    assert strategy.peer is not None
+    first_step = strategy._rollback.first_step
+    assert first_step is not None or not strategy.is_global_zero
+    _end_run(strategy)
+    strategy._rollback.end_run()
+    strategy._weights = None
+    strategy.peer.release(first_step or 0)
 
-    # ------------------------------------------------------------------ the run
 
-    def tear_down(self, lightnings: Callable[[], None]) -> None:
-        """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
-        strategy, rolls_back = self._strategy, self._strategy._recovery.is_rolling_back
-        try:
+def _end_run(strategy: SwarmStrategy) -> None:
+    """Leave module, loop and callbacks as they were."""
+    if strategy.lightning_module is not None:
+        add_hooks(strategy.lightning_module)
+    strategy._undo.close()
+    strategy._checkpoints.forget_loaded()
+    strategy._session, strategy._data = None, None
+    if strategy._weights is not None:
+        strategy._weights.end_run()
+
+
+def leave(strategy: SwarmStrategy) -> None:
+    """End the run and this machine's peers. Twice is fine."""
+    _end_run(strategy)
+    strategy._rollback.end_fit()
+    strategy._compiler, strategy._inherited_stages = None, ()
+    peer, strategy.peer = strategy.peer, None
+    began = peer is not None and (peer.lead.run is not None or strategy._joined is not None)
+    strategy._joined = None
+    strategy._rank_override.restore()
+    try:
+        if peer is not None:
             try:
-                if strategy._trains and not (rolls_back or strategy.is_global_zero):
-                    self._serve_on()  # a checkpoint left its loop nothing to do
-                with staying_on_meta():
-                    lightnings()
+                peer.lead.dismiss_others()
             finally:
-                strategy._checkpoints.close_files()
-        finally:
-            if rolls_back:
-                self._release()
-            else:
-                strategy.leave()
-
-    def _release(self) -> None:
-        """End the run, but none of the peers."""
-        strategy = self._strategy
-        assert strategy.peer is not None
-        first_step = strategy._rollback.first_step
-        assert first_step is not None or not strategy.is_global_zero
-        self._end_run()
-        strategy._rollback.end_run()
-        strategy._weights = None
-        strategy.peer.release(first_step or 0)
-
-    def _end_run(self) -> None:
-        """Leave module, loop and callbacks as they were."""
-        strategy = self._strategy
-        if strategy.lightning_module is not None:
-            add_hooks(strategy.lightning_module)
-        strategy._undo.close()
-        strategy._checkpoints.forget_loaded()
-        strategy._session, strategy._data = None, None
-        if strategy._weights is not None:
-            strategy._weights.end_run()
-
-    def leave(self) -> None:
-        """End the run and this machine's peers. Twice is fine."""
-        strategy = self._strategy
-        self._end_run()
-        strategy._rollback.end_fit()
-        strategy._compiler, strategy._inherited_stages = None, ()
-        peer, strategy.peer = strategy.peer, None
-        began = peer is not None and (peer.lead.run is not None or strategy._joined is not None)
-        strategy._joined = None
-        strategy._rank_override.restore()
-        try:
-            if peer is not None:
-                try:
-                    peer.lead.dismiss_others()
-                finally:
-                    peer.close()
-        finally:
-            if strategy._swarm_launcher is not None:
-                strategy._swarm_launcher.end_children(strategy.config.limits.leave_timeout, dismissed=began)
+                peer.close()
+    finally:
+        if strategy._swarm_launcher is not None:
+            strategy._swarm_launcher.end_children(strategy.config.limits.leave_timeout, dismissed=began)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,12 +20,14 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model import optimizer_state
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
+from lightning_swarm.network import Transport
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import WrittenValue
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.strategy.framework import callbacks_named, callbacks_of
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -62,7 +64,7 @@ class ModuleWeights:
         The optimizer is that of the whole module. `timeout` is in seconds; None: that of any call.
         """
         timeout = self._limits.call_timeout if timeout is None else timeout
-        state = self._optimizer_state(optimizer, timeout)
+        state = self.optimizer_state(optimizer, timeout)
         self._gather_weights(timeout)
         optimizer.load_state_dict(state)
         self.stale = False
@@ -93,7 +95,7 @@ class ModuleWeights:
         """Put the weights of the last step into the module's state dict, unless the module holds them."""
         self._gathered.clear()
         if self.stale:
-            weights = self._gather(model_state.gather_weights, self._limits.call_timeout)
+            weights = self._gather(model_state.gather_weights)
             self._gathered += map(weakref.ref, weights.values())
             names = model_state.first_names(self._module)
             own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
@@ -108,8 +110,8 @@ class ModuleWeights:
 
         Without an optimizer its state is left out.
         """
-        session, run = self._active_run
-        names, limits, parameter_names = self._saved_names, self._limits, self._parameter_names
+        session, _ = self._active_run
+        names, parameter_names = self._saved_names, self._parameter_names
 
         def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
             return optimizer_state.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
@@ -117,17 +119,8 @@ class ModuleWeights:
         def write(folder: Path) -> list[WrittenValue]:
             session.hold_still()
             session.renew()
-            return self._peer.runtime.run(
-                model_state.write_stages(
-                    self._peer.transport,
-                    run,
-                    session.version,
-                    folder,
-                    names,
-                    as_saved if optimizer is not None else None,
-                    limits=limits,
-                )
-            )
+            convert = as_saved if optimizer is not None else None
+            return self._call(model_state.write_stages, session.version, folder, names, convert, limits=self._limits)
 
         held = set().union(*names)
         saved = self._module.state_dict(keep_vars=True).keys()
@@ -144,24 +137,29 @@ class ModuleWeights:
             found.append(own.difference(*found))
         return found
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, timeout: float | None = None) -> dict[str, Any]:
         """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""
-        return self._optimizer_state(optimizer, self._limits.call_timeout)
-
-    def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
         state = self._gather(model_state.gather_optimizer, timeout)
         renumbered = optimizer_state.as_state_dict(optimizer, self._parameter_names, state)
         self._gathered += map(weakref.ref, serialization.flatten(list(renumbered["state"].values()))[1])
         return renumbered
 
-    def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
-        session, run = self._active_run
+    def _gather(self, gather: Callable[..., Coroutine[Any, Any, _T]], timeout: float | None = None) -> _T:
+        session, _ = self._active_run
         session.hold_still()
         session.renew()
-        max_bytes = self._limits.max_message_bytes
-        return self._peer.runtime.run(
-            gather(self._peer.transport, run, session.version, timeout=timeout, max_bytes=max_bytes)
-        )
+        timeout = self._limits.call_timeout if timeout is None else timeout
+        return self._call(gather, session.version, timeout=timeout, max_bytes=self._limits.max_message_bytes)
+
+    def _call(
+        self,
+        call: Callable[Concatenate[Transport, RunState, _P], Coroutine[Any, Any, _T]],
+        *args: _P.args,
+        **options: _P.kwargs,
+    ) -> _T:
+        """Run a function of `model_state` for this run."""
+        _, run = self._active_run
+        return self._peer.runtime.run(call(self._peer.transport, run, *args, **options))
 
     # ------------------------------------------------------------------ on the servers
 
@@ -174,19 +172,16 @@ class ModuleWeights:
 
     def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
         """Have the servers go on with a checkpoint's optimizer state, as it was saved; None: the optimizer has it."""
-        _, run = self._active_run
         names = self._parameter_names
         state = (
             optimizer_state.by_name(optimizer, names)
             if saved is None
             else optimizer_state.loaded_state(optimizer, saved, names)
         )
-        self._peer.runtime.run(
-            model_state.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
-        )
+        self._call(model_state.scatter_optimizer, state, timeout=self._limits.call_timeout)
 
     def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
-        """Do what `hand_out_optimizer` does from a folder, for one stage after the other."""
+        """Have the servers go on with the optimizer state in a sharded checkpoint, one stage after the other."""
         _, run = self._active_run
         groups = folder.read_groups()["param_groups"]
         for index, stage in enumerate(run.manifest.stages):
@@ -194,27 +189,22 @@ class ModuleWeights:
             saved = optimizer_state.by_numbers({"state": state, "param_groups": groups})
             found = optimizer_state.loaded_state(optimizer, saved, self._parameter_names)
             timeout = self._limits.call_timeout
-            self._peer.runtime.run(
-                model_state.scatter_optimizer(self._peer.transport, run, found, timeout=timeout, stages=[index])
-            )
+            self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])
 
     def lend(self) -> None:
         """Have the servers evaluate with the module's weights until `take_back`; their own stay as they are."""
-        session, run = self._active_run
+        session, _ = self._active_run
         self.num_lent += 1
         timeout = self._limits.call_timeout
-        self._peer.runtime.run(
-            model_state.lend_weights(self._peer.transport, run, self._peer.lead.stages, self.num_lent, timeout=timeout)
-        )
+        self._call(model_state.lend_weights, self._peer.lead.stages, self.num_lent, timeout=timeout)
         session.pipeline.lent = self.num_lent
 
     def take_back(self) -> None:
         """Have the servers evaluate with their own weights again."""
-        session, run = self._active_run
+        session, _ = self._active_run
         number, session.pipeline.lent = session.pipeline.lent, 0
         if number:
-            timeout = self._limits.call_timeout
-            self._peer.runtime.run(model_state.take_weights_back(self._peer.transport, run, number, timeout=timeout))
+            self._call(model_state.take_weights_back, number, timeout=self._limits.call_timeout)
 
     @property
     def _parameter_names(self) -> dict[int, str]:

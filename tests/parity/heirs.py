@@ -25,7 +25,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.strategy.restart import TrainerCall
+from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.parity.harness import QUIET
 from tests.parity.models import digits, loader

@@ -24,8 +24,8 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.state import HeldSnapshots
+from lightning_swarm.strategy import startup
 from lightning_swarm.strategy.rollback import loop_transfer
-from lightning_swarm.strategy.startup import Startup
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.test_shared_data import Weights, assert_each_once, assert_same, validation
 from tests.parity.trainers import Seen, ThreadStrategy, shuffled, train
@@ -416,16 +416,15 @@ def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_heir_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has released the others, who wait for the run that it would begin."""
-    begin = Startup.start_as_lead
+    begin = startup.start_as_lead
 
-    def dying(startup: Startup, *args: Any) -> Any:
-        strategy: Any = startup._strategy
+    def dying(strategy: Any, *args: Any) -> Any:
         if strategy._seen.killed:
             strategy._seen.kill(f"peer-{strategy._rank}")
             raise RuntimeError("it is dead")
-        return begin(startup, *args)
+        return begin(strategy, *args)
 
-    monkeypatch.setattr(Startup, "start_as_lead", dying)
+    monkeypatch.setattr(startup, "start_as_lead", dying)
     seen = run(3, {4: "in a batch"}, gone=[1, 2])
     assert len(seen.killed) == 2
     (left,) = {1, 2} - set(dead(seen))

@@ -34,7 +34,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
-from lightning_swarm.strategy.restart import TrainerCall
+from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.held import batches_of
 from tests.parity.harness import QUIET

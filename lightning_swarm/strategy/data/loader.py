@@ -59,8 +59,8 @@ def own_generators(loader: Any) -> list[torch.Generator]:
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
-def take(own: Sequence[torch.Generator]) -> RandomNumbers:
-    """The state of all generators."""
+def take_random_numbers(own: Sequence[torch.Generator]) -> RandomNumbers:
+    """The state of all generators that user code draws from, and of a loader's own."""
     _, python, python_gauss = random.getstate()
     numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - what users draw from
     _, keys, place, has_gauss, gauss = numpy
@@ -75,7 +75,7 @@ def take(own: Sequence[torch.Generator]) -> RandomNumbers:
     )
 
 
-def restore(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
+def restore_random_numbers(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
     """Set all generators to a state. Raises ProtocolError if generators of this machine cannot have it."""
     try:
         torch.set_rng_state(_as_tensor(numbers.torch))
@@ -94,12 +94,12 @@ def restore(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
 @contextmanager
 def drawing_from(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> Iterator[None]:
     """Set all generators to a state for a while; those of the process have their own state again afterwards."""
-    before = take(())
+    before = take_random_numbers(())
     try:
-        restore(numbers, own)
+        restore_random_numbers(numbers, own)
         yield
     finally:
-        restore(before, ())
+        restore_random_numbers(before, ())
 
 
 def _as_tensor(buffer: bytes) -> torch.Tensor:
@@ -165,7 +165,7 @@ class SharedLoader:
 
     @property
     def lane(self) -> LaneSampler:
-        """Its batch sampler."""
+        """The batch sampler of the DataLoader."""
         lane = self.loader.batch_sampler
         assert isinstance(lane, LaneSampler)
         return lane
@@ -176,7 +176,7 @@ class SharedLoader:
         return len(self.lane) if instead is None else len(instead)
 
     def __iter__(self) -> Iterator[Any]:
-        """Read the lane."""
+        """Yield the batches of the lane."""
         instead = self._instead()
         if instead is not None:
             return iter(instead)
@@ -190,7 +190,7 @@ class SharedLoader:
             yield batch
 
     def fetch(self, indices: Sequence[Any]) -> Any:
-        """Read one more batch here and now."""
+        """Read a batch in this process, out of the lane's order."""
         loader = self.loader
         return _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, loader.drop_last).fetch(indices)
 

@@ -25,8 +25,13 @@ from lightning_swarm.core.errors import ConfigError, RunOver
 from lightning_swarm.protocol.messages.run import MAX_RUNS, BatchNumber, EpochPlan
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.run_state import next_in_lane
-from lightning_swarm.strategy.data import loader as loader_module
-from lightning_swarm.strategy.data.loader import LaneSampler, SharedLoader
+from lightning_swarm.strategy.data.loader import (
+    LaneSampler,
+    SharedLoader,
+    drawing_from,
+    own_generators,
+    take_random_numbers,
+)
 from lightning_swarm.strategy.framework import framework_of
 
 
@@ -257,7 +262,10 @@ class SharedData:
         self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
 
     def _seed_workers(self) -> None:
-        """Draw what a loader draws where an epoch begins; it did so before older epochs were listed again."""
+        """Draw the workers' seed, as a loader does where an epoch begins.
+
+        The loader did so before older epochs were listed again, which set its generator back.
+        """
         origin = self._origin
         assert origin is not None
         stays = origin.persistent_workers and origin.num_workers > 0
@@ -279,7 +287,7 @@ class SharedData:
     def _list_anew(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as a DataLoader would draw it now."""
         assert self._origin is not None
-        random = loader_module.take(loader_module.own_generators(self._origin))
+        random = take_random_numbers(own_generators(self._origin))
         listing = self._listings[epoch] = self._list(epoch)
         return EpochPlan(
             epoch=epoch,
@@ -315,10 +323,10 @@ class SharedData:
     def _list_plan(self, plan: EpochPlan, others: str = "those of the lead") -> None:
         """List what was drawn elsewhere, and refuse it if the listing here is another one."""
         assert self._origin is not None
-        own = loader_module.own_generators(self._origin)
+        own = own_generators(self._origin)
         listing = None
         if len(own) == len(plan.random.own):
-            with loader_module.drawing_from(plan.random, own):
+            with drawing_from(plan.random, own):
                 listing = self._list(plan.epoch)
         if listing is None or (listing.digest, listing.sizes) != (plan.digest, plan.sizes):
             sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)

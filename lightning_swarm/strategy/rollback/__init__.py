@@ -4,9 +4,8 @@ A stage whose servers all died is gone. The run then rolls back, all stages toge
 that is resumed with `ckpt_path`: the Trainer's function is called again in the same process. Beyond what a file can do
 it reads on in the middle of an epoch where it was, with the random numbers that it had there.
 
-`recovery.py` decides what a process does after an error, `rollback.py` where its loop goes on. Between two batches
-`loop_recorder.py` keeps the loop's state (`loop_state.py`, `data_position.py`), and `loop_transfer.py` packs it for
-standby leads.
+`rollback.py` decides what a process does after an error, and where its loop goes on. Between two batches
+`loop_transfer.py` records the loop's state (`loop_state.py`, `data_position.py`), and packs it for standby leads.
 
 Of several trainers the lead decides, and brings the weights. Each keeps states of its own loop and rolls back itself:
 to before the first of its batches that no record counts which the snapshot is the outcome of (`loop_state.py`). The

@@ -42,17 +42,17 @@ class BatchPosition:
 class DataPosition:
     """Watches where the training loop is in its data, until `close`.
 
-    Its first epoch goes on at `resume_at`; None: where Lightning says. `on_batch` is called between two batches, when
-    all that belongs to the one before is done and the next one is not read, and before the first batch; `on_arrival`
-    before the first batch that is not passed over. `made` returns the random numbers where Lightning made the first
-    epoch's iterator, before the loop began.
+    Its first epoch goes on at `resume_at`; None: where Lightning says. `on_batch` is called, with this object, between
+    two batches, when all that belongs to the one before is done and the next one is not read, and before the first
+    batch; `on_arrival` before the first batch that is not passed over. `made` returns the random numbers where
+    Lightning made the first epoch's iterator, before the loop began.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         resume_at: BatchPosition | None,
-        on_batch: Callable[[], None],
+        on_batch: Callable[[DataPosition], None],
         on_arrival: Callable[[], None],
         *,
         made: Callable[[], RandomState | None],
@@ -107,7 +107,7 @@ class DataPosition:
         self._first = random_state(self._generators)
         self._num_before = self._loop.batch_progress.current.ready
         if self._is_first:
-            self._on_batch()
+            self._on_batch(self)
         self._is_first = False
 
     def _return_to(self, position: BatchPosition, data_fetcher: Any) -> None:
@@ -135,7 +135,7 @@ class DataPosition:
 
     def _batch_ended(self, data_fetcher: Any) -> None:
         self._end_batch(data_fetcher)
-        self._on_batch()
+        self._on_batch(self)
 
 
 def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:

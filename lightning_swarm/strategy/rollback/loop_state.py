@@ -69,7 +69,7 @@ class ResumePoint:
     news: RunNews | None = None  # what it heard before its next batch had a grant; None: that has none as yet
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
-        """True if it goes with a version of the weights, by what is known of records, heard by the loop or not."""
+        """True if the state goes with a version of the weights. `counts` knows records that it did not hear of."""
         if version <= self.version:
             return version == self.version and not self.completed
         if self.news is not None:
@@ -78,7 +78,7 @@ class ResumePoint:
         return not is_lead and (not self.completed or counts(self.version, self.completed))
 
     def news_at(self, version: int) -> RunNews:
-        """The news that it had heard and not counted, where it goes on with a version."""
+        """The news that the loop had heard and not counted, where it goes on with a version."""
         return self.news if self.news is not None and version > self.version else self.before
 
 
@@ -162,10 +162,12 @@ class LoopStates:
         memo = {key: gap for key, (_, gap) in self._stand_ins.items()}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         kept = copy.deepcopy(dumped, dict(memo))
-        for name in _valueless(kept, ""):
+        valueless = next((name for name, leaf in leaves(kept) if isinstance(leaf, Tensor) and leaf.is_meta), None)
+        if valueless is not None:
             raise ConfigError(
-                f"what a hook made of the weights when a checkpoint was asked for, {name}, has no values: they are on "
-                "the servers. Take weights as they are in `on_save_checkpoint`, and work on them when they are loaded."
+                f"what a hook made of the weights when a checkpoint was asked for, {valueless}, has no values: they "
+                "are on the servers. Take weights as they are in `on_save_checkpoint`, and work on them when they are "
+                "loaded."
             )
         return LoopState(
             checkpoint=kept,
@@ -240,13 +242,13 @@ def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
     return tree
 
 
-def _valueless(tree: Any, name: str) -> Iterator[str]:
-    """The names of tensors that have no values."""
-    if isinstance(tree, Tensor) and tree.is_meta:
-        yield name
-    elif isinstance(tree, Mapping):
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All that nested containers hold, each with the keys that lead to it."""
+    if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _valueless(value, f"{name}[{key!r}]")
+            yield from leaves(value, f"{name}[{key!r}]")
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
-            yield from _valueless(value, f"{name}[{index}]")
+            yield from leaves(value, f"{name}[{index}]")
+    else:
+        yield name, tree

@@ -1,4 +1,4 @@
-"""Packs a loop's state for peers that could take the run over, and unpacks it into a loop: without pickle.
+"""Records the states of a trainer's loop, and sends the lead's to peers that could take the run over: without pickle.
 
 What a callback, a metric or a hook keeps may be anything. A part that `plain_values` does not know is left out, with
 a warning that names it: if another peer takes the run over, that part begins anew.
@@ -7,7 +7,8 @@ a warning that names it: if another peer takes the run over, that part begins an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,22 +21,127 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_swarm.client.generation import DecidedRecord, Metrics
-from lightning_swarm.client.session import RunNews
+from lightning_swarm.client.session import RunNews, Session
+from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import plain_values
 from lightning_swarm.protocol.messages.batches import NEEDED, LoggedValue, MetricState, TravellingLoop
 from lightning_swarm.protocol.messages.batches import Metrics as SentMetrics
 from lightning_swarm.protocol.messages.run import BatchNumber
+from lightning_swarm.protocol.messages.state import OrderedSnapshots
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
-from lightning_swarm.strategy.data import at_position
+from lightning_swarm.strategy.data import STATE, at_position
 from lightning_swarm.strategy.metric_states import MetricContents
-from lightning_swarm.strategy.metrics import Pending
-from lightning_swarm.strategy.rollback.data_position import BatchPosition
-from lightning_swarm.strategy.rollback.loop_state import LoopState, ResumePoint
+from lightning_swarm.strategy.metrics import REDUCTIONS, Pending
+from lightning_swarm.strategy.optimization_loop import SwarmOptimization
+from lightning_swarm.strategy.rollback.data_position import BatchPosition, DataPosition
+from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint, leaves
 
 _log = logging.getLogger(__name__)
+
+_NEARLY: Final = 0.9
+"""The part of an interval in which no order of snapshots can come. The interval is measured from when an order came to
+this peer's server, which is some time after it was given."""
+
+
+class LoopRecorder:
+    """Records one trainer's loop in one run, for the versions that have snapshots or may come to have one."""
+
+    def __init__(
+        self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization, snapshot_interval: float | None
+    ) -> None:
+        names = {name for stage in peer.lead.stages for name in stage.named_stage_tensors()}
+        self.states = LoopStates(trainer, names, is_lead=session.is_lead)
+        self._peer = peer
+        self._session = session
+        self._loop = loop
+        self._snapshot_interval_s = snapshot_interval  # None: no snapshots are ordered
+        self._first_step = session.version
+        self._newest: OrderedSnapshots | None = None  # that are of use to the loop
+        self._newest_sent: int | None = None  # version of the state that standby leads have
+        self._left_out: set[str] = set()  # parts that cannot travel, of which a warning was logged
+        loop.on_grant = self._granted
+
+    def clear(self) -> None:
+        """Forget all states, and all snapshots so far: they are void."""
+        self.states.clear()
+        self._newest = None
+
+    def _granted(self, news: RunNews) -> None:
+        self.states.granted(news)
+        self._find_newest()
+        self._replicate()
+
+    def between_batches(self, position: DataPosition) -> None:
+        """Keep the state of the loop, which is between two batches, if a snapshot may go with it."""
+        self._find_newest()
+        self.states.prune(self._versions)
+        version, completed = self._session.version, self._session.completed_leases
+        if self._may_have_snapshot(version, completed):
+            self.states.save(version, completed, position.here, self._loop.pending)
+            self._replicate()
+
+    # ------------------------------------------------------------------ snapshots
+
+    def _find_newest(self) -> None:
+        """Take what this peer's server heard, which knows all records, or else what the trainer heard."""
+        record, ordered = self._session.newest_record, self._peer.ordered
+        if record is not None and record.snapshot is not None and record.step >= self._first_step:
+            heard = OrderedSnapshots(record.step + 1, record.snapshot.keep, time.monotonic())
+            ordered = heard if ordered is None or ordered.version < heard.version else ordered
+        if ordered is not None and (self._newest is None or ordered.version > self._newest.version):
+            self._newest = ordered
+
+    @property
+    def _versions(self) -> list[int]:
+        """The versions of snapshots that servers keep."""
+        newest = self._newest
+        return [] if newest is None else [version for version in (newest.keep, newest.version) if version is not None]
+
+    def _may_have_snapshot(self, version: int, completed: Collection[int]) -> bool:
+        """True if a snapshot that goes with the loop between two batches exists, or may come to.
+
+        The loop has counted to `version`, and its batches of these leases are complete in the open step.
+        """
+        newest = self._newest
+        if newest is not None and newest.version == version and not completed:
+            return True
+        if not self._session.is_shared or self._snapshot_interval_s is None:
+            return False
+        # Others may fill the next steps before this trainer asks for a grant again.
+        return (
+            newest is None
+            or newest.version > version
+            or time.monotonic() >= newest.at_s + _NEARLY * self._snapshot_interval_s
+        )
+
+    # ------------------------------------------------------------------ standby leads
+
+    def _replicate(self) -> None:
+        """Send the lead's state to standby leads: the loop is between batches, or records came before its next one.
+
+        Of several trainers' runs it can be used where the position in the data is the run's. Else each has its own.
+        """
+        session, version = self._session, self._session.version
+        if not session.is_lead or version == self._newest_sent or version not in self._versions:
+            return
+        point = self.states.find(version)
+        if point is None or point.news_at(version).lost or (session.is_shared and not _has_shared_position(point)):
+            return
+        self._newest_sent = version
+        position = session.run.position_at(version)
+        self._peer.keep_loop(version, partial(pack, point, version, position, self._left_out))
+
+
+def _has_shared_position(point: ResumePoint) -> bool:
+    """True if the position in the data is a batch that all trainers know by its number."""
+    return STATE in point.state.checkpoint["loops"]["fit_loop"]["state_dict"]
+
+
+# ---------------------------------------------------------------------- packing
+
 
 _MODULE_KEYS: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 """Entries of a checkpoint that are left out: the next lead's module and data module have their own."""
@@ -101,7 +207,7 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
     at_position(came.checkpoint, came.position)
     state = LoopState(
         checkpoint=came.checkpoint,
-        gaps=list(_gaps(came.checkpoint)),
+        gaps=[leaf for _, leaf in leaves(came.checkpoint) if isinstance(leaf, Awaited)],
         parameter_names=came.parameter_names,
         position=BatchPosition(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
         metrics=came.metrics,
@@ -145,17 +251,6 @@ def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> 
     return found
 
 
-def _gaps(tree: Any) -> Iterator[Awaited]:
-    if isinstance(tree, Awaited):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for child in tree.values():
-            yield from _gaps(child)
-    elif isinstance(tree, (list, tuple)):
-        for child in tree:
-            yield from _gaps(child)
-
-
 # ---------------------------------------------------------------------- what trainers share
 
 
@@ -193,14 +288,6 @@ def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
 # ---------------------------------------------------------------------- what was logged
 
 
-_REDUCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "max": torch.max,
-    "min": torch.min,
-}
-
-
 def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
     """Pack an entry of Lightning's results."""
     meta = entry.meta
@@ -228,7 +315,7 @@ def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict
             entry["fx"],
             entry["name"],
             value,
-            reduce_fx=_REDUCTIONS[entry["reduce_fx"]],
+            reduce_fx=REDUCTIONS[entry["reduce_fx"]],
             sync_dist_fn=trainer.strategy.reduce,
             batch_size=1,
             **options,

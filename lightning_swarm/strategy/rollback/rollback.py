@@ -1,4 +1,4 @@
-"""Rolls a trainer's fit back: chooses a snapshot after an error, and brings the loop of the next run there."""
+"""Rolls a fit back: chooses a snapshot after an error, ends the run, and brings the loop of the next run there."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
 from lightning_swarm.client.session import Session
-from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed
+from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed, WentBack
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy.data import at_position
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback import loop_transfer
-from lightning_swarm.strategy.rollback.data_position import RandomState, generators_of, random_state
-from lightning_swarm.strategy.rollback.loop_recorder import LoopRecorder
+from lightning_swarm.strategy.rollback.data_position import DataPosition, RandomState, generators_of, random_state
 from lightning_swarm.strategy.rollback.loop_state import Counts, LoopStates, ResumePoint, restore_metrics
+from lightning_swarm.strategy.rollback.loop_transfer import LoopRecorder
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class Rollback:
     def __init__(self) -> None:
         self.begins_anew = False  # the loop begins beside another lead, as that of a trainer that joins the run
         self._recorder: LoopRecorder | None = None  # of the run
+        self._position: DataPosition | None = None  # of the run
         self._offered: dict[int, ResumePoint] = {}  # by version, what the lead was told that this loop can go on from
         self._target: RollbackTarget | None = None
         self._arrived = True  # no target, or the loop is there
@@ -104,7 +109,7 @@ class Rollback:
             states.resume(ResumePoint(point.state, point.num_counted, version, (), news))
 
         resume_at = None if self._arrived or self._target is None else self._target.resume_point.state.position
-        recorder.follow_data(resume_at, arrive, made=self._take_made)
+        self._position = DataPosition(trainer, resume_at, recorder.between_batches, arrive, made=self._take_made)
 
     def discard_snapshots(self) -> None:
         """A checkpoint was loaded in the middle of the run: the servers forgot their snapshots."""
@@ -180,7 +185,7 @@ class Rollback:
             whole = peer.lead.gather_snapshots([version])
             if whole is None:
                 raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
-            self._set_target(version, point, whole.weights, whole.optimizer)
+            target = self._set_target(version, point, whole.weights, whole.optimizer)
         except Exception as error:
             peer.lead.give_up()
             raise StepError(f"this peer was to take the run over, and cannot: {error}") from error
@@ -190,9 +195,8 @@ class Rollback:
                 "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
                 ", ".join(missing),
             )
-        assert self._target is not None
         self._arrived = False
-        return self._target
+        return target
 
     def find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
         """Choose, at the lead, where to go on after an error. None: nowhere; without a snapshot the error gets a note.
@@ -209,7 +213,7 @@ class Rollback:
                 if replaced:
                     error.add_note(f"The run does not roll back here: {replaced}")
                     return None
-                if any(one not in trainer.callbacks for one in self._rate_finders):  # type: ignore[attr-defined]
+                if any(finder not in trainer.callbacks for finder in self._rate_finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)
                     return None
                 self._choose_target(peer)
@@ -238,18 +242,19 @@ class Rollback:
 
     def _set_target(
         self, version: int, found: ResumePoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
-    ) -> None:
+    ) -> RollbackTarget:
         checkpoint = found.state.complete(weights, optimizer)
         at_position(checkpoint, self._position_at(version))
         path = _write(checkpoint, f"step={version}.ckpt")
         self._forget_target()
         self._target = RollbackTarget(version=version, path=path, resume_point=found)
+        return self._target
 
     def end_run(self) -> None:
         """The run is over; another run may go on at the target."""
-        if self._recorder is not None:
-            self._recorder.close()
-        self._recorder = None
+        if self._position is not None:
+            self._position.close()
+        self._recorder = self._position = None
 
     def end_fit(self) -> None:
         """The fit is over."""
@@ -264,6 +269,88 @@ class Rollback:
         target, self._target = self._target, None
         if target is not None:
             shutil.rmtree(target.path.parent, ignore_errors=True)
+
+
+class RunRecovery:
+    """Rolls a strategy's run back after an error, as its lead, as its next lead, or beside its lead."""
+
+    def __init__(self, strategy: SwarmStrategy) -> None:
+        self._strategy = strategy
+        self.is_rolling_back = False  # what is torn down goes on
+        # At a trainer beside the lead: takes back what was left to the lead.
+        self.restore_lead_role: Callable[[], None] = lambda: None
+
+    def prepare(self, trainer: Trainer, error: SwarmError) -> str | None:
+        """Find where the run goes on, and tear it down, as `SwarmStrategy.prepare_rollback` says."""
+        strategy = self._strategy
+        if strategy.peer is None or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        found = self._find_target(trainer, strategy.peer, error)
+        if found is None:
+            return None
+        version, path = found
+        events = strategy.peer.events
+        report = events.note if strategy.is_global_zero else events.hear  # once for the swarm
+        report("went_back", step=version, reason=str(error.__cause__ or error))
+        trainer.training = True  # it may have been validating
+        self.is_rolling_back = True
+        try:
+            trainer._teardown()
+        finally:
+            self.is_rolling_back = False
+        if strategy._swarm_launcher is not None:
+            strategy._swarm_launcher.forget_ended()
+        trainer.training, trainer.should_stop = True, False
+        return path
+
+    def _find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> tuple[int, str] | None:
+        """The version of the weights, and the checkpoint as `prepare` returns it. This peer may be the lead then."""
+        strategy, rollback = self._strategy, self._strategy._rollback
+        if strategy.is_global_zero:
+            target = rollback.find_target(trainer, peer, error)
+        elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy._joined is not None:
+            return self._join_again(peer)
+        else:
+            version = peer.follower.rollback_step()
+            if version is None:
+                return None
+            if not peer.inherits and peer.follower.has_new_lead:
+                rollback.begin_anew()
+                return version, ""
+            target = self._become_lead(trainer, peer) if peer.inherits else rollback.follow_lead(version, error)
+        return None if target is None else (target.version, str(target.path))
+
+    def _join_again(self, peer: Peer) -> tuple[int, str] | None:
+        """Join a run again that rolled back without this trainer, whose server was not in it to be told."""
+        view = peer.follower.find_run_again()
+        if view is None:
+            return None
+        self._strategy._joined = view
+        self._strategy._rollback.discard_states()
+        return view.manifest.first_step, ""
+
+    def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
+        """Go on with the run that another peer led, with this peer as its lead."""
+        strategy = self._strategy
+        target = strategy._rollback.take_over(trainer, peer)
+        assert peer.lead.run is not None
+        strategy._inherited_stages = peer.lead.run.manifest.stages
+        strategy.config = replace(strategy.config, initial_peers=())  # from here on it is the starter of runs
+        return target
+
+    def _become_lead(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
+        """Lead from here on, where this process trained beside another one."""
+        strategy = self._strategy
+        target = self.take_over(trainer, peer)
+        _log.warning(
+            "The lead of run %r is gone. This peer takes the run over, from step %d on.",
+            strategy.config.run_id,
+            target.version,
+        )
+        strategy._joined = None
+        strategy._rank_override.set(strategy.global_rank)
+        self.restore_lead_role()
+        return target
 
 
 def _write(checkpoint: Mapping[str, Any], name: str) -> Path:

@@ -16,11 +16,11 @@ from lightning_swarm.protocol.messages.batches import MetricState
 from lightning_swarm.strategy.metric_states import (
     MetricContents,
     check_metric,
+    combine,
     computed_of,
     pack,
     put,
     take,
-    together,
     unpack,
 )
 
@@ -51,7 +51,7 @@ def test_the_parts_make_the_whole(name: str, order: list[int]) -> None:
         assert all(not torch.as_tensor(state).count_nonzero() for state in other.metric_state.values())
     for index in order:
         contents = unpack(lead, *parts[index])
-        put(lead, together(lead, take(lead), contents))
+        put(lead, combine(lead, take(lead), contents))
     assert lead.update_count == 3
     assert torch.equal(lead.compute(), whole.compute())
     assert torch.equal(computed_of(lead, unpack(lead, *parts[0])), _computed(METRICS[name](), 0))  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_each_reduction(kind: str, value: Any) -> None:
     metric.update(torch.tensor([4.0]))
     first = take(metric)
     metric.update(torch.tensor([1.0, 2.0, 3.0]))
-    put(metric, together(metric, first, take(metric)))
+    put(metric, combine(metric, first, take(metric)))
     assert metric.compute().tolist() == value
 
 
@@ -81,7 +81,7 @@ def test_a_mean_of_states_weighs_them_by_their_updates() -> None:
     metric = torchmetrics.SumMetric()
     metric.add_state("sum_value", torch.tensor(0.0), dist_reduce_fx="mean")
     parts = [MetricContents(1, {"sum_value": torch.tensor(1.0)}), MetricContents(3, {"sum_value": torch.tensor(5.0)})]
-    assert together(metric, *parts) == MetricContents(4, {"sum_value": torch.tensor(4.0)})
+    assert combine(metric, *parts) == MetricContents(4, {"sum_value": torch.tensor(4.0)})
 
 
 def test_what_is_put_back_is_no_ones_else() -> None:
@@ -106,7 +106,7 @@ def test_lists_without_a_reduction_are_put_one_after_the_other() -> None:
         other = RetrievalMAP()
         for one in (whole, other):
             one.update(scores, hits, indexes=indexes)
-        put(lead, together(lead, take(lead), unpack(lead, *pack("map", take(other)))))
+        put(lead, combine(lead, take(lead), unpack(lead, *pack("map", take(other)))))
     assert torch.equal(lead.compute(), whole.compute())
 
 

@@ -146,12 +146,12 @@ def test_random_numbers_are_gone_on_with_and_put_back() -> None:
             float(torch.rand((), generator=own)),
         ]
 
-    taken = msgspec.msgpack.decode(encode(loader.take([own])), type=RandomNumbers)
+    taken = msgspec.msgpack.decode(encode(loader.take_random_numbers([own])), type=RandomNumbers)
     drawn = draw()
-    after = loader.take([])
+    after = loader.take_random_numbers([])
     with loader.drawing_from(taken, [own]):
         assert draw() == drawn
-    assert loader.take([]) == after
+    assert loader.take_random_numbers([]) == after
     for broken in (
         {"torch": b"1"},
         {"python": b"1234"},
@@ -163,7 +163,7 @@ def test_random_numbers_are_gone_on_with_and_put_back() -> None:
     ):
         with pytest.raises(ProtocolError), loader.drawing_from(msgspec.structs.replace(taken, **broken), [own]):
             pass
-        assert loader.take([]) == after
+        assert loader.take_random_numbers([]) == after
 
 
 # ---------------------------------------------------------------------- at who coordinates
