@@ -235,7 +235,9 @@ class ThreadStrategy(SwarmStrategy):
         step = self._rollback.first_step
         assert step is not None
         assert self.peer is not None
-        self._seen.go_back(step, self.peer.lead._generation)
+        former = self.peer.lead._former
+        assert former is not None
+        self._seen.go_back(step, former.generation + 1)
 
     @override
     def _configure_launcher(self) -> None:

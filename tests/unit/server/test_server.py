@@ -616,7 +616,7 @@ def of_another_model(stage: StageManifest) -> StageManifest:
 
 
 def for_no_samples() -> RunSettings:
-    settings = RunSettings()
+    settings = RunSettings(target_batch_size=1)
     force_setattr(settings, "target_batch_size", 0)  # which its own checks refuse
     return settings
 
