@@ -182,7 +182,7 @@ def test_a_lead_asks_once_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
         asked[step, decided] += 1
         return await until(self, step, decided=decided)
 
-    monkeypatch.setattr(StepClient, "_until", noted)
+    monkeypatch.setattr(StepClient, "_wait_until_over", noted)
     options = {"accumulate_grad_batches": 10, "limit_train_batches": 20, "microbatch_size": 1, "max_steps": 4}
     train(DigitsMLP, loader(digits(), 2), max_epochs=-1, **options)
     assert max(asked.values()) == 1
