@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks import train
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer, ReplayCopy
-from lightning_swarm.coordinator.membership import rosters
+from lightning_swarm.coordinator import commit
+from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import Liveness, _WatchedPeer
 from lightning_swarm.protocol.messages.run import Member, SeatedMembers
@@ -46,13 +47,13 @@ def take_turns() -> None:
     def choose(
         members: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
     ) -> list[Member]:
-        chosen = rosters.choose_voters(members, voters, hosts)
+        chosen = choose_voters(members, voters, hosts)
         return chosen[:1] if is_bare(step + 1) else chosen  # for the step after the one that closes
 
     ReplayBuffer.keep = keep_by_turns  # type: ignore[method-assign]
     Liveness._arm = arm_by_turns  # type: ignore[method-assign]
     RunState.apply = count  # type: ignore[method-assign]
-    rosters.choose_voters = choose
+    commit.choose_voters = choose
 
 
 if __name__ == "__main__":

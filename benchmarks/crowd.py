@@ -180,9 +180,6 @@ class Swarm:
         )
         return Server(context, self._model())
 
-    def _directory(self, peer: PeerId) -> RunDirectory:
-        return RunDirectory(self._directories[peer], self.network.find(peer), RUN)
-
     def _manifest(self, rosters: Sequence[Sequence[Member]], trainers: Sequence[PeerId]) -> Manifest:
         return Manifest(
             protocol_version=PROTOCOL_VERSION,
@@ -204,7 +201,7 @@ class Swarm:
 
     async def begin(self) -> None:
         """Announce, find, admit, and bring one step that is not counted."""
-        lead = self._directory(self.manifest.lead)
+        lead = self._directories[self.manifest.lead]
         await self.gather(lead)
         stages = self.model.build_stages([range(index, index + 1) for index in range(NUM_STAGES)])
         await discovery.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)

@@ -13,8 +13,9 @@ from benchmarks.crowd import HYPERPARAMETERS, LIMITS, NUM_STAGES, Swarm
 from lightning_swarm.client.coordinator_client import Patience
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.consensus import Voter, serve
-from lightning_swarm.network import Directory, Message, PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
@@ -146,7 +147,7 @@ class Crowd(Swarm):
         return BriefTrainer(transport, self.manifest, self)
 
     @override
-    async def gather(self, lead: Directory) -> None:
+    async def gather(self, lead: RunDirectory) -> None:
         await self.servers[0].start()
 
     def enter(self, grant: Grant) -> list[Receipt]:
