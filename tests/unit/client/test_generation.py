@@ -16,7 +16,7 @@ from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.methods import DONE, GRANT, RECORD
 from tests.unit.conftest import MakeSwarm
-from tests.unit.coordinator.test_snapshot_schedule import restarting, step
+from tests.unit.coordinator.test_rollback import restarting, step
 from tests.unit.swarm import LEAD, Swarm, key, rows
 
 A = PeerId("a")
