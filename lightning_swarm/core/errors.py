@@ -11,7 +11,7 @@
     │   ├── TrainerFailed    a trainer's own code raised: the run ends for all
     │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
     │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
-    │   └── WentBack         the lead goes back with the run, and with it this trainer
+    │   └── WentBack         the run rolls back to a snapshot, and this trainer with it
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere

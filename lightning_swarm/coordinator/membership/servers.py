@@ -49,7 +49,7 @@ _FIRST_READY_S: Final = 300.0
 _MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
-_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
+_WENT_BACK: Final = "The run rolled back, to weights that this peer does not have. Join again."
 
 
 @dataclass
