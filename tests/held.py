@@ -27,7 +27,7 @@ class Held:
 
     def by_stage(self, record: Record) -> list[dict[PeerId, set[Receipt]]]:
         """What the servers of each stage hold of a record's step."""
-        found: list[dict[PeerId, set[Receipt]]] = [{} for _ in record.closing.touched]
+        found: list[dict[PeerId, set[Receipt]]] = [{} for _ in record.touched]
         for (stage, peer), receipts in self._rounds[_round(record.closing)].items():
             found[stage][peer] = receipts
         return found

@@ -144,20 +144,20 @@ class StepCommit:
         begun = await self._context.proposer.prepare()
         assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
         sums = self._sums_of(step, selection, late=late)
-        squared_norm: float | None = None
-        while squared_norm is None:
+        while True:
             closed = await sums.close()
             if closed is None:
                 return None
-            closing = closed.closing
             squared_norm = await self._average(sums, closed, reselected, late=late)
+            if squared_norm is not None:
+                break
         hyperparameters = await self._lead.wait_until_ready(step)
         self._moves.take_loads(sums.loads)
         position = None if step.window is None else step.window.end
-        record = replaced(self._step_record(closing, squared_norm, hyperparameters), position=position)
+        record = replaced(self._step_record(closed, squared_norm, hyperparameters), position=position)
         newcomers: Sequence[Candidate] = ()
         if not late:
-            newcomers = await self._server_membership.newcomers(closing)
+            newcomers = await self._server_membership.newcomers(closed.closing)
             record = await self._with_changes(record, reselected, newcomers, sums.step_servers.gone)
         await self._context.proposer.decide(record)
         await self._servers.apply(record)
@@ -176,10 +176,13 @@ class StepCommit:
         is_due = self._snapshots.is_due(self._run.servers)
         return is_due or self._someone_gone or self._server_membership.wants_changes() or self._moves.put_off
 
-    def _step_record(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
+    def _step_record(
+        self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
+    ) -> Record:
         """A record that says how to step, and nothing else."""
         return Record(
-            closing=closing,
+            closing=closed.closing,
+            touched=list(closed.touched),
             outcome="apply" if math.isfinite(squared_norm) else "skip",
             squared_norm=squared_norm,
             clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
@@ -235,6 +238,7 @@ class StepCommit:
                 self._servers,
                 step,
                 selection,
+                late=late,
                 joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
             )
@@ -244,13 +248,13 @@ class StepCommit:
         self, sums: SumReconciliation, closed: ReconciledStep, reselected: Selection | None, *, late: bool
     ) -> float | None:
         """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
-        begin_s, closing = now_s(), closed.closing
+        closing = closed.closing
         listening = [] if late else self._server_membership.listen(closing, reselected, closed.version_hashes)
         replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in answered.values()):
-            await self._server_membership.heard(closing, listening, averaging_s=now_s() - begin_s)
+            await self._server_membership.heard(closing, listening, averaging_s=now_s() - closed.began_s)
             # Summed in one order, so that a repeated round gives the same record.
             parts = sorted(
                 (part.stage_index, peer, part.squared_norm) for peer, reply in answered.items() for part in reply.parts

@@ -1,15 +1,21 @@
-"""A server's part in averaging rounds: means of frozen sums, held until a record says which round counts."""
+"""A server's part in averaging rounds: means of frozen sums, held until a record says which round counts.
+
+A round begins as soon as the sums are frozen, if they are to be averaged as the coordinator expects. That they hold
+what the step counts, the coordinator finds meanwhile; if not, nobody asks for the round's result.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.core.tasks import gather
+from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
@@ -42,6 +48,9 @@ class _HeldRound:
     carried: Mapping[int, AveragingState]  # likewise
 
 
+_StageResults: TypeAlias = dict[int, AveragingResult]
+
+
 class AveragingRounds:
     """Averages the sums of a server's stages with their other replicas."""
 
@@ -54,11 +63,30 @@ class AveragingRounds:
         self._me = context.me
         self._timeout = context.limits.call_timeout  # for one exchange of a round
         self._held: _HeldRound | None = None
+        self._running: tuple[Closing, asyncio.Task[_StageResults]] | None = None  # the newest round
         context.transport.handle_call(AVERAGE, self._handle_average)
 
     def discard_round(self) -> None:
         """Forget the round: its record is applied, or it will have none."""
         self._held = None
+        self.begin(None)
+
+    async def close(self) -> None:
+        """Give up the round, and wait for its end."""
+        if self._running is not None:
+            await ended([self._running[1]])
+
+    def begin(self, closing: Closing | None, *, late: bool = False) -> None:
+        """Begin to average the frozen sums, unless that has begun, and give up any other round."""
+        if self._running is not None:
+            if self._running[0] == closing:
+                return
+            self._running[1].cancel()
+        self._running = None
+        if closing is not None:
+            task = asyncio.create_task(self._average_round(closing, late=late))
+            task.add_done_callback(_retrieve)
+            self._running = (closing, task)
 
     def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, AveragingState]) -> None:
         """Keep a round's mean gradients until its record is decided, or those of a later round come.
@@ -104,37 +132,57 @@ class AveragingRounds:
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
         closing = request.closing
-        sums = self._sums
-        sums.check(caller, closing.generation, closing.step, closing.attempt)
-        run = sums.run
-        rosters = run.present(closing.absent)
+        self._sums.check(caller, closing.generation, closing.step, closing.attempt)
+        run = self._sums.run
         try:
-            if request.late:
-                await self.idle_link.wait()
-                sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
-            begin_s = now_s()
-            places = await self._compute(lambda: sums.bind(request, rosters))
-            found = await self._averaged(closing, run.ties, rosters, places)
-            self.idle_link.averaging_took(now_s() - begin_s)
-        except BaseException as error:  # a cancellation, too
-            self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
-            if not isinstance(error, AveragingFailed):
-                raise
+            await self._compute(lambda: self._sums.check_named(request))
+        except ProtocolError as error:
+            self._refuse(run.ties, closing, run.present(closing.absent), str(error))
+            raise
+        try:
+            found = await self._result(closing, late=request.late)
+        except AveragingFailed as error:
             missed = [error.missed] if error.missed is not None else []
             return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
-        finally:
-            if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
-                self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
-        sums.run.check_generation(closing.generation)
-        sums.check_frozen(closing)
+        self._sums.run.check_generation(closing.generation)
+        self._sums.check_frozen(closing)
         carried = {index: result.carried for index, result in found.items()}
         self.hold(closing, {index: result.mean for index, result in found.items()}, carried)
         norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in found.items()]
         return encode(AverageReply(parts=norms))
 
+    async def _result(self, closing: Closing, *, late: bool) -> _StageResults:
+        """Wait for a round, which may have begun with the freeze."""
+        self.begin(closing, late=late)
+        assert self._running is not None
+        task = self._running[1]
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise AveragingFailed(f"round {closing.round} of step {closing.step} was given up", None)
+        return task.result()
+
+    async def _average_round(self, closing: Closing, *, late: bool) -> _StageResults:
+        """Average the frozen sums; a failure tells the other servers that they need not wait for this one."""
+        sums, run = self._sums, self._sums.run
+        rosters = run.present(closing.absent)
+        try:
+            if late:
+                await self.idle_link.wait()
+            begin_s = now_s()
+            places = await self._compute(lambda: sums.bind(closing, rosters))
+            found = await self._averaged(closing, run.ties, rosters, places)
+            self.idle_link.averaging_took(now_s() - begin_s)
+        except BaseException as error:  # a cancellation, too
+            self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
+            raise
+        finally:
+            if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
+                self._tickets.drop(round_name(closing))  # the record came while this round went on
+        return found
+
     async def _averaged(
         self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
-    ) -> dict[int, AveragingResult]:
+    ) -> _StageResults:
         """Average each stage, adding what tied parameters get from other stages, and what batch norms saw."""
         # Held here, for this server may give a stage up, or leave the run, while the round goes on.
         stages = {index: self._sums.stage(index) for index in places}
@@ -223,7 +271,13 @@ class AveragingRounds:
         return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
 
 
+def _retrieve(task: asyncio.Task[_StageResults]) -> None:
+    if not task.cancelled():
+        task.exception()  # told to the coordinator if it asks for this round; nobody is interested otherwise
+
+
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
     """The prefix of the tickets of a stage's averaging; without a stage, of all stages."""
-    round_ = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/"
+    # With the number of those that are gone, which only grows: what began with the freeze may have been of more.
+    round_ = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}.{len(closing.absent)}/average/"
     return round_ if stage_index is None else f"{round_}{stage_index}"

@@ -287,37 +287,34 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closed
 
-    def bind(self, request: AverageRequest, rosters: Sequence[Sequence[Member]]) -> dict[int, int]:
-        """Check that the frozen sums hold what is named; returns this server's place in each of its stages' rosters."""
+    def bind(self, closing: Closing, rosters: Sequence[Sequence[Member]]) -> dict[int, int]:
+        """Check that the sums are frozen for a round; returns this server's place in each of its stages' rosters."""
+        self.run.check_generation(closing.generation)
+        self.check_frozen(closing)
+        for index in self.stages:
+            if not self.ledgers[index].final:
+                raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
+        return {index: _place(rosters[index], self._me) for index in self.stages}
+
+    def check_named(self, request: AverageRequest) -> None:
+        """Refuse a round whose frozen sums are not exactly what is named."""
         closing = request.closing
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
-        self.check_stages(closing)
         named = self._named(request.named)
-        places = {index: _place(rosters[index], self._me) for index in self.stages}
-        for index in places:
-            from_bitmap(closing.touched[index], len(self.stages[index].trainable))
+        for index in self.stages:
             ledger = self.ledgers[index]
-            if not ledger.final:
-                raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
             if ledger.held != named[index]:
                 raise ProtocolError(
                     f"the sum of stage {index} on {self._me.peer_id} is not what is named for step {closing.step}: it "
                     f"holds {len(ledger.held - named[index])} others, and lacks {len(named[index] - ledger.held)}"
                 )
-        return places
 
     def check_frozen(self, closing: Closing) -> None:
         """Refuse a round for which the sums are not frozen (any more)."""
-        if closing.round != self.next.round:
-            raise ProtocolError(
-                f"the sums of step {closing.step} are frozen for round {self.next.round}, not {closing.round}"
-            )
-
-    def check_stages(self, closing: Closing) -> None:
-        """Refuse a closing of another number of stages than the run has."""
-        if len(closing.touched) != len(self.run.rosters):
-            raise ProtocolError(f"a closing of {len(closing.touched)} stages; there are {len(self.run.rosters)}")
+        here = (self.version, self.next.round)
+        if (closing.step, closing.round) != here:
+            raise ProtocolError(f"step, round are {here} here, got a closing of {(closing.step, closing.round)}")
 
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record to all stages or to none; a record that comes twice is applied once."""
@@ -327,13 +324,14 @@ class GradientSums:
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
             return  # applied before, for a caller that hung up before it had the answer
         run.check(record)
-        self.check_stages(record.closing)
+        if len(record.touched) != len(run.rosters):
+            raise ProtocolError(f"a record of {len(record.touched)} stages; there are {len(run.rosters)}")
+        touched = {index: _touched(run, record, stage) for index, stage in self.stages.items()}
         for stage in self.stages.values():
             stage.check_applies(record)
         applied: list[Stage] = []
         for index, stage in self.stages.items():
-            touched = _touched(run, record, stage)
-            stage.apply(record, gradients[index], touched, before=applied if run.ties else ())
+            stage.apply(record, gradients[index], touched[index], before=applied if run.ties else ())
             applied.append(stage)
         # With the last stage: what is added from now on, on this thread, is of later steps.
         self._open.pop(record.step, None)
@@ -364,7 +362,7 @@ def _place(roster: Sequence[Member], me: Member) -> int:
 
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
     """Tell for each parameter of a stage whether it got a gradient, here or in another stage that holds it, too."""
-    ties, bitmaps = run.ties, record.closing.touched
+    ties, bitmaps = run.ties, record.touched
     selection = record.selection or stage.selection
     trained = trained_names(selection) if selection is not None and ties else ()
     partners = ties.partners(stage.index, trained)

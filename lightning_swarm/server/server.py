@@ -69,6 +69,7 @@ class Server:
         try:
             await self.admission.leadership.close()
         finally:
+            await self.steps.rounds.close()
             self._executor.close()
             self.snapshots.discard()
             await self._tasks.close()

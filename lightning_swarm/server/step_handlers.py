@@ -180,11 +180,17 @@ class StepHandlers:
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FreezeRequest)
         self.sums.check(caller, request.generation, request.step, request.attempt)
+        expected = request.expected
+        if expected is not None:
+            here = (request.generation, request.step, request.round)
+            if (expected.generation, expected.step, expected.round) != here:
+                raise ProtocolError(f"a freeze of generation, step, round {here} expects the closing of another")
         term = self.sums.run.term
         at_s = now_s()
         ledgers, stale = await self._compute(lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
+        self.rounds.begin(expected)
         return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:

@@ -105,7 +105,7 @@ _RESULT_PHASES: Final = {
     "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),
 }
 _AVERAGING_PHASES: Final = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE, "tied": Phase.AVERAGE_TIED}
-_AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
+_AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+\.\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,6 +188,8 @@ class ReconciledStep:
     """What a step counts, once the sums are exactly that."""
 
     closing: Closing
+    began_s: float  # when its sums were asked for, on the monotonic clock
+    touched: Sequence[bytes]  # for each stage, a bitmap over the parameters that got a gradient
     named: Mapping[PeerId, list[NamedReceipts]]  # what each server holds of it, for each of its stages
     # For each stage, of the weights that its replicas agree on. None: it has one replica, and nobody joined.
     version_hashes: Sequence[int | None]
@@ -203,6 +205,7 @@ class SumReconciliation:
         step: OpenStep,
         selection: Selection | None,
         *,
+        late: bool,  # the next step takes batches meanwhile
         joining: Callable[[], bool],  # whether a server may enter with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
     ) -> None:
@@ -211,7 +214,7 @@ class SumReconciliation:
         self._servers = servers
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
-        self._joining = joining
+        self._late, self._joining = late, joining
         self._fence = fence
         self._outage = context.outage
         # Nobody else counts rounds of this step from there.
@@ -232,7 +235,7 @@ class SumReconciliation:
         or its replicas are not alike.
         """
         while True:
-            round_ = next(self._rounds)
+            round_, began_s = next(self._rounds), now_s()
             ledgers = await self._freeze(round_)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
@@ -244,7 +247,8 @@ class SumReconciliation:
             plan = self._plan(ledgers)
             if plan.done:
                 self.loads = reported_loads(ledgers)
-                return ReconciledStep(self._closing(ledgers, round_), named_receipts(ledgers), hashes)
+                touched = [touched_parameters(stage.values()) for stage in ledgers]
+                return ReconciledStep(self._closing(round_), began_s, touched, named_receipts(ledgers), hashes)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
@@ -254,7 +258,12 @@ class SumReconciliation:
     # ------------------------------------------------------------------ freezing
 
     def _request(
-        self, round_: int, *, named: list[NamedReceipts] | None = None, struck: list[int] | None = None
+        self,
+        round_: int,
+        *,
+        named: list[NamedReceipts] | None = None,
+        struck: list[int] | None = None,
+        expected: Closing | None = None,
     ) -> FreezeRequest:
         return FreezeRequest(
             generation=self._generation,
@@ -264,11 +273,13 @@ class SumReconciliation:
             named=named,
             struck=struck,
             joining=self._joining(),
+            expected=expected,
         )
 
     async def _freeze(self, round_: int) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
-        request = self._request(round_)
+        # If nothing is amiss, servers need not wait for the closing to average. A late step waits for an idle link.
+        request = self._request(round_, expected=None if self._late else self._closing(round_))
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
         found: Ledgers = [{} for _ in self._run.rosters]
@@ -294,7 +305,7 @@ class SumReconciliation:
         """The receipts that count in a stage."""
         return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
 
-    def _closing(self, ledgers: Ledgers, round_: int) -> Closing:
+    def _closing(self, round_: int) -> Closing:
         step = self._step
         return Closing(
             generation=self._generation,
@@ -305,7 +316,6 @@ class SumReconciliation:
             num_samples=step.num_granted,
             total_weight=step.total_weight,
             absent=sorted(self.step_servers.gone),
-            touched=[touched_parameters(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
 

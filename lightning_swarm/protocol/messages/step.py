@@ -48,6 +48,7 @@ class FreezeRequest(WireMessage, frozen=True):
     named: list[NamedReceipts] | None = None  # for each stage of this server
     struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
     joining: bool = False  # a server may join with the record: also send hashes of stages with a single replica
+    expected: Closing | None = None  # what the sums should be: the server begins to average them at once
 
 
 class FenceRequest(WireMessage, frozen=True):
@@ -130,7 +131,8 @@ class ReplayReply(WireMessage, frozen=True):
 class Closing(WireMessage, frozen=True):
     """The coordinator tells all servers what counts in a step. It is the same for all.
 
-    Which server holds which microbatch is only between each server and the coordinator. The round tells which sums are
+    It comes with the freeze, as far as the coordinator knows it then, and with the request to average, for good. Which
+    server holds which microbatch is only between each server and the coordinator. The round tells which sums are
     meant: no two closings of a step share one, even under different coordinators.
     """
 
@@ -142,7 +144,6 @@ class Closing(WireMessage, frozen=True):
     num_samples: Count
     total_weight: Positive
     absent: list[PeerId]  # members of the step's rosters that take no part in it any more
-    touched: list[bytes]  # for each stage, a bitmap over the parameters that a counted microbatch gave a gradient
     gradient_scale: Positive = 1.0  # the factor of the sums; the mean is without it
 
     def counts(self, first: int) -> bool:
@@ -151,7 +152,10 @@ class Closing(WireMessage, frozen=True):
 
 
 class AverageRequest(WireMessage, frozen=True):
-    """The coordinator asks a server to average a round's frozen sums, if they hold exactly the named receipts."""
+    """The coordinator asks a server for the mean of a round's frozen sums, if they hold exactly the named receipts.
+
+    The server may have begun to average them when it froze them.
+    """
 
     closing: Closing
     named: list[NamedReceipts]  # for each stage of this server
@@ -202,6 +206,7 @@ class Record(WireMessage, frozen=True):
     """
 
     closing: Closing
+    touched: list[bytes]  # for each stage, a bitmap over the parameters that a counted microbatch gave a gradient
     outcome: Literal["apply", "skip"]
     squared_norm: float  # of the mean gradient over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]

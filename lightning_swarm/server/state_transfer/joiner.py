@@ -255,7 +255,6 @@ class Joiner:
             raise ProtocolError(f"this peer is not joining a run of {caller}")
         await self._steps.reached(closing.step)
         self._steps.sums.check(caller, closing.generation, closing.step, closing.attempt)
-        self._steps.sums.check_stages(closing)
         rosters = self._membership.run.present(closing.absent)
         if not all(rosters[: self._membership.run.num_pipeline_stages]):
             raise ProtocolError(f"a round of stage {stage.index} must have members")

@@ -35,10 +35,10 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         num_samples=0,
         total_weight=1.0,
         absent=[],
-        touched=[],
     )
     return Record(
         closing=closing,
+        touched=[],
         outcome="apply",
         squared_norm=0.0,
         clip_factor=clip_factor,

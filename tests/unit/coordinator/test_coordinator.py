@@ -526,7 +526,6 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
             "num_samples": 4,
             "total_weight": 1.0,
             "absent": [],
-            "touched": [b"\x03", b"\x03"],
         }
         named = NamedReceipts(stage_index=stage, receipts=[(0, 0, held)] if held else [])
         return AverageRequest(closing=Closing(**{**fields, **changes}), named=[named])
@@ -542,13 +541,14 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
     late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}, {"attempt": 1}]
     for changes in late:
         refused(FREEZE, replaced(freeze, **changes))
+    expected = average(b"").closing
+    for changes in ({"generation": 1}, {"step": 1}, {"round": 1}):
+        refused(FREEZE, replaced(freeze, expected=replaced(expected, **changes)))
     swarm.run(coordinator.call(B, FREEZE, encode(freeze), timeout=1.0))
     for changes in late:
         refused(AVERAGE, average(b"\x03", **changes))
     for held in (b"\x01", b"\x02", b"\x07", b"\0", b"", b"\x03\x01"):
         refused(AVERAGE, average(held))
-    refused(AVERAGE, average(b"\x03", touched=[b"\x03"]))  # another number of stages
-    refused(AVERAGE, average(b"\x03", touched=[b"\x03", b""]))
     refused(AVERAGE, average(b"\x03", stage=0))
     refused(AVERAGE, average(b"\x03", absent=[B]))
     swarm.run(coordinator.call(B, AVERAGE, encode(average(b"\x03")), timeout=1.0))

@@ -259,7 +259,6 @@ def closing(swarm: Swarm) -> Closing:
         num_samples=2,
         total_weight=1.0,
         absent=[],
-        touched=[b"\x03" for _ in swarm.rosters],
     )
 
 
@@ -274,6 +273,7 @@ def averaging(swarm: Swarm, stage: int) -> AverageRequest:
 def record(swarm: Swarm) -> Record:
     return Record(
         closing=closing(swarm),
+        touched=[b"\x03" for _ in swarm.rosters],
         outcome="apply",
         squared_norm=1.0,
         clip_factor=1.0,
@@ -501,7 +501,9 @@ SAMPLES = [
         caller=A,
         phase="through",
     ),
-    Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
+    Sample(
+        CALL, FREEZE, plain(lambda s: msgspec.structs.replace(FREEZING, expected=closing(s))), caller=A, phase="through"
+    ),
     Sample(CALL, AVERAGE, plain(lambda s: averaging(s, 1)), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
     Sample(
@@ -877,15 +879,16 @@ def test_a_record_of_rosters_that_cannot_be_changes_nothing(
     assert swarm.state() == before
 
 
-def test_a_record_of_another_number_of_stages_is_not_applied(make_swarm: MakeSwarm) -> None:
-    """By who joins: who averaged looks whether it is the round's."""
+@pytest.mark.parametrize(
+    ("touched", "says"),
+    [([], "a record of 0 stages; there are 2"), ([b"\x03", b""], "a bitmap of 2 flags")],
+)
+def test_a_record_of_other_parameters_than_the_stages_have_is_not_applied(
+    make_swarm: MakeSwarm, touched: list[bytes], says: str
+) -> None:
     swarm = next(sample for sample in SAMPLES if sample.method == APPLY).prepared(make_swarm)
     before, steps = swarm.state(), swarm.servers[B].steps
-    short = msgspec.structs.replace(closing(swarm), touched=[])
-    with pytest.raises(ProtocolError, match="a closing of 0 stages; there are 2"):
-        swarm.run(
-            steps.commit(
-                msgspec.structs.replace(record(swarm), closing=short), {1: steps.stage(1).next_sum.values.clone()}
-            )
-        )
+    short = msgspec.structs.replace(record(swarm), touched=touched)
+    with pytest.raises(ProtocolError, match=says):
+        swarm.run(steps.commit(short, {1: steps.stage(1).next_sum.values.clone()}))
     assert swarm.state() == before
