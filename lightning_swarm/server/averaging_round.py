@@ -14,7 +14,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
@@ -136,7 +136,7 @@ class AveragingRounds:
         run = self._sums.run
         try:
             await self._compute(lambda: self._sums.check_named(request))
-        except ProtocolError as error:
+        except SwarmError as error:
             self._refuse(run.ties, closing, run.present(closing.absent), str(error))
             raise
         try:
