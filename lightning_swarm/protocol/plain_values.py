@@ -37,8 +37,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 
 MAX_DEPTH: Final = 64
-MAX_STRUCTURE_BYTES: Final = 8 << 20
-"""Longest structure. Python needs many times as much memory for it."""
+MAX_STRUCTURE_BYTES: Final = 8 << 20  # Python needs many times as much memory for it
 
 _CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})
 _MAX_DIGITS: Final = 4096

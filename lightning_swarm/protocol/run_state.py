@@ -53,10 +53,8 @@ def check_protocol_version(version: int) -> None:
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Order the trainers' lanes. A lane is a trainer's share of an epoch to read ahead: every n-th batch.
-
-    The lead's lane has the first batch. Lanes are a hint: the trainer that has read a batch first may bring it.
-    """
+    """Order the trainers' lanes: a lane is a trainer's share of an epoch to read ahead, every n-th batch."""
+    # Lanes are a hint: the trainer that has read a batch first may bring it.
     return [lead, *(peer for peer in trainers if peer != lead)]
 
 
@@ -76,11 +74,9 @@ _MAX_NAMED = 10
 
 
 class RunState:
-    """The members of a run and its other state at one version. Records change it, and terms change the coordinator.
+    """The members of a run and its other state at one version. Records change it, and terms change the coordinator."""
 
-    A process has one for each role that it plays: its server's and its trainer's may be a record apart.
-    """
-
+    # A process has one for each role that it plays: its server's and its trainer's may be a record apart.
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.is_rolling_back = False  # a new lead is about to roll the run back: nothing of the open step will count
@@ -158,10 +154,7 @@ class RunState:
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Go on to the version after a record of the open step.
-
-        With `seats`, the members after it, the record may be of a later step, for a trainer may skip some.
-        """
+        """Go on to the version after a record: of the open step, or, with `seats` after it, of a later one."""
         self.seats_before = self.seats
         self.set_members(seats or self.members_after(record))
         self.version = record.step + 1

@@ -113,11 +113,9 @@ class PeerHeap:
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
 
-LATE_FACTOR = 8.0
-"""A peer is late when it takes so many times as long as measured."""
+LATE_FACTOR = 8.0  # a peer is late when it takes so many times as long as measured
 
-SHORTEST_DEADLINE_S = 30.0
-"""No peer is late earlier: a peer may have to compile or load something first."""
+SHORTEST_DEADLINE_S = 30.0  # no peer is late earlier: a peer may have to compile or load something first
 
 FIRST_FORWARDS: Final = 2
 """Microbatches that each peer gets at a time while no peer was measured: one to compute, and one that waits."""
@@ -129,15 +127,12 @@ that is gone (something was compiled, or read from disk)."""
 TRIED_AGAIN: Final = 32.0
 """A peer that got nothing is tried again after so many times what a microbatch takes there: it costs 3 % at most."""
 
-_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS
-"""A peer that has done no forward when another one has done so many is slow."""
+_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer that has done no forward when another one has done so many is slow
 
-_MOST_WAITING: Final = 1024
-"""A longer queue is not believed: another peer may have reported it."""
+_MOST_WAITING: Final = 1024  # a longer queue is not believed: another peer may have reported it
 
 _SHORTEST_S: Final = 1e-9
-_LONGEST_S: Final = 1e9
-"""A reported time beyond these bounds is ignored."""
+_LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
 
 _FORWARD_SHARE: Final = 1 / 3
 """Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward."""
