@@ -131,9 +131,9 @@ async def gather_weights(
     run: RunState,
     step: int,
     *,
-    timeout: float,
-    max_bytes: int = MAX_STREAM_BYTES,
-    without: Collection[str] = (),
+    timeout: float,  # seconds for each exchange
+    max_bytes: int = MAX_STREAM_BYTES,  # for each stage
+    without: Collection[str] = (),  # names; a stage whose parameters are all among these is not asked for
     stages: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
     """Fetch stages' (or all) parameters and buffers at version `step`, by their names in the model's state dict."""

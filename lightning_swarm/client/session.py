@@ -207,7 +207,7 @@ class Session:
         *,
         close: bool = False,
         window: float | None = None,
-        ahead: NextGrant | None = None,
+        ahead: NextGrant | None = None,  # if it asks for the step's end, `end_step` returns what came of it
     ) -> bool:
         """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called."""
         batch = self._in_hand()  # and it stays there if `LeaseRevoked` says that it counts nowhere
@@ -271,7 +271,7 @@ class Session:
     @property
     def completed_leases(self) -> Sequence[int]:
         """The places of this trainer's batches that are through in the open step."""
-        return self._steps.completed_leases
+        return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
 
     @property
     def news(self) -> RunNews:

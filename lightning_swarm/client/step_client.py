@@ -102,11 +102,6 @@ class StepClient:
         return self.generation.newest
 
     @property
-    def completed_leases(self) -> list[int]:
-        """The places of batches that are through since the newest record, and that count as far as is known here."""
-        return [lease.grant.first for lease in self._journal.finished(self.version)]
-
-    @property
     def _journal(self) -> BatchJournal:
         return self.generation.journal
 

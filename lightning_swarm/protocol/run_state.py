@@ -15,6 +15,7 @@ from lightning_swarm.core.errors import (
     ProtocolError,
     Replaced,
     StepError,
+    SwarmError,
 )
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import to_ranges
@@ -43,11 +44,13 @@ def check_open(manifest: Manifest) -> None:
         )
 
 
-def check_protocol_version(version: int) -> None:
-    """Refuse a peer that speaks another version of the protocol than the run."""
+def check_protocol_version(
+    version: int, *, there: str = "there", here: str = "in the run", refuse: type[SwarmError] = ConfigError
+) -> None:
+    """Refuse another version of the protocol than this process speaks."""
     if version != PROTOCOL_VERSION:
-        raise ConfigError(
-            f"`protocol_version` is {version} there and {PROTOCOL_VERSION} in the run. "
+        raise refuse(
+            f"`protocol_version` is {version} {there} and {PROTOCOL_VERSION} {here}. "
             "Install the same version of lightning_swarm on all peers."
         )
 

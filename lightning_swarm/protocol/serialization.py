@@ -173,7 +173,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
         )
     tag, *children = structure
     if tag == "tensor":
-        return _tensor_at(children, tensors, missing)
+        return tensor_at(children, tensors, missing)
     if tag == "encoded":
         return _encoded(children, tensors, missing)
     if tag not in ("tuple", "list"):
@@ -187,7 +187,8 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
     return tuple(values) if tag == "tuple" else values
 
 
-def _tensor_at(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
+def tensor_at(children: Sequence[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
+    """Return the tensor that a node of a structure names by its index, which no other node may name."""
     if len(children) != 1 or type(children[0]) is not int or children[0] not in missing:
         raise ProtocolError(
             f"a structure must name each of its {len(tensors)} tensors once, by its index, "
@@ -209,4 +210,4 @@ def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) 
     except msgspec.ValidationError as error:
         raise ProtocolError(f"an encoded tensor must have a dtype and a shape: {error}") from error
     parse_spec(spec)
-    return Encoded(codec, spec, tuple(_tensor_at([index], tensors, missing) for index in indices))
+    return Encoded(codec, spec, tuple(tensor_at([index], tensors, missing) for index in indices))

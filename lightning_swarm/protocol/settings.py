@@ -112,7 +112,8 @@ class WithCompression(WireMessage, frozen=True, kw_only=True):
             force_setattr(self, "compression", Compression(**asdict(decoded)))
 
 
-# Settings that the programs of all trainers, and of standby leads, must give as the run has them.
+# Settings that the programs of all trainers, and of standby leads, must give as the run has them. The others they take
+# from the manifest.
 SET_BY_EACH_TRAINER: Final = ("target_batch_size",)
 SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "deterministic")
 
@@ -133,6 +134,7 @@ class RunSettings(WithCompression, frozen=True):
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
     def __post_init__(self) -> None:
+        # A `ConfigError` about a message that is decoded comes out of `decode` as a `ProtocolError`.
         super().__post_init__()
         for name in ("microbatch_size", "target_batch_size"):
             check_whole_or_none(name, getattr(self, name))

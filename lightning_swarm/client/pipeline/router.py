@@ -102,7 +102,7 @@ FIRST_FORWARDS: Final = 2  # that each peer gets at a time while none was measur
 # Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
 # that is gone (something was compiled, or read from disk).
 FIRST_MEASURED: Final = 2
-TRIED_AGAIN: Final = 32.0  # a peer that got nothing is, after so many times what a microbatch takes: 3 % at most
+TRIED_AGAIN: Final = 32.0  # an idle peer is after so many times what a microbatch takes there: it costs 3 % at most
 _KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer that has done no forward when another one has done so many is slow
 _MOST_WAITING: Final = 1024  # a longer queue is not believed: another peer may have reported it
 _SHORTEST_S: Final = 1e-9
@@ -159,7 +159,7 @@ class StageRouter:
     # ------------------------------------------------------------------ choosing
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
-        """Charge a microbatch to the peer that would finish it first, one to avoid only if there is no other."""
+        """Charge a microbatch to the peer that would finish it first; those to avoid (busy, say) only if all are."""
         self._readmit(now_s)
         # For a batch's last microbatch, which may be smaller, the order is as good.
         if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):

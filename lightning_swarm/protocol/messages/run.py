@@ -256,7 +256,8 @@ class WatchRequest(WireMessage, frozen=True):
 
     term: Term
     # If a later one is known, the answer comes at once. A record that is decided during the wait does not end it:
-    version: Count  # nearly always the watching server is told of the record, too.
+    # nearly always the watching server is told of the record, too.
+    version: Count
     hold_s: Seconds
 
 
