@@ -15,7 +15,8 @@ import msgspec
 from typing_extensions import override
 
 from lightning_swarm.client.pipeline import pipeline
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, _nothing
+from lightning_swarm.client.pipeline.context import nothing
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import BackwardRequest, ComputeMode, ForwardRequest, StageReport
@@ -65,7 +66,7 @@ class Relayed(MicrobatchRun):
 
     @override
     async def backward(
-        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing
+        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
         if not self.relays:
             return await super().backward(gradients, sent=sent)

@@ -1,8 +1,4 @@
-"""A trainer's calls to the coordinator.
-
-Any peer may become the coordinator. A call that breaks, or that a peer refuses because it is not the coordinator, is
-repeated at the peer that the servers follow, so each call may arrive twice.
-"""
+"""A trainer's calls to the coordinator, whichever peer it is by then. Each call may arrive twice."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -24,19 +20,19 @@ from lightning_swarm.core.errors import (
     SwarmError,
     WentBack,
 )
+from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.protocol.messages.batches import Quit, RegisterRequest, ReportReply
-from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
+from lightning_swarm.protocol.messages.batches import RegisterRequest, ReportReply
+from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest
 from lightning_swarm.protocol.messages.run import RunView, Term
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import ENLIST, REGISTER, RETIRE, VIEW
+from lightning_swarm.protocol.methods import ENLIST, REGISTER, VIEW
 from lightning_swarm.protocol.queries import look_around
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _RETRY_S: Final = 0.5
-_MAX_REASON: Final = 2000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +46,7 @@ class Patience:
 
 
 class CoordinatorCalls:
-    """Calls the coordinator, whichever peer it is by then.
-
-    A new coordinator is sent `report`, what this trainer knows of the open step, before anything else.
-    """
+    """Calls the coordinator. A call that breaks, or that a peer refuses which is none, is repeated at its successor."""
 
     def __init__(
         self, transport: Transport, run: RunState, report: Callable[[], ReportReply], patience: Patience
@@ -66,11 +59,7 @@ class CoordinatorCalls:
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
     async def call(self, method: str, body: bytes) -> bytes:
-        """Call the coordinator, and return or raise its answer.
-
-        Also raises `NotEnlisted` if the run goes on without this trainer, `PeerError` if no coordinator answered in
-        time, `StepError` if the others ended the run, `WentBack` if they rolled it back and nobody told this trainer.
-        """
+        """Call the coordinator, and return or raise its answer, or the `SwarmError` for which none can come."""
         timeout = self._patience.answer_s
         return await self._repeat(method, partial(self._transport.call, method=method, body=body, timeout=timeout))
 
@@ -132,12 +121,9 @@ class CoordinatorCalls:
                     ) from error
 
     async def _registered_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Make a call to a coordinator that has this trainer's report.
-
-        When a new coordinator asked for reports, this trainer's answer may not have reached it.
-        """
+        """Make a call to a coordinator, once it has this trainer's report of what it knows of the open step."""
         term = self._run.term
-        if self._registered_term != term:
+        if self._registered_term != term:  # it has asked for reports, but may not have got this trainer's
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
             with contextlib.suppress(NotEnlisted):  # its batches count nowhere, or it is about to enlist
@@ -148,18 +134,15 @@ class CoordinatorCalls:
     async def _within_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
         """Return the answer, if it comes before another peer is the coordinator."""
         term = self._run.term
-        async with asyncio.TaskGroup() as group:
-            call = group.create_task(_caught(exchange))
-            changed = group.create_task(self._term_changed.wait())
+        call, changed = asyncio.ensure_future(exchange), asyncio.ensure_future(self._term_changed.wait())
+        try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
-            call.cancel()
-            changed.cancel()
-        if self._run.term != term:  # the new coordinator may already have a report without this call's effect
+        finally:
+            await ended((call, changed))
+        # Nothing may be awaited from here on: the new coordinator may already have a report without this call's effect.
+        if self._run.term != term:
             raise NotCoordinator("another peer coordinates by now")
-        answer, error = call.result()
-        if error is not None:
-            raise error
-        return cast(_T, answer)
+        return call.result()
 
     async def _find(self) -> bool:
         """Look for the coordinator, and wait a moment if it is the same one; True if any server answered."""
@@ -190,28 +173,15 @@ class CoordinatorCalls:
             self._term_changed = asyncio.Event()
 
 
-async def _caught(exchange: Coroutine[Any, Any, _T]) -> tuple[_T | None, SwarmError | None]:
-    """Return the result or the error, because an expected error must not end the task group."""
-    try:
-        return await exchange, None
-    except SwarmError as error:
-        return None, error
-
-
 async def enter(transport: Transport, seen: RunState, patience: Patience) -> tuple[RunView, int]:
-    """Train in a run, known as `seen`, from one of its next records on. Raises `ConfigError` if the run refuses.
-
-    Returns the run at the version from which on this trainer takes part, and the epoch of the lead's loop.
-    """
-
-    def nothing() -> ReportReply:
-        return ReportReply(begun=False, leases=[], closed=[])
-
-    return await enlist(CoordinatorCalls(transport, seen, nothing, patience), transport.peer_id, generation=None)
+    """Train in a run, known as `seen`, from one of its next records on. Raises `ConfigError` if the run refuses."""
+    nothing = ReportReply(begun=False, leases=[], closed=[])
+    calls = CoordinatorCalls(transport, seen, lambda: nothing, patience)
+    return await enlist(calls, transport.peer_id, generation=None)
 
 
 async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None) -> tuple[RunView, int]:
-    """Ask until a record has named this trainer; `EnlistRequest` explains `generation`, and `enter` the result."""
+    """Ask until a record has named this trainer; return the run from which on it takes part, and the lead's epoch."""
     request = encode(EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation))
     while True:
         reply = decode(await calls.call(ENLIST, request), EnlistReply)
@@ -224,12 +194,9 @@ async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None)
 
 @dataclass(frozen=True)
 class EnlistedCalls:
-    """Calls the coordinator as one of the run's trainers.
+    """Calls the coordinator as one of the run's trainers, and enlists again if the run went on without this one."""
 
-    If the run went on without this trainer because it had fallen silent, it enlists again. Then it is sent the records
-    that it missed, and what became of its batches, like any trainer that was busy elsewhere.
-    """
-
+    # Then it is sent the records that it missed, and what became of its batches, like one that was busy elsewhere.
     calls: CoordinatorCalls
     run: RunState
     me: PeerId
@@ -255,18 +222,3 @@ class EnlistedCalls:
                 if not self.run.manifest.open_to_trainers:
                     raise
                 await self.enlist()
-
-
-def quit_message(reason: str) -> bytes:
-    """Encode that this trainer's loop has ended, and why."""
-    return encode(Quit(reason=reason[:_MAX_REASON]))
-
-
-async def retire(calls: CoordinatorCalls, reason: str) -> None:
-    """Tell that no more batches will come, and return when a record has let this trainer go."""
-    request = quit_message(reason)
-    try:
-        while not decode(await calls.call(RETIRE, request), RetireReply).retired:
-            pass
-    except NotEnlisted:
-        return

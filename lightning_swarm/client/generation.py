@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError
@@ -17,35 +18,20 @@ from lightning_swarm.protocol.messages.batches import (
     Lease,
     LoggedValue,
     MetricState,
-    RecordRequest,
     ReportReply,
 )
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import BatchNumber, EpochPlan
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
-
-
-@dataclass
-class JournalEntry:
-    """A batch that has its place."""
-
-    grant: Grant
-    request: GrantRequest
-    completed: list[Receipt] | None = None
-    armed: list[Receipt] | None = None
-    withdrawn: bool = False
-    dropped: bool = False  # by its own `training_step`
-    logs: Sequence[LoggedValue] = ()
-    metrics: Message | None = None
 
 
 class BatchJournal:
     """Keeps one trainer's batches in one generation of the run."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int], JournalEntry] = {}  # by step and lease
+        self._leases: dict[tuple[int, int], Lease] = {}  # by step and lease
+        self._metrics: dict[tuple[int, int], Message] = {}  # what batches added to metrics, likewise
         self._closed: dict[int, float | None] = {}  # the steps that this trainer asked to close, and their windows
         self._begun = False  # a batch was granted
         self._decided = -1  # the newest step whose record is known
@@ -55,94 +41,76 @@ class BatchJournal:
     def granted(self, grant: Grant, request: GrantRequest) -> None:
         """Note that a batch has its place."""
         self._begun = True
-        for entry in self._entries.values():  # a trainer has one batch in hand: what is unfinished was struck
-            entry.withdrawn |= entry.completed is None
-        self._entries[grant.step, grant.lease] = JournalEntry(grant, request)
+        for key, lease in self._leases.items():  # a trainer has one batch in hand: what is unfinished was struck
+            self._leases[key] = replaced(lease, withdrawn=lease.withdrawn or lease.completed is None)
+        self._leases[grant.step, grant.lease] = Lease(grant=grant, request=request)
+        self._metrics.pop((grant.step, grant.lease), None)
 
     def planned(self, plan: EpochPlan, position: BatchNumber, over: BatchNumber | None) -> None:
-        """At the lead: note an epoch's plan, and forget those of epochs that are over.
-
-        The generation began at `position`; `over` is the first batch that the newest record does not count, if a record
-        came.
-        """
+        """At the lead: note an epoch's plan, and where the generation began; forget plans of epochs that are `over`."""
         self._position = position
-        first_epoch, _ = over or position
+        first_epoch, _ = over or position  # the first batch that no record counts
         self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= first_epoch} | {plan.epoch: plan}
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:
         """Note what the batch in hand added to metrics."""
-        if (entry := self._entries.get((step, lease))) and entry.completed is None and not entry.withdrawn:
-            entry.metrics = metrics
+        if (its := self._leases.get((step, lease))) and its.completed is None and not its.withdrawn:
+            self._metrics[step, lease] = metrics
 
     def armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
         """Note that servers can complete the batch without this trainer."""
-        if entry := self._entries.get((step, lease)):
-            entry.armed, entry.logs = list(receipts), logs
+        if its := self._leases.get((step, lease)):
+            self._leases[step, lease] = replaced(its, armed=list(receipts), logs=list(logs))
 
     def done(self, request: BatchDone) -> None:
         """Note that the batch is through or withdrawn, or that this trainer asks to close the step."""
         if request.lease is not None and request.withdrawn:
             self.withdrawn(request.step, request.lease, dropped=request.dropped)
-        elif request.lease is not None and (entry := self._entries.get((request.step, request.lease))):
-            entry.completed, entry.logs = request.completed, request.logs
+        elif request.lease is not None and (its := self._leases.get((request.step, request.lease))):
+            completed, logs = request.completed, request.logs
+            self._leases[request.step, request.lease] = replaced(its, completed=completed, logs=logs)
         if request.close:
             self._closed[request.step] = request.total_weight
 
     def withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
         """Note that a batch does not count, and that its place stays empty."""
-        if entry := self._entries.get((step, lease)):
-            entry.withdrawn, entry.logs, entry.metrics = True, (), None
-            entry.dropped |= dropped
+        self._metrics.pop((step, lease), None)
+        if its := self._leases.get((step, lease)):
+            self._leases[step, lease] = replaced(its, withdrawn=True, logs=[], dropped=its.dropped or dropped)
 
     def reopened(self, step: int) -> None:
         """Note that a step which this trainer asked to close takes batches again."""
         self._closed.pop(step, None)
 
-    def place(self, step: int, lease: int) -> int:
+    def place(self, step: int, lease: int | None) -> int:
         """Return the place at which a batch begins, or 0 if that is not known any more."""
-        entry = self._entries.get((step, lease))
-        return 0 if entry is None else entry.grant.first
+        its = self._leases.get((step, lease)) if lease is not None else None
+        return 0 if its is None else its.grant.first
 
-    def finished(self, step: int) -> list[JournalEntry]:
-        """Return the batches of an open step that are through and count, as far as this trainer knows."""
-        return [entry for (its_step, _), entry in self._entries.items() if its_step == step and _is_finished(entry)]
+    def finished(self, step: int) -> list[Lease]:
+        """Return the batches from a step on that are through and count, as far as this trainer knows."""
+        return [
+            its
+            for its in self._leases.values()
+            if its.grant.step >= step and its.completed is not None and not its.withdrawn
+        ]
 
-    def finished_from(self, step: int) -> list[JournalEntry]:
-        """Return the batches of a step, and of later ones, that are through and count, as far as this trainer knows."""
-        return [entry for (its_step, _), entry in self._entries.items() if its_step >= step and _is_finished(entry)]
-
-    def decided(self, step: int, counted: Collection[int]) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """Note that a step's record is known, which counts the batches at the places `counted`.
-
-        Returns batches of the step that are through and do not count; and batches of earlier steps whose records this
-        trainer never saw, so that nothing is known of them here.
-        """
-        found = [entry for entry in self._entries.values() if _is_finished(entry) and entry.grant.step > self._decided]
-        lost = [entry for entry in found if entry.grant.step == step and entry.grant.first not in counted]
-        unknown = [entry for entry in found if entry.grant.step < step]
-        self._entries = {key: entry for key, entry in self._entries.items() if key[0] >= step}
+    def decided(self, record: Record) -> tuple[list[Lease], list[Lease]]:
+        """Note a record; return batches that it does not count, and those of earlier steps whose records never came."""
+        step, found = record.step, self.finished(self._decided + 1)
+        lost = [its for its in found if its.grant.step == step and not record.closing.counts(its.grant.first)]
+        unknown = [its for its in found if its.grant.step < step]
+        self._leases = {key: its for key, its in self._leases.items() if key[0] >= step}
+        self._metrics = {key: metrics for key, metrics in self._metrics.items() if key[0] >= step}
         self._closed = {later: window for later, window in self._closed.items() if later > step}
         self._decided = step
         return lost, unknown
 
     def report(self) -> ReportReply:
         """Return what a new coordinator needs to know of this trainer."""
-        leases = [
-            Lease(
-                grant=entry.grant,
-                request=entry.request,
-                completed=entry.completed,
-                armed=entry.armed,
-                withdrawn=entry.withdrawn,
-                dropped=entry.dropped,
-                logs=list(entry.logs),
-                has_metrics=entry.metrics is not None,
-            )
-            for entry in self._entries.values()
-        ]
         return ReportReply(
             begun=self._begun,
-            leases=leases,
+            leases=[replaced(its, has_metrics=key in self._metrics) for key, its in self._leases.items()],
             closed=sorted(self._closed.items()),
             plans=list(self._plans.values()),
             position=self._position,
@@ -150,18 +118,13 @@ class BatchJournal:
 
     def metrics(self, step: int, lease: int) -> Message:
         """Return what a batch added to metrics."""
-        entry = self._entries.get((step, lease))
-        if entry is None or entry.metrics is None:
+        if (step, lease) not in self._metrics:
             raise ProtocolError(f"this trainer keeps no metrics of lease {lease} of step {step}")
-        return entry.metrics
+        return self._metrics[step, lease]
 
 
-def _is_finished(entry: JournalEntry) -> bool:
-    return entry.completed is not None and not entry.withdrawn
-
-
+# What a batch added to metrics: each one's states, and the tensors of all of them.
 Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
-"""What a batch added to metrics: each one's states, and the tensors of all of them."""
 
 
 @dataclass(frozen=True)
@@ -175,24 +138,19 @@ class DecidedRecord:
 
 @dataclass(frozen=True)
 class NextGrant:
-    """Requests that a lone trainer adds to the end of a batch, to save a round trip for each.
+    """Requests that a lone trainer adds to the end of a batch, to save a round trip for each."""
 
-    With `ends` the batch closes its step, as far as this trainer knows, and the trainer waits for that as in `closed`.
-    """
-
-    ends: bool = False
+    ends: bool = False  # the batch closes its step, as far as is known here, and the trainer waits as in `closed`
     num_samples: int | None = None  # of the next batch; None: there may be none
     gradient_scale: float = 1.0  # of the next batch: what its loss will be multiplied by
 
 
+# A rollback replaces the whole object at once, so a new coordinator is told of no batch of an abandoned step. Messages
+# of the old generation that are still on their way carry its number, and their receivers refuse them
+# (`RunState.check_generation`). Answers that come after the rollback are refused by `StepClient`.
 @dataclass(eq=False)
 class TrainerGeneration:
-    """A trainer's steps and batches in one generation of the run.
-
-    A rollback replaces the whole object at once, so a new coordinator is told of no batch of an abandoned step.
-    Messages of the old generation that are still on their way carry its number, and their receivers refuse them
-    (`RunState.check_generation`). Answers that come after the rollback are refused by `StepClient`.
-    """
+    """A trainer's steps and batches in one generation of the run."""
 
     run: RunState  # as this trainer knows it
     number: int = field(init=False)
@@ -222,34 +180,4 @@ class TrainerGeneration:
             gradient_scale=gradient_scale,
             number=number,
             batch=batch,
-        )
-
-    def report(
-        self, lease: int | None, completed: Sequence[Receipt], logs: Sequence[LoggedValue], *, noted: EventCounts
-    ) -> BatchDone:
-        """Report on the open step, and on a batch of it if there is a lease."""
-        return BatchDone(
-            step=self.open,
-            lease=lease,
-            completed=list(completed),
-            withdrawn=False,
-            close=False,
-            total_weight=None,
-            generation=self.number,
-            first=self.journal.place(self.open, lease) if lease is not None else 0,
-            logs=list(logs),
-            noted=noted,
-            version=self.run.version,
-        )
-
-    def record_request(self, step: int, *, decided: bool, epoch: int) -> RecordRequest:
-        """Ask for a record. The lead also says what to step with, and with what before if that step is open still."""
-        return RecordRequest(
-            step=step,
-            generation=self.number,
-            version=self.run.version,
-            hyperparameters=self.hyperparameters.get(step),
-            before=self.hyperparameters.get(step - 1),
-            decided=decided,
-            epoch=epoch,
         )

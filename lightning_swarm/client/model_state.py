@@ -23,7 +23,7 @@ from lightning_swarm.model import sharded_format
 from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.sharded_format import REST
-from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import (
@@ -58,10 +58,7 @@ class ModelState:
 async def gather_snapshots(
     transport: Transport, run: RunState, versions: Collection[int], *, timeout: float, max_bytes: int
 ) -> ModelState | None:
-    """Fetch the newest of `versions` of which some peer that answers keeps each stage; None if there is none.
-
-    Raises `Unreachable` if a stage that was there a moment ago cannot be fetched from any peer.
-    """
+    """Fetch the newest of `versions` of which peers that answer keep all stages; None if there is none."""
     held = {
         peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in versions])
         for peer, reply in (await ask_held(transport, run.servers, timeout=timeout)).items()
@@ -108,27 +105,22 @@ def no_room(error: Exception) -> SwarmError:
 async def _fetch(
     transport: Transport, held: Held, generation: int, version: int, stage_index: int, *, timeout: float, max_bytes: int
 ) -> _Tensors:
-    request = SnapshotRequest(stage_index=stage_index, version=version)
+    request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
     # This peer's own snapshot costs nothing.
     for peer in sorted(holders, key=lambda peer: peer != transport.peer_id):
         try:
-            return await _from(transport, peer, generation, request, timeout=timeout, max_bytes=max_bytes)
+            message = await transport.stream(peer, SNAPSHOT, request, timeout=timeout, max_bytes=max_bytes)
+            return _read(message, (generation, stage_index, version))
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
     raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
 
 
-async def _from(
-    transport: Transport, peer: PeerId, generation: int, request: SnapshotRequest, *, timeout: float, max_bytes: int
-) -> _Tensors:
-    message = await transport.stream(peer, SNAPSHOT, Message(encode(request)), timeout=timeout, max_bytes=max_bytes)
+def _read(message: Message, asked: tuple[int, int, int]) -> _Tensors:
     head = decode(message.body, Snapshot)
-    asked = (generation, request.stage_index, request.version)
     if (head.generation, head.stage_index, head.version) != asked or fingerprint(message.tensors) != head.version_hash:
-        raise ProtocolError(
-            f"what {peer} sent is not the snapshot of generation, stage and version {asked}, or came damaged"
-        )
+        raise ProtocolError(f"it is not the snapshot of generation, stage and version {asked}, or came damaged")
     count = len(head.weights)
     weights = named(head.weights, message.tensors[:count])
     return weights, named(head.optimizer, serialization.unflatten(head.structure, list(message.tensors[count:])))
@@ -139,16 +131,12 @@ async def gather_weights(
     run: RunState,
     step: int,
     *,
-    timeout: float,
-    max_bytes: int = MAX_STREAM_BYTES,
-    without: Collection[str] = (),
+    timeout: float,  # seconds for each exchange
+    max_bytes: int = MAX_STREAM_BYTES,  # for each stage
+    without: Collection[str] = (),  # names; a stage whose parameters are all among these is not asked for
     stages: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Fetch parameters and buffers at version `step`, by their names in the model's state dict.
-
-    They are those of the given stages, or of all, but for the names in `without`. A stage whose parameters are all
-    among these is not asked for. The timeout is for each exchange, and `max_bytes` for each stage.
-    """
+    """Fetch stages' (or all) parameters and buffers at version `step`, by their names in the model's state dict."""
     parameters = [{name for name, _, _ in stage.parameters} for stage in run.manifest.stages]
     asked = range(len(parameters)) if stages is None else stages
     wanted = [index for index in asked if not parameters[index] or not parameters[index].issubset(without)]
@@ -194,13 +182,10 @@ async def scatter_optimizer(
     timeout: float,
     stages: Collection[int] | None = None,
 ) -> None:
-    """Hand optimizer state, by parameter name, to the servers of the given stages or of all, before their first step.
-
-    Raises `ConfigError` if the state holds something other than tensors and numbers.
-    """
+    """Hand optimizer state, by parameter name, to the servers of these stages or of all, before their first step."""
     manifest = run.manifest
-
-    def message(index: int) -> Message:
+    messages = {}
+    for index in range(len(manifest.stages)) if stages is None else stages:
         names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
         structure, tensors = serialization.flatten([dict(state[name]) for name in names])
         head = StageState(
@@ -211,19 +196,14 @@ async def scatter_optimizer(
             names=names,
             structure=structure,
         )
-        return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
-
-    messages = {index: message(index) for index in (range(len(manifest.stages)) if stages is None else stages)}
+        messages[index] = Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
     await _to_rosters(transport, run.rosters, LOAD, messages, timeout=timeout)
 
 
 async def lend_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Lend the servers the weights of the lead's `stages` to evaluate with; their own stay as they are.
-
-    Calls that are to use the lent weights carry their number.
-    """
+    """Lend the servers the weights of the lead's `stages` to evaluate with, in calls that carry their number."""
     messages = {}
     for stage in stages:
         if not stage.spec.on_trainers:  # the lead evaluates with that one itself
@@ -296,12 +276,9 @@ def save(
     part: int,
     also: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint, and replace what was under its name only when all of it is written.
-
-    It is Lightning's, with parameter names in the place of the optimizer's numbers. `write_stages` has the stages write
-    their part of it into a folder; `also` has further names of their weights, each with the name under which they write
-    it. `part` is a number that no stage has, for what they do not write.
-    """
+    """Write a checkpoint, which has Lightning's keys, and replace what was under its name only when all is written."""
+    # `write_stages` has the stages write their part into a folder; `also` has further names of their weights, each with
+    # the name under which they write it. `part` is a number that no stage has, for what they do not write.
     rest = dict(checkpoint)
     own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
     for state in rest.pop("optimizer_states", ()):
@@ -347,12 +324,10 @@ async def write_stages(
     *,
     limits: Limits,
 ) -> list[WrittenValue]:
-    """Have each stage written by one of its servers that sees the folder, or else by the lead, one stage at a time.
-
-    No record is applied meanwhile, so all are at version `step`. `names` are for each stage the parameters and buffers
-    that it writes: all that is saved, and each once. `as_saved` puts optimizer state into the form in which the
-    optimizer saves it; with None it is left out.
-    """
+    """Have each stage written by one of its servers that sees the folder, or else by the lead, one stage at a time."""
+    # No record is applied meanwhile, so all are at version `step`. `names` are for each stage the parameters and
+    # buffers that it writes: all that is saved, and each once. `as_saved` puts optimizer state into the form in which
+    # the optimizer saves it; with None it is left out.
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
 

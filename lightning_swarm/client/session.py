@@ -72,10 +72,7 @@ class Session:
 
     @property
     def num_trainers(self) -> int:
-        """The number of trainers in the run.
-
-        This trainer learns of another one before it gets a place in a step beside it.
-        """
+        """The number of trainers in the run; another one is known here before this one gets a place beside it."""
         return len(self.run.trainers)
 
     @property
@@ -125,12 +122,9 @@ class Session:
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
-        """Get a place in the open step for the batch in hand, and call `before_record` before waiting for a record.
-
-        Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. Then the place may be for
-        another batch, which is to be brought first; None means that another trainer has this batch. Raises `RunOver` if
-        there will be no place.
-        """
+        """Get a place in the open step for the batch in hand, and call `before_record` before waiting for a record."""
+        # Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. Then the place may be
+        # for another batch, which is to be brought first; None means that another trainer has this batch.
         try:
             number = self._steps.number_batch()
             grant: Grant | None = None
@@ -180,10 +174,7 @@ class Session:
         self._runtime.run(self._steps.give_back())
 
     def begin_backward(self, logs: Sequence[LoggedValue]) -> None:
-        """Prepare for the last backward of the batch in hand: with it, servers have all that they need of the batch.
-
-        After that the batch counts with `logs`, as in `finish_batch`, even if this trainer dies.
-        """
+        """Prepare for the last backward of the batch in hand: then it counts with `logs`, even if this trainer dies."""
         batch = self.pipeline.batch
         if batch is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)
@@ -216,15 +207,10 @@ class Session:
         *,
         close: bool = False,
         window: float | None = None,
-        ahead: NextGrant | None = None,
+        ahead: NextGrant | None = None,  # if it asks for the step's end, `end_step` returns what came of it
     ) -> bool:
-        """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called.
-
-        `logs` and `metrics` are what the batch logged for all trainers. With `close`, ask to close the step as in
-        `close_step`. If `ahead` asks for the step's end in the same call, `end_step` returns what came of it. Raises
-        `LeaseRevoked` if the batch counts nowhere because this trainer fell silent; then it stays in hand.
-        """
-        batch = self._in_hand()
+        """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called."""
+        batch = self._in_hand()  # and it stays there if `LeaseRevoked` says that it counts nowhere
         if self.local_layers is not None:
             self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
@@ -250,10 +236,7 @@ class Session:
         self._runtime.run(self._steps.close(total_weight=window))
 
     def end_step(self) -> bool:
-        """Wait until the next step is open: with the record of this one or, with delayed steps, of the one before.
-
-        False means that a batch was withdrawn, and the step takes others.
-        """
+        """Wait until the next step is open; False if a batch was withdrawn, and the step takes others."""
         generation = self._steps.generation
         closed, generation.step_ended = generation.step_ended, None
         if closed is None:
@@ -288,7 +271,7 @@ class Session:
     @property
     def completed_leases(self) -> Sequence[int]:
         """The places of this trainer's batches that are through in the open step."""
-        return self._steps.completed_leases
+        return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
 
     @property
     def news(self) -> RunNews:
@@ -308,10 +291,7 @@ class Session:
         return lost
 
     def receive_record(self, step: int) -> DecidedRecord | None:
-        """Take a step's record; None if this trainer was busy elsewhere then, and knows a later one only.
-
-        The lead gets every record.
-        """
+        """Take a step's record; None at a trainer other than the lead that was busy, and knows a later one only."""
         generation = self._steps.generation
         found = next((decided for decided in generation.records if decided.record.step == step), None)
         generation.records = [decided for decided in generation.records if decided.record.step > step]

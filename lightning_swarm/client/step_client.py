@@ -1,8 +1,4 @@
-"""A trainer's side of the steps: it asks for places, reports batches and waits for records.
-
-A new coordinator asks the trainers what they know of the open step. From then on no answer of an older coordinator
-counts, because the new one may give the same place to another batch.
-"""
+"""A trainer's side of the steps: it asks for places, reports batches and waits for records."""
 
 from __future__ import annotations
 
@@ -10,21 +6,13 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client import coordinator_client
-from lightning_swarm.client.coordinator_client import CoordinatorCalls, Patience
-from lightning_swarm.client.generation import (
-    BatchJournal,
-    DecidedRecord,
-    JournalEntry,
-    Metrics,
-    NextGrant,
-    TrainerGeneration,
-)
-from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver, WentBack
+from lightning_swarm.client.coordinator_client import CoordinatorCalls, EnlistedCalls, Patience
+from lightning_swarm.client.generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
+from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import methods
 from lightning_swarm.protocol.events import EventLog
@@ -36,15 +24,18 @@ from lightning_swarm.protocol.messages.batches import (
     BatchMetrics,
     Grant,
     GrantReply,
+    Lease,
     LeaseMetricsRequest,
     LoggedValue,
     MetricsRequest,
+    Quit,
     RecordReply,
     RecordRequest,
     ReportRequest,
     SelectRequest,
 )
 from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.membership import RetireReply
 from lightning_swarm.protocol.messages.run import (
     BatchNumber,
     EpochPlan,
@@ -61,17 +52,14 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_MAX_REASON: Final = 2000  # characters
 
+# Takes a record, and the rosters after it, before anything is sent for the next step.
 OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
-"""Takes a record, and the rosters after it, before anything is sent for the next step."""
 
 
 class StepClient:
-    """Talks to the coordinator for one trainer, generation after generation.
-
-    `events` are this trainer's: the coordinator is sent their counts, and the lead gets those of all peers there.
-    `first_number` is that of its batches, another one in each life of a trainer that may come back.
-    """
+    """Talks to the coordinator for one trainer, generation after generation."""
 
     def __init__(
         self,
@@ -80,12 +68,12 @@ class StepClient:
         *,
         patience: Patience,
         on_record: OnRecord,
-        events: EventLog,
-        first_number: int = 1,
+        events: EventLog,  # this trainer's, whose counts the coordinator is sent; the lead gets those of all peers
+        first_number: int = 1,  # of its batches: another one in each life of a trainer that may come back
     ) -> None:
         report = lambda: self._journal.report()  # noqa: E731, PLW0108 - of the generation that it is in then
         self._coordinator = CoordinatorCalls(transport, run, report, patience)
-        self._enlisted = coordinator_client.EnlistedCalls(self._coordinator, run, transport.peer_id)
+        self._enlisted = EnlistedCalls(self._coordinator, run, transport.peer_id)
         self._batch_numbers = itertools.count(first_number)
         self._on_record = on_record
         self.events = events
@@ -112,11 +100,6 @@ class StepClient:
     def newest(self) -> Record | None:
         """The newest record that this trainer waited for."""
         return self.generation.newest
-
-    @property
-    def completed_leases(self) -> list[int]:
-        """The places of batches that are through since the newest record, and that count as far as is known here."""
-        return [entry.grant.first for entry in self._journal.finished_from(self.version)]
 
     @property
     def _journal(self) -> BatchJournal:
@@ -198,11 +181,8 @@ class StepClient:
     async def request_grant(
         self, number: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
-        """Get a place in the open step, or the step that has to be over first, or None if this batch needs none.
-
-        `number` is by `number_batch`. Where trainers share an epoch, `batch` is the batch's number in the data, and the
-        place may be for another batch. Raises `RunOver` if the run's last step is decided.
-        """
+        """Get a place in the open step, or the step that has to be over first, or None if this batch needs none."""
+        # Where trainers share an epoch, `batch` is the batch's number in the data; the place may be for another one.
         reserved = await self._take_reserved(num_samples, gradient_scale)
         if reserved is not None:
             return reserved
@@ -248,10 +228,7 @@ class StepClient:
         logs: Sequence[LoggedValue] = (),
         ahead: NextGrant | None = None,
     ) -> bool:
-        """Report a finished batch; True if its step closes now. `BatchDone` and `NextGrant` explain the arguments.
-
-        Raises `LeaseRevoked` if it was struck from its step because this trainer fell silent. It may run again.
-        """
+        """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again."""
         ends = self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None
         following = None
         if ahead is not None and ahead.num_samples is not None:
@@ -273,7 +250,20 @@ class StepClient:
     def _report(
         self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:
-        return self.generation.report(lease, completed, logs, noted=self.events.report())
+        """Make a report on the open step, and on a batch of it if there is a lease."""
+        return BatchDone(
+            step=self.open,
+            lease=lease,
+            completed=list(completed),
+            withdrawn=False,
+            close=False,
+            total_weight=None,
+            generation=self.generation.number,
+            first=self._journal.place(self.open, lease),
+            logs=list(logs),
+            noted=self.events.report(),
+            version=self.version,
+        )
 
     def _report_for(
         self, grant: Grant, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
@@ -308,28 +298,18 @@ class StepClient:
         return reply.closing
 
     async def revoked(self, lease: int) -> None:
-        """Report a batch that counts nowhere, as a server or the coordinator says, before it runs again elsewhere.
-
-        The peer that granted it may not coordinate any more, and not know that; the one that does may wait for it.
-        """
+        """Report a batch that counts nowhere, as a server or the coordinator says, before it runs again elsewhere."""
+        # The peer that granted it may not coordinate any more, and not know that; the one that does may wait for it.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
 
     async def record(self, step: int) -> Record | None:
-        """Wait for the record of `step` or a newer one; None if the step takes batches again.
-
-        A batch that is through may be struck yet: what servers had added of it was lost with them and could not be
-        computed again, or a new coordinator never heard of it. So each answer brings `lost` up to date. Raises
-        `StepError` if the step could not be decided.
-        """
+        """Wait for the record of `step` or a newer one; None if it takes batches again, `StepError` if it failed."""
         return self.newest if await self._wait_until_over(step, decided=True) else None
 
     async def closed(self, step: int) -> bool:
-        """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again.
-
-        Records that come meanwhile are applied, and errors are raised, as in `record`.
-        """
+        """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again."""
         return await self._wait_until_over(step, decided=False)
 
     async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
@@ -353,7 +333,7 @@ class StepClient:
         if not reply.closing:
             generation.journal.reopened(step)
             generation.hyperparameters.pop(step, None)  # the lead may step with others by then
-            await self._confirm(generation.journal.finished(step))
+            await self._confirm([lease for lease in generation.journal.finished(step) if lease.grant.step == step])
             return False
         return None
 
@@ -361,7 +341,15 @@ class StepClient:
         generation = self.generation
         if self.hyperparameters is not None and step == self.open and step not in generation.hyperparameters:
             generation.hyperparameters[step] = self.hyperparameters()
-        return generation.record_request(step, decided=decided, epoch=self.epoch())
+        return RecordRequest(
+            step=step,
+            generation=generation.number,
+            version=self.version,
+            hyperparameters=generation.hyperparameters.get(step),
+            before=generation.hyperparameters.get(step - 1),
+            decided=decided,
+            epoch=self.epoch(),
+        )
 
     async def _learn(self, record: Record, reply: RecordReply) -> None:
         """Apply a record, and keep what came with it."""
@@ -378,24 +366,24 @@ class StepClient:
         self.events.learn(reply.noted)  # once: a trainer that knows of the record is not told again
         metrics: list[Metrics] = []
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # whatever becomes of the rest
-        counted = {entry.grant.first for entry in generation.journal.finished(record.step)}
-        counted = {first for first in counted if record.closing.counts(first)}
-        lost, unknown = generation.journal.decided(record.step, counted)
-        for entry in lost:
-            generation.journal.withdrawn(record.step, entry.grant.lease)
-            generation.lost.append(entry.grant.lease)
+        # A batch that is through may be struck yet: what servers had added of it was lost with them and could not be
+        # computed again, or a new coordinator never heard of it.
+        lost, unknown = generation.journal.decided(record)
+        for lease in lost:
+            generation.journal.withdrawn(record.step, lease.grant.lease)
+            generation.lost.append(lease.grant.lease)
         await self._confirm(unknown)
         for first in reply.measured:
             metrics += await self._fetch_metrics(record.step, first)
 
-    async def _confirm(self, entries: Sequence[JournalEntry]) -> None:
+    async def _confirm(self, leases: Sequence[Lease]) -> None:
         """Ask whether batches that are through count still, by reporting them again."""
         generation = self.generation
-        for entry in entries:
+        for lease in leases:
             try:
-                await self._send_report(self._report_for(entry.grant, entry.completed or (), entry.logs))
+                await self._send_report(self._report_for(lease.grant, lease.completed or (), lease.logs))
             except LeaseRevoked:
-                generation.lost.append(entry.grant.lease)
+                generation.lost.append(lease.grant.lease)
 
     async def _fetch_metrics(self, step: int, first: int) -> list[Metrics]:
         """Fetch what a batch added to metrics. The coordinator may have lost it since it said that it has it."""
@@ -412,11 +400,14 @@ class StepClient:
 
     async def quit(self, reason: str) -> None:
         """Tell that this trainer's loop ended by an error."""
-        await self._coordinator.call(methods.QUIT, coordinator_client.quit_message(reason))
+        await self._coordinator.call(methods.QUIT, encode(Quit(reason=reason[:_MAX_REASON])))
 
     async def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches, and return when a record has let this trainer go."""
-        await coordinator_client.retire(self._coordinator, reason)
+        request = encode(Quit(reason=reason[:_MAX_REASON]))
+        with contextlib.suppress(NotEnlisted):
+            while not decode(await self._coordinator.call(methods.RETIRE, request), RetireReply).retired:
+                pass
 
     async def lead_epoch(self) -> int:
         """Not at the lead: wait until the lead's loop is in an epoch, and say in which."""
@@ -425,6 +416,7 @@ class StepClient:
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReportRequest)
         self.run.check_generation(request.generation)
+        # From then on no answer of an older coordinator counts: the new one may give the same place to another batch.
         await self._coordinator.accept(caller, request.term)
         return encode(self._journal.report())
 

@@ -61,10 +61,7 @@ class Event:
 
 
 class EventLog:
-    """A peer's log of events, with the counts of other peers.
-
-    The swarm's loop and a trainer's own thread may both use it.
-    """
+    """A peer's log of events, with other peers' counts. The swarm's loop and a trainer's own thread may both use it."""
 
     def __init__(self) -> None:
         self._id = secrets.randbits(62)
@@ -185,10 +182,7 @@ class OutageWait:
     _outages: dict[int, _Outage] = field(default_factory=dict)
 
     def keep(self, stage: int, gone: Mapping[PeerId, SwarmError], *, step: int, address: str, now_s: float) -> None:
-        """Go on waiting for a stage, and log a warning once a minute; after `stage_timeout` raise `StageLost`.
-
-        `gone` has all servers of the stage, and how each was found to be gone. Other peers reach this one at `address`.
-        """
+        """Go on waiting for a stage whose servers are all `gone`, with a warning a minute, or raise `StageLost`."""
         outage = self._outages.get(stage)
         if outage is None:
             outage = self._outages[stage] = _Outage(now_s)

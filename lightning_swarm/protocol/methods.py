@@ -1,8 +1,4 @@
-"""Names of the methods that peers call on each other.
-
-A step goes ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``. If the user changed what
-trains, ``select -> settle`` come first. So each granted sample is in exactly one decided record.
-"""
+"""Names of the methods that peers call on each other."""
 
 ADMIT = "server.admit"
 LOAD = "server.load"
@@ -21,6 +17,8 @@ KEEP = "snapshot.keep"
 KEEP_LOOP = "snapshot.keep_loop"
 SNAPSHOT = "snapshot.read"
 
+# A step goes `grant -> microbatches, receipts -> close -> average -> record decided -> apply`. If the user changed what
+# trains, `select -> settle` come first. So each granted sample is in exactly one decided record.
 SELECT = "step.select"
 SETTLE = "step.settle"
 GRANT = "step.grant"
@@ -62,8 +60,7 @@ BREAK_OFF = "run.break_off"
 HELD = "snapshot.held"
 INHERIT = "run.inherit"
 
-ROLE_CALLS = (
+ROLE_CALLS = (  # only the coordinator answers them
     *(SELECT, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER, QUIT),
     *(JOIN, READY, DRAIN, ENLIST, RETIRE),
 )
-"""Calls that only the coordinator answers."""

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.protocol.serialization import tensor_at
 
 MAX_DEPTH: Final = 64
-MAX_STRUCTURE_BYTES: Final = 8 << 20
-"""Longest structure. Python needs many times as much memory for it."""
+MAX_STRUCTURE_BYTES: Final = 8 << 20  # Python needs many times as much memory for it
 
 _CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})
 _MAX_DIGITS: Final = 4096
@@ -152,10 +152,7 @@ class _Unpacking:
         raise ProtocolError(f"a value has no part of the kind {tag[:40]!r} with {len(children)} parts")
 
     def _tensor(self, tag: str, children: Sequence[Any]) -> Any:
-        if len(children) != 1 or type(children[0]) is not int or children[0] not in self._missing:
-            raise ProtocolError("a value must name each of its tensors once, by its index")
-        self._missing.remove(children[0])
-        tensor = self._tensors[children[0]]
+        tensor = tensor_at(children, self._tensors, self._missing)
         if tag == "tensor":
             return tensor
         array = tensor.numpy()

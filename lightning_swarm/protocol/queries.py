@@ -26,11 +26,9 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 ASK_TIMEOUT_S: Final = 10.0
-GRACE_S: Final = 2.0
-"""Seconds that peers which may be gone are waited for, if the others can go on without them."""
+GRACE_S: Final = 2.0  # seconds that peers which may be gone are waited for, if the others can go on without them
 
-Held = Mapping[PeerId, HeldSnapshots]
-"""The snapshots that each server reports to hold."""
+Held = Mapping[PeerId, HeldSnapshots]  # the snapshots that each server reports to hold
 
 
 async def call_each(
@@ -42,10 +40,7 @@ async def call_each(
     *,
     timeout: float,
 ) -> dict[PeerId, _T]:
-    """Call peers at once and return their answers, in the peers' order; one without an answer is logged, no error.
-
-    `timeout` is in seconds, for each peer.
-    """
+    """Call peers at once, `timeout` seconds each, and return the answers in the peers' order; failures are logged."""
     answers: dict[PeerId, _T] = {}
 
     async def ask(peer: PeerId) -> None:
@@ -78,10 +73,8 @@ def newest_complete(held: Held, num_stages: int) -> int | None:
 
 
 def version_to_keep(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
-    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure.
-
-    After a keeper's death no version may outlive every stage, but the next death may need the rest.
-    """
+    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure."""
+    # After a keeper's death no version may outlive every stage, but the next death may need the rest.
     safe = newest_safe(held, rosters, on_trainers)
     return safe if safe is not None else newest_complete(held, len(rosters))
 
@@ -172,10 +165,7 @@ def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.ti
 async def greet(
     transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
 ) -> GreetingResult:
-    """Greet a peer a few times, and keep the quickest answer, which compares the clocks best.
-
-    Raises `PeerError` if there is no answer within `timeout` seconds, `ProtocolError` if it is none of this package.
-    """
+    """Greet a peer a few times, and keep the quickest answer, which compares the clocks best; `timeout` is of each."""
     loop = asyncio.get_running_loop()
     meetings = []
     for _ in range(_NUM_TRIES):

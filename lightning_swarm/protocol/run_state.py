@@ -15,6 +15,7 @@ from lightning_swarm.core.errors import (
     ProtocolError,
     Replaced,
     StepError,
+    SwarmError,
 )
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import to_ranges
@@ -43,20 +44,20 @@ def check_open(manifest: Manifest) -> None:
         )
 
 
-def check_protocol_version(version: int) -> None:
-    """Refuse a peer that speaks another version of the protocol than the run."""
+def check_protocol_version(
+    version: int, *, there: str = "there", here: str = "in the run", refuse: type[SwarmError] = ConfigError
+) -> None:
+    """Refuse another version of the protocol than this process speaks."""
     if version != PROTOCOL_VERSION:
-        raise ConfigError(
-            f"`protocol_version` is {version} there and {PROTOCOL_VERSION} in the run. "
+        raise refuse(
+            f"`protocol_version` is {version} {there} and {PROTOCOL_VERSION} {here}. "
             "Install the same version of lightning_swarm on all peers."
         )
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Order the trainers' lanes. A lane is a trainer's share of an epoch to read ahead: every n-th batch.
-
-    The lead's lane has the first batch. Lanes are a hint: the trainer that has read a batch first may bring it.
-    """
+    """Order the trainers' lanes: a lane is a trainer's share of an epoch to read ahead, every n-th batch."""
+    # Lanes are a hint: the trainer that has read a batch first may bring it.
     return [lead, *(peer for peer in trainers if peer != lead)]
 
 
@@ -76,11 +77,9 @@ _MAX_NAMED = 10
 
 
 class RunState:
-    """The members of a run and its other state at one version. Records change it, and terms change the coordinator.
+    """The members of a run and its other state at one version. Records change it, and terms change the coordinator."""
 
-    A process has one for each role that it plays: its server's and its trainer's may be a record apart.
-    """
-
+    # A process has one for each role that it plays: its server's and its trainer's may be a record apart.
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.is_rolling_back = False  # a new lead is about to roll the run back: nothing of the open step will count
@@ -158,10 +157,7 @@ class RunState:
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Go on to the version after a record of the open step.
-
-        With `seats`, the members after it, the record may be of a later step, for a trainer may skip some.
-        """
+        """Go on to the version after a record: of the open step, or, with `seats` after it, of a later one."""
         self.seats_before = self.seats
         self.set_members(seats or self.members_after(record))
         self.version = record.step + 1

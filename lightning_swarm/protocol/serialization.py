@@ -38,22 +38,13 @@ def named(names: Sequence[str], values: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-Tree: TypeAlias = Any
-"""Nested tuples, lists and dicts of tensors and constants."""
+Tree: TypeAlias = Any  # nested tuples, lists and dicts of tensors and constants
+Structure: TypeAlias = Any  # the nesting of a tree in builtins that msgpack can encode
 
-Structure: TypeAlias = Any
-"""The nesting of a tree in builtins that msgpack can encode."""
-
-MAX_DEPTH: Final = 32
-"""Most containers within containers. Deeper structures overflow decoders written in C."""
-
-MAX_PARTS: Final = 8
-"""Most parts of an encoded tensor."""
-
+MAX_DEPTH: Final = 32  # containers within containers: deeper structures overflow decoders written in C
+MAX_PARTS: Final = 8  # of an encoded tensor
 _MAX_CODEC_CHARS: Final = 32
 _CONSTANTS: Final = frozenset({type(None), bool, int, float, str})
-_MIN_INT: Final = -(2**63)
-_MAX_INT: Final = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -76,10 +67,7 @@ class Encoded:
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
-    """Part a tree into its structure and its tensors, in the tree's order; refuse what cannot travel.
-
-    A tensor that the tree holds twice is listed twice.
-    """
+    """Part a tree into its structure and its tensors, in order, also twice the same; refuse what cannot travel."""
     tensors: list[Tensor] = []
     return _flatten(tree, tensors, "value", 0), tensors
 
@@ -135,7 +123,7 @@ def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Struc
     # Exact types: a namedtuple or an enum would come back as something else.
     kind = type(tree)
     if kind in _CONSTANTS:
-        if kind is int and not _MIN_INT <= tree <= _MAX_INT:
+        if kind is int and not -(2**63) <= tree < 2**64:
             raise ConfigError(
                 f"an integer between stages must fit in 64 bits, got {tree} at {where}. Pass it as a string."
             )
@@ -185,7 +173,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
         )
     tag, *children = structure
     if tag == "tensor":
-        return _tensor_at(children, tensors, missing)
+        return tensor_at(children, tensors, missing)
     if tag == "encoded":
         return _encoded(children, tensors, missing)
     if tag not in ("tuple", "list"):
@@ -199,7 +187,8 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
     return tuple(values) if tag == "tuple" else values
 
 
-def _tensor_at(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
+def tensor_at(children: Sequence[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
+    """Return the tensor that a node of a structure names by its index, which no other node may name."""
     if len(children) != 1 or type(children[0]) is not int or children[0] not in missing:
         raise ProtocolError(
             f"a structure must name each of its {len(tensors)} tensors once, by its index, "
@@ -221,4 +210,4 @@ def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) 
     except msgspec.ValidationError as error:
         raise ProtocolError(f"an encoded tensor must have a dtype and a shape: {error}") from error
     parse_spec(spec)
-    return Encoded(codec, spec, tuple(_tensor_at([index], tensors, missing) for index in indices))
+    return Encoded(codec, spec, tuple(tensor_at([index], tensors, missing) for index in indices))

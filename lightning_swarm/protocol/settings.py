@@ -13,14 +13,10 @@ from msgspec.structs import asdict, force_setattr
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
 
+# Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs.
 Rebalancing = Literal["none", "paper", "gain"]
-"""Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs."""
-
-CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]
-"""How tensors travel: as they are, or in fewer bits."""
-
-AveragingName = Literal[CodecName, "powersgd"]
-"""How sums of gradients travel: by a codec, or with their matrices as products of thin ones."""
+CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "none": tensors travel as they are
+AveragingName = Literal[CodecName, "powersgd"]  # with matrices as products of thin ones
 
 MAX_RANK: Final = 1024
 
@@ -116,20 +112,16 @@ class WithCompression(WireMessage, frozen=True, kw_only=True):
             force_setattr(self, "compression", Compression(**asdict(decoded)))
 
 
+# Settings that the programs of all trainers, and of standby leads, must give as the run has them. The others they take
+# from the manifest.
 SET_BY_EACH_TRAINER: Final = ("target_batch_size",)
-"""Settings that the program of every trainer must give as the run has them."""
-
 SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "deterministic")
-"""Settings that the program of a standby lead must give as the run has them. The others it takes from the manifest."""
 
 
 class RunSettings(WithCompression, frozen=True):
-    """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy` with the same name.
+    """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy` with the same name."""
 
-    A new setting needs a field here, with its check, that argument, and its place in the documentation. A `ConfigError`
-    about a value out of range becomes a `ProtocolError` when a message is decoded.
-    """
-
+    # A new setting needs a field here, with its check, that argument, and its place in the documentation.
     target_batch_size: NumSamples | None  # samples of one optimizer step; None: the lead closes each step
     microbatch_size: NumSamples | None = None  # samples routed at once; None: as large as keeps the stages busy
     delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
@@ -142,6 +134,7 @@ class RunSettings(WithCompression, frozen=True):
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
     def __post_init__(self) -> None:
+        # A `ConfigError` about a message that is decoded comes out of `decode` as a `ProtocolError`.
         super().__post_init__()
         for name in ("microbatch_size", "target_batch_size"):
             check_whole_or_none(name, getattr(self, name))

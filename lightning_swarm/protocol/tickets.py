@@ -1,9 +1,4 @@
-"""Tickets: a ticket is a future by name, for tensors that a peer holds or will hold, and that others fetch.
-
-A producer promises a name and fulfils it later. A consumer waits by a small long poll that holds no stream. Small
-tensors come with the answer, others are fetched then. A consumer may ask before the promise: calls of one microbatch
-are sent to all stages at once.
-"""
+"""Tickets: a ticket is a future by name, for tensors that a peer holds or will hold, and that others fetch."""
 
 from __future__ import annotations
 
@@ -63,6 +58,9 @@ class _Entry:
         return 0 if self.message is None else self.message.num_tensor_bytes + len(self.message.body)
 
 
+# A producer promises a name and fulfils it later. A consumer waits by a small long poll that holds no stream. Small
+# tensors come with the answer, others are fetched then. A consumer may ask before the promise: calls of one microbatch
+# are sent to all stages at once.
 class TicketStore:
     """Holds this peer's tensors for other peers, and waits for theirs."""
 
@@ -86,12 +84,9 @@ class TicketStore:
         return True
 
     def fulfil(self, name: str, message: Message, report: bytes = b"", *, once: bool = False) -> None:
-        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
-
-        The report goes to every consumer that waits. A name that was dropped meanwhile stays dropped.
-        """
+        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch."""
         entry = self._entries.get(name)
-        if entry is None or entry.done.is_set():
+        if entry is None or entry.done.is_set():  # a name that was dropped meanwhile stays dropped
             return
         entry.promised, entry.message, entry.report, entry.once = True, message, report, once
         entry.done.set()
@@ -108,12 +103,6 @@ class TicketStore:
             return
         entry.error = error
         entry.done.set()
-
-    def evict(self, name: str) -> None:
-        """Forget the tensors but not the report. A consumer that fetches gets `TicketGone`, and can call again."""
-        entry = self._entries.get(name)
-        if entry is not None and entry.message is not None:
-            entry.message, entry.gone = None, True
 
     def withdraw(self, name: str) -> None:
         """Take a promise back as if it had never been given. Consumers go on waiting, for the next one."""
@@ -135,10 +124,7 @@ class TicketStore:
     # ------------------------------------------------------------------ the consumer's side
 
     async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
-        """Wait until the tensors exist, or existed, and return the producer's report; raise the error if they failed.
-
-        If the producer's last answer is lost, this takes a few seconds more than `timeout`.
-        """
+        """Wait until the tensors exist, or existed, and return the producer's report; raise what they failed with."""
         if ticket.peer_id == self._transport.peer_id:
             return (await self._ready(ticket.name, timeout)).report
         return (await self._wait(ticket, None, timeout))[0].report
@@ -215,8 +201,8 @@ class TicketStore:
             raise TicketGone(f"{name} was dropped to save memory")
         assert entry.message is not None
         message = entry.message
-        if entry.once:
-            self.evict(name)
+        if entry.once:  # the report stays; who fetches again gets `TicketGone`, and can call again
+            entry.message, entry.gone = None, True
         return message
 
     async def _ready(self, name: str, timeout: float) -> _Entry:
@@ -229,7 +215,7 @@ class TicketStore:
         """Wait until the tensors exist or have failed."""
         entry = self._entries.get(name)
         if entry is None:
-            if self._num_unpromised >= _MAX_UNPROMISED:
+            if sum(not entry.promised for entry in self._entries.values()) >= _MAX_UNPROMISED:
                 raise ProtocolError(f"more than {_MAX_UNPROMISED} names that nobody promised are asked for")
             entry = self._entries[name] = _Entry()
         entry.waiting += 1
@@ -243,7 +229,3 @@ class TicketStore:
             if not entry.promised and entry.waiting == 0 and self._entries.get(name) is entry:
                 del self._entries[name]
         return entry
-
-    @property
-    def _num_unpromised(self) -> int:
-        return sum(not entry.promised for entry in self._entries.values())

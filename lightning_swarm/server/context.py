@@ -19,8 +19,7 @@ from lightning_swarm.protocol.messages.run import (
     RestartRequest,
     check_selection,
 )
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
-from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import FIRST, Executor
 
@@ -151,11 +150,7 @@ class RunMembership:
 
     def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
         """Refuse to be admitted to a run by a peer that may not, or that means another life of this process."""
-        if manifest.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
-                "Install the same version of lightning_swarm on all peers."
-            )
+        check_protocol_version(manifest.protocol_version, here="here", refuse=ProtocolError)
         if self._run is not None:
             raise ProtocolError(f"this peer is in run {self._run.manifest.run_id!r} already")
         if self.joining is not None:

@@ -33,8 +33,8 @@ _SLOWEST_BYTES_PER_S = 100e3
 _DEFAULT_COPIES_BYTES = 4 << 30
 
 
-async def _nothing() -> None:
-    pass
+async def nothing() -> None:
+    """Do nothing, where a caller may have something done."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class PipelineContext:
     events: EventLog
     replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
-    check: Callable[[], Awaitable[None]] = _nothing  # raises what the run broke off with, if it did
+    check: Callable[[], Awaitable[None]] = nothing  # raises what the run broke off with, if it did
     fault_counts: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
     # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
@@ -60,11 +60,9 @@ class PipelineContext:
         self._outage_wait = OutageWait(self.events, stage_timeout=self.stage_timeout)
 
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
-        """Route by the record's rosters from now on; newcomers are tried next if they can be reached from here.
-
-        A trainer that skips records has to meet the newcomers of these some other way. The lead skips none. A trainer
-        that also serves met each newcomer before it came in. For others, `TrainerRole` connects to them.
-        """
+        """Route by the record's rosters from now on; newcomers are tried next if they can be reached from here."""
+        # The newcomers of skipped records are met some other way: the lead skips none, a trainer that also serves met
+        # each before it came in, and for others `TrainerRole` connects to them.
         await self.replay_buffer.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in members]
         self._note_changes(rosters, step=record.step + 1)
@@ -117,11 +115,9 @@ class PipelineContext:
             )
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
-        """Send a small call if there are no tensors, and a stream if there are.
-
-        A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
-        """
+        """Send a small call if there are no tensors, and a stream if there are."""
         message = Message(encode(request), tuple(tensors))
+        # A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
         timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
         try:
             return await self._send(peer, method, message, timeout=timeout)

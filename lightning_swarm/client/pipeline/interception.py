@@ -1,9 +1,4 @@
-"""The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline.
-
-Each call but the last returns a placeholder, which only the next block takes, whole or in part. The last block's call
-runs the whole pipeline. Whatever else a forward does with a hidden state in between is refused: this process does not
-have it.
-"""
+"""The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline."""
 
 from __future__ import annotations
 
@@ -42,21 +37,13 @@ class _ChainProgress:
     recomputed_in: FrameType | None  # the call of the checkpoint that the chain began in
     versions: tuple[tuple[Tensor, int], ...]  # the tensors of the arguments, and how often each had changed in place
 
-    @property
-    def index(self) -> int:
-        """The index of the block that was called last."""
-        return len(self.calls) - 1
-
     def picked(self, picks: tuple[Pick, ...]) -> _ChainProgress:
         """Note that `picks` were taken from the last block's output."""
         return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
 
 class BlockChain:
-    """Turns the calls of a list's blocks into one call of the pipeline.
-
-    The pipeline takes the first block's input, and what `bind` makes of the blocks' calls.
-    """
+    """Turns the calls of a list's blocks into one call of the pipeline, which the last block's call runs."""
 
     def __init__(
         self, blocks: Blocks, pipeline: Callable[..., Any], device_type: str, shared: Collection[str] = ()
@@ -75,7 +62,7 @@ class BlockChain:
         """Take the place of the forward of the block that is first at `place` in the list."""
         hidden, arguments, tensors = self._bound(place, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None
-        index = 0 if before is None else before.index + 1
+        index = 0 if before is None else len(before.calls)
         if index == len(self._modules) or self._modules[index] is not self._modules[place]:
             found = "something else" if before is None else f"the output of block {before.block_name!r}"
             self._refuse(f"block {self._names[place]!r} was called with {found}")
@@ -143,7 +130,7 @@ class BlockChain:
         )
 
     def _go_on(self, before: _ChainProgress, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
-        name = self._names[before.index + 1]
+        name = self._names[len(before.calls)]
         if before.mode != self._mode():
             self._refuse(
                 f"`no_grad`, autocast or another mode changed between block {before.block_name!r} and {name!r}"
@@ -171,6 +158,7 @@ class BlockChain:
 class DeferredOutput:
     """Stands for a block's output, or a part of it, until the last block is called. Only the next block may take it."""
 
+    # Whatever else a forward does with a hidden state in between is refused: this process does not have it.
     __slots__ = ("_picks", "_progress")
 
     def __init__(self, progress: _ChainProgress, picks: tuple[Pick, ...] = ()) -> None:
@@ -224,11 +212,8 @@ DeferredOutput.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone
 
 
 def _unpacked_into(frame: FrameType) -> int | None:
-    """Return into how many names a frame unpacks something, as in ``x, weights = block(x)``; None if it does not.
-
-    `__iter__` is not told how many values are wanted, and the block's output is not known yet. So this looks at the
-    instruction that calls it.
-    """
+    """Return into how many names a frame unpacks something, as in ``x, weights = block(x)``; None if it does not."""
+    # `__iter__` is not told, and the block's output is not known yet. So this looks at the instruction that calls it.
     code, at = frame.f_code.co_code, frame.f_lasti
     return code[at + 1] if dis.opname[code[at]] == "UNPACK_SEQUENCE" else None
 
@@ -299,10 +284,7 @@ class Interception:
 
 
 class _ForwardOverride:
-    """Takes the place of a module's forward on the trainer, but not where a stage computes with the same module.
-
-    A copy of the module calls the same pipeline; a pickled one has its own forward.
-    """
+    """Takes the place of a module's forward on the trainer, but not where a stage computes with the same module."""
 
     def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
         self.__wrapped__ = own  # where `inspect.signature` looks
@@ -314,10 +296,10 @@ class _ForwardOverride:
             return self.__wrapped__(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardOverride:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardOverride:  # a copy of the module calls the same pipeline
         return _ForwardOverride(copy.deepcopy(self.__wrapped__, memo), self._call, self._interception)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a pickled module has its own forward
         return _itself, (self.__wrapped__,)
 
 

@@ -1,9 +1,4 @@
-"""Layers around the pipeline, such as embeddings and a head, which each trainer computes itself.
-
-The trainer computes with the module's own parameters, as if there were no swarm. A stage that all trainers hold has
-copies of them: there the batches' gradients are summed, averaged and stepped like any other stage's. Only the main
-thread writes the module's own, between batches, so they never change under the user's code.
-"""
+"""Layers around the pipeline, such as embeddings and a head, which each trainer computes itself."""
 
 from __future__ import annotations
 
@@ -29,28 +24,25 @@ class LocalStage(Protocol):
 
     async def add_batch(self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float) -> None:
         """Add a batch's gradients to the stage's sum, once."""
-        ...
 
     async def reached(self, version: int) -> None:
         """Wait until the stage is at a version."""
-        ...
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Return copies of the stage's weights at a version (None: the newest), and that version."""
-        ...
 
 
+# The trainer computes with the module's own parameters, as if there were no swarm. A stage that all trainers hold has
+# copies of them: there the batches' gradients are summed, averaged and stepped like any other stage's. Only the main
+# thread writes the module's own, between batches, so they never change under the user's code.
 @dataclass
 class LocalLayers:
-    """The parameters that this trainer computes with itself; `module` has the user's own tensors.
+    """The parameters that this trainer computes with itself."""
 
-    `is_held` tells if the copies are the run's, as far as this trainer knows: if it is in that stage's roster.
-    """
-
-    module: StageModule
+    module: StageModule  # with the user's own tensors
     stage: LocalStage
     runtime: Runtime
-    is_held: Callable[[], bool]
+    is_held: Callable[[], bool]  # the copies are the run's: as far as is known here, this trainer is in their roster
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
 
@@ -87,10 +79,7 @@ class LocalLayers:
         self.clear()
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
-        """Bring the module's own parameters to a version, or to a later one unless it is to be `exactly` that.
-
-        With `exactly` the version may also be earlier than what the module has.
-        """
+        """Bring the module's own parameters to a version or a later one, or `exactly` to that, which may be earlier."""
         if not self.is_held():
             raise LeftOut(
                 "this trainer was not heard of for `Limits.silence_timeout`, and the run goes on without its server. "

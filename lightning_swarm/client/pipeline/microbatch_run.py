@@ -1,17 +1,18 @@
-"""Runs one microbatch through the stages: all calls are sent at once, linked by tickets.
-
-Every decision about the microbatch (which peers, what to send again) is made here and in `recovery`. While nothing
-fails, a microbatch takes one exchange for each of its calls, and one for each result that is fetched.
-"""
+"""Runs one microbatch through the stages: all calls are sent at once, linked by tickets."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from lightning_swarm.client.pipeline.context import PipelineContext
-from lightning_swarm.client.pipeline.recovery import BackwardRecovery, ForwardRecovery, GradientHolderGone
+from lightning_swarm.client.pipeline.context import PipelineContext, nothing
+from lightning_swarm.client.pipeline.recovery import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    BackwardRecovery,
+    ForwardRecovery,
+    GradientHolderGone,
+)
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
@@ -26,13 +27,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import REPLAY
 from lightning_swarm.protocol.run_state import RunState
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 _MOMENT_S = 1.0
-
-
-async def _nothing() -> None:
-    pass
 
 
 class MicrobatchRun:
@@ -44,10 +39,7 @@ class MicrobatchRun:
         self._calls = StageCalls(context, microbatch)
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
-        """Return the output of the last stage, as it travels, and which of its tensors require grad.
-
-        Raises `StepError` if no way through was found, `StageError` if the model itself failed.
-        """
+        """Return the output of the last stage, as it travels, and which of its tensors require grad."""
         calls, context = self._calls, self.context
         await context.wait_for_room()
         needs_backward = False
@@ -64,11 +56,10 @@ class MicrobatchRun:
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         calls, context = self._calls, self.context
         began_s = now_s()
-        sender = _ForwardSender(calls)
         recovery = ForwardRecovery(calls)
         while True:
             try:
-                await sender.send_forwards(list(range(calls.last_stage + 1)), in_order=recovery.num_failures > 0)
+                await _send_forwards(calls, in_order=recovery.num_failures > 0)
                 message, report = await calls.fetch(calls.last_stage, "forward")
                 for charge in calls.route:
                     context.note_answer(charge.peer, step=calls.step)
@@ -79,24 +70,18 @@ class MicrobatchRun:
                 await recovery.mend(failure)
 
     def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
-        """Tell the routers the forwards' times, for the next microbatches: their backwards may come long after.
-
-        Of other stages than the last the times are hearsay: none may be longer than all took together, `took_s`.
-        """
+        """Tell the routers the forwards' times, for the next microbatches: their backwards may come long after."""
         route = self._calls.route
         known = len(reports) == len(route)
+        # Of other stages than the last they are hearsay: none may be longer than all took together.
         times = [min(report.busy_s, took_s) for report in reversed(reports)] if known else [None] * len(route)
         for router, charge, busy_s in zip(self.context.routers, route, times, strict=True):
             router.note_forward(charge, busy_s=busy_s)
 
     async def backward(
-        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing
+        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Have every stage add its gradients, and return the input's gradients if the mode asks for them.
-
-        `gradients` has one or None for each output tensor, as they travel. `sent` is called once, when all stages have
-        accepted their calls. Raises what `forward` does, and `LeaseRevoked` if the batch was struck from its step.
-        """
+        """Have every stage add its gradients, and return the input's if the mode asks for them, all as they travel."""
         calls, context = self._calls, self.context
         calls.gradients = gradients
         backward = _BackwardRun(calls, wants_input_gradient=self.microbatch.mode.input_grad)
@@ -124,10 +109,7 @@ class MicrobatchRun:
 async def replay(
     context: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
 ) -> None:
-    """Compute a microbatch again, so that the holders (peers by stage) add its gradients, without those to avoid.
-
-    Raises `GradientHolderGone` if a holder did not add it, `StepError` if no way through the other stages was found.
-    """
+    """Compute a microbatch again, so that the holders (peers by stage) add its gradients, without those to avoid."""
     microbatch = copy.microbatch
     calls = StageCalls(context, microbatch, holders)
     calls.gradients = copy.gradients
@@ -147,59 +129,49 @@ async def replay(
             calls.release()
 
 
-@dataclass(frozen=True)
-class _ForwardSender:
-    """Sends forwards, and finds other peers for those that meet busy ones."""
-
-    calls: StageCalls
-
-    async def send_forwards(self, stages: list[int], *, in_order: bool) -> None:
-        """Send the calls of `stages`; where a peer is busy, replace it, and tell the next stage's peer.
-
-        With `in_order` they go one after the other, so that a peer which begins again finds that the one before it has.
-        """
-        pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self.calls.context.timeout
-        avoid: list[set[PeerId]] = [set() for _ in self.calls.context.routers]
-        while stages:
-            if in_order:
-                accepted = [await self.calls.send_forward(stage) for stage in stages]
-            else:
-                accepted = await gather(self.calls.send_forward(stage) for stage in stages)
-            busy = [stage for stage, ok in zip(stages, accepted, strict=True) if not ok]
-            if not busy:
-                return
-            self.calls.context.fault_counts["busy"] += len(busy)
-            for stage in busy:
-                avoid[stage].add(self.calls.peer(stage))
-            if any(len(avoid[stage]) >= len(self.calls.context.routers[stage].peers) for stage in busy):
-                pause_s = await self._pause(pause_s, deadline)  # all are busy: wait for one
-            stages = self._reroute(busy, avoid)
-
-    async def send_forward(self, stage: int) -> None:
-        """Send one call to the peer that is on the route, again until it is not busy."""
-        pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self.calls.context.timeout
-        while not await self.calls.send_forward(stage):
-            self.calls.context.fault_counts["busy"] += 1
-            pause_s = await self._pause(pause_s, deadline)
-
-    async def _pause(self, pause_s: float, deadline: float) -> float:
-        """Wait for a busy peer, and return how long to wait the next time."""
-        if now_s() >= deadline:
-            raise DeadlineExceeded(
-                f"all peers of a stage were busy for {self.calls.context.timeout:g} s; "
-                f"{self.calls.microbatch.key} waits"
-            )
-        await asyncio.sleep(pause_s)
-        return min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
-        """Choose other peers for the busy stages, and return all stages whose call must be sent, perhaps again."""
+async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
+    """Send the calls of all stages; where a peer is busy, replace it, and tell the next stage's peer."""
+    pause_s = FIRST_PAUSE_S
+    context = calls.context
+    deadline = now_s() + context.timeout
+    avoid: list[set[PeerId]] = [set() for _ in context.routers]
+    stages = list(range(calls.last_stage + 1))
+    while True:
+        if in_order:  # so that a peer which begins again finds that the one before it has
+            accepted = [await calls.send_forward(stage) for stage in stages]
+        else:
+            accepted = await gather(calls.send_forward(stage) for stage in stages)
+        busy = [stage for stage, ok in zip(stages, accepted, strict=True) if not ok]
+        if not busy:
+            return
+        context.fault_counts["busy"] += len(busy)
         for stage in busy:
-            self.calls.context.routers[stage].refund(self.calls.route[stage])
-            self.calls.reroute(stage, frozenset(avoid[stage]))
-        return sorted({*busy, *(stage + 1 for stage in busy if stage < self.calls.last_stage)})
+            avoid[stage].add(calls.peer(stage))
+        if any(len(avoid[stage]) >= len(context.routers[stage].peers) for stage in busy):
+            pause_s = await _pause(calls, pause_s, deadline)  # all are busy: wait for one
+        for stage in busy:
+            context.routers[stage].refund(calls.route[stage])
+            calls.reroute(stage, frozenset(avoid[stage]))
+        stages = sorted({*busy, *(stage + 1 for stage in busy if stage < calls.last_stage)})
+
+
+async def _send_forward(calls: StageCalls, stage: int) -> None:
+    """Send one call to the peer that is on the route, again until it is not busy."""
+    pause_s = FIRST_PAUSE_S
+    deadline = now_s() + calls.context.timeout
+    while not await calls.send_forward(stage):
+        calls.context.fault_counts["busy"] += 1
+        pause_s = await _pause(calls, pause_s, deadline)
+
+
+async def _pause(calls: StageCalls, pause_s: float, deadline: float) -> float:
+    """Wait for a busy peer, and return how long to wait the next time."""
+    if now_s() >= deadline:
+        raise DeadlineExceeded(
+            f"all peers of a stage were busy for {calls.context.timeout:g} s; {calls.microbatch.key} waits"
+        )
+    await asyncio.sleep(pause_s)
+    return min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class _BackwardRun:
@@ -211,14 +183,10 @@ class _BackwardRun:
         self._calls = calls
         self._replays = calls.holders is not None
         self._wants_input_gradient = wants_input_gradient
-        self._sender = _ForwardSender(calls)
         self._recovery = BackwardRecovery(calls, avoid)
 
-    async def run(self, *, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
-        """Return the input's gradients, as they travel, or None where they are not wanted.
-
-        `sent` is that of `MicrobatchRun.backward`.
-        """
+    async def run(self, *, sent: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
+        """Return the input's gradients, as they travel, or None; call `sent` once all stages accepted their calls."""
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         recovery.backwards.update(stages)
@@ -239,7 +207,10 @@ class _BackwardRun:
                 for stage in stages:
                     if stage not in recovery.done:
                         await self._receive(stage)
-                return await self._input_gradient() if self._wants_input_gradient else None
+                if not self._wants_input_gradient:
+                    return None
+                message, _ = await calls.fetch(0, "backward")
+                return from_message(message)[0]
             except StageCallFailed as failure:
                 await recovery.mend(failure)
 
@@ -253,17 +224,14 @@ class _BackwardRun:
         # A peer that begins anew needs the output of the stage before it, which may never have been asked for.
         recovery.forwards.update(self._calls.unsent(max(recovery.backwards, default=0)))
         for stage in sorted(recovery.forwards):
-            await self._sender.send_forward(stage)
+            await _send_forward(self._calls, stage)
             recovery.forwards.discard(stage)
         for stage in sorted(recovery.backwards, reverse=True):
             await self._calls.send_backward(stage, recompute=True)
             recovery.backwards.discard(stage)
 
     async def _receive_all(self) -> None:
-        """Wait for the stage that ends last: its receipt comes with those of the others.
-
-        If it does not come within the time of one stage, each stage is asked for its own, to find the late one.
-        """
+        """Wait, for the time of one stage, for the stage that ends last: its receipt comes with those of the others."""
         calls, context = self._calls, self._calls.context
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
@@ -274,7 +242,7 @@ class _BackwardRun:
         except StageCallFailed as failure:
             if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
                 await self._receive(calls.last_stage, timeout=_MOMENT_S)
-            return
+            return  # then each stage is asked for its own receipt, to find the late one
         reports = [report, *report.others]
         if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
             return
@@ -295,10 +263,6 @@ class _BackwardRun:
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
         calls.settle(stage, report)
         self._recovery.done.add(stage)
-
-    async def _input_gradient(self) -> serialization.Tree:
-        message, _ = await self._calls.fetch(0, "backward")
-        return from_message(message)[0]
 
 
 class Replayer:

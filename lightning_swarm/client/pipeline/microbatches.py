@@ -1,7 +1,4 @@
-"""Cuts a batch into microbatches, and puts their outputs and gradients together again. Pure.
-
-Everything is cut along dimension 0 into views; nothing is copied but what is concatenated from several parts.
-"""
+"""Cuts a batch into microbatches along dimension 0, and puts their outputs and gradients together again. Pure."""
 
 from __future__ import annotations
 
@@ -91,12 +88,9 @@ def _lengths_differ(arguments: CallArguments, rows: int, length: int, where: str
 
 
 def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[str]) -> list[MicrobatchInput]:
-    """Cut the arguments of a call into microbatches, in order; their tensors are views.
-
-    Positional arguments are split along dimension 0. So are keyword arguments, but for those that would be broadcast
-    (they have a single row for all samples, or no dimensions) and those whose names are `shared`: they go whole to
-    each microbatch, like everything that is no tensor. A microbatch has `size` rows, the last one perhaps fewer.
-    """
+    """Cut the arguments of a call into microbatches of `size` rows, or fewer in the last; their tensors are views."""
+    # Keyword arguments that would be broadcast (they have a single row for all samples, or no dimensions) and those
+    # whose names are `shared` go whole to each microbatch, like everything that is no tensor.
     if size < 1:
         raise ConfigError(f"`microbatch_size` must be at least 1, got {size}. Raise it.")
     starts = range(0, rows, size)
@@ -124,10 +118,7 @@ def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[
 
 
 def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple[serialization.Structure, list[Tensor]]:
-    """Put the outputs of microbatches together along dimension 0, flat; every tensor of one is ``[size, ...]``.
-
-    Refuse outputs of another length, and outputs that differ in their structures, constants, dtypes or shapes of rows.
-    """
+    """Put the outputs of microbatches together, flat; refuse other lengths than `sizes`, and structures that differ."""
     flat = [serialization.flatten(output) for output in outputs]
     structure = flat[0][0]
     for number, (other, _) in enumerate(flat):
@@ -142,19 +133,13 @@ def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple
 
 
 def split_gradients(gradients: Sequence[Tensor | None], sizes: Sequence[int]) -> list[tuple[Tensor | None, ...]]:
-    """Cut the gradients of a concatenated output into those of its microbatches, as views.
-
-    There is one gradient ``[rows, ...]``, or `None`, for each tensor of the output.
-    """
+    """Cut the gradients ``[rows, ...]`` of a concatenated output into those of its microbatches, as views."""
     columns = [[None] * len(sizes) if g is None else torch.split(g, list(sizes)) for g in gradients]
     return [tuple(column[number] for column in columns) for number in range(len(sizes))]
 
 
 def concat_gradients(gradients: Sequence[Sequence[Tensor | None]], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
-    """Put the input gradients of microbatches together, as `split` cut their tensors.
-
-    A tensor gets `None` where no microbatch has a gradient. A microbatch without one counts as zero.
-    """
+    """Put the input gradients of microbatches together: one that has none counts as zero, unless all have none."""
     return tuple(_concat_column(column, sizes) for column in zip(*gradients, strict=True))
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +34,9 @@ from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
 
 
-class Call(Protocol):
-    """One call of the pipelined module, as autograd sees it."""
-
-    def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """The output's tensors for the whole batch, and which of them have a gradient."""
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of the input's tensors."""
-
-
-def apply(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Run a call so that autograd later asks it for the gradients of `inputs`, its positional tensors."""
-    # Without an input that wants a gradient autograd would leave the function out.
-    anchor = torch.zeros((), requires_grad=True)
-    return list(_PipelineFunction.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # torch has no types here
-
-
 class _PipelineFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.used = False
         ctx.set_materialize_grads(False)
@@ -79,12 +62,9 @@ class _PipelineFunction(torch.autograd.Function):
         return (None, None, *ctx.call.backward(gradients))
 
 
+# Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
+# microbatch has arrived. Microbatches small enough to travel inside of calls go all at once, which is cheaper.
 _TURNS_APART: Final = 4
-"""Turns of the event loop until what a microbatch sends is on its way.
-
-So the first stage can begin when the first microbatch has arrived. Microbatches that are small enough to travel inside
-of calls go all at once, which is cheaper.
-"""
 
 
 @dataclass
@@ -148,10 +128,12 @@ class Pipeline:
             grad=grad,
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # another thread cannot use inference tensors
             call = _Call(self, _detached(arguments), mode)
         if grad:
-            outputs = apply(call, tensors)
+            # Without an input that wants a gradient autograd would leave the function out.
+            anchor = torch.zeros((), requires_grad=True)
+            outputs = list(_PipelineFunction.apply(call, anchor, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
@@ -248,7 +230,7 @@ class _Call:
             self._batch.num_microbatches += len(parts)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `Call`."""
+        """Return the output's tensors for the whole batch, and which of them have a gradient."""
         works = [run.forward() for run in self._microbatch_runs]
         results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
         config = self._pipeline.config
@@ -257,7 +239,7 @@ class _Call:
         return tensors, results[0][1]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """See `Call`."""
+        """Return the gradients of the input's tensors."""
         batch = self._batch
         assert batch is not None
         if batch is not self._pipeline.batch:
@@ -312,10 +294,7 @@ def turns_apart(sent: serialization.Tree) -> int:
 
 
 def _detached(arguments: CallArguments) -> CallArguments:
-    """Detach a call's tensors from autograd; those of keyword arguments are also copied to where they are sent from.
-
-    Made outside of inference mode: another thread cannot use inference tensors.
-    """
+    """Detach a call's tensors from autograd; those of keyword arguments are also copied to where they are sent from."""
     if any(tensor.requires_grad for _, tensors in arguments.keywords.values() for tensor in tensors):
         raise ConfigError(
             "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
@@ -329,11 +308,9 @@ def _detached(arguments: CallArguments) -> CallArguments:
 
 
 def _to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
-    """Encode tensors where they are, and bring them to where they can be sent from again and again.
+    """Encode tensors where they are, and bring them to where they can be sent from again and again."""
 
-    With `copy`, because the user may overwrite the batch while a microbatch may still have to be sent again.
-    """
-
+    # With `copy`, for the user may overwrite the batch while a microbatch may still have to be sent again.
     def on_cpu(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
         if isinstance(leaf, serialization.Encoded):
             return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))

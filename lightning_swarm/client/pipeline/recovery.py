@@ -1,14 +1,9 @@
-"""Recovers a microbatch from a peer's failure: decides which peer is to blame, what replaces it, what is sent again.
-
-A peer that is gone, silent, refuses or sends nonsense is banned and replaced. One that is late but alive is told to
-stop first: it may have added the gradient, and then that counts. One whose input never came is not to blame: its sender
-is asked again, and if that does not help, another pair of peers is tried. The ledgers keep all of this harmless: a peer
-that is asked twice adds once, and the closing names one holder for each gradient.
-"""
+"""Recovers a microbatch from a peer's failure: decides which peer is to blame, what replaces it, what is sent again."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,8 +23,8 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.network import PeerId
 
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 1.0
 _MAX_REPEATS: Final = 8
 _MIN_FAILURES: Final = 8
 _MAX_OF_A_HOLDER: Final = 2
@@ -43,6 +38,10 @@ class GradientHolderGone(PeerError):
         self.peer = peer
 
 
+# A peer that is gone, silent, refuses or sends nonsense is banned and replaced. One that is late but alive is told to
+# stop first: it may have added the gradient, and then that counts. One whose input never came is not to blame: its
+# sender is asked again, and if that does not help, another pair of peers is tried. The ledgers keep all of this
+# harmless: a peer that is asked twice adds once, and the closing names one holder for each gradient.
 @dataclass
 class Recovery:
     """Counts failures and replaces peers, in a forward as in a backward."""
@@ -51,7 +50,7 @@ class Recovery:
     avoid: frozenset[PeerId] = frozenset()  # peers that are gone
     num_failures: int = 0
     _failing_since_s: float | None = None
-    _pause_s: float = _FIRST_PAUSE_S
+    _pause_s: float = FIRST_PAUSE_S
     _repeats: Counter[int] = field(default_factory=Counter)  # by stage
     _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # by the receiver and the senders
 
@@ -60,11 +59,8 @@ class Recovery:
         self.holders = self.calls.holders or {}  # by stage, peers whose place no other takes
 
     async def _note(self, failure: StageCallFailed) -> None:
-        """Count a failure, and pause before something is asked for once more, longer each time.
-
-        Raises `StepError` if it was one failure too many, and the failure itself if it is this peer that has gone.
-        """
-        if self.context.transport.closed:
+        """Count a failure, or raise `StepError`; pause before something is asked for once more, longer each time."""
+        if self.context.transport.closed:  # it is this peer that has gone
             raise failure.error
         self.num_failures += 1
         key = self.microbatch.key
@@ -92,7 +88,7 @@ class Recovery:
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _replace(self, failure: StageCallFailed) -> None:
         """Ban the peer that failed, and choose another one; a holder that lives is asked again first."""
@@ -120,20 +116,17 @@ class Recovery:
         avoid = frozenset({peer, *self.avoid, *(unconnected - neighbours)})
         self.calls.reroute(stage, avoid)
 
-    def _separate(self, failure: StageCallFailed, senders: list[int]) -> list[int]:
-        """Have another peer wait for an input that did not come twice, or else have another peer send it.
-
-        Returns the stages that have another peer now; none the first time, when the senders are asked once more.
-        """
+    def _separate(self, failure: StageCallFailed, senders: list[int]) -> int | None:
+        """Have another peer wait for an input that did not come twice, or send it; return the stage that it took."""
         pair = (failure.peer, *(self.calls.peer(stage) for stage in senders))
         self._missing_inputs[pair] += 1
-        if self._missing_inputs[pair] == 1:
-            return []
+        if self._missing_inputs[pair] == 1:  # the senders are asked once more
+            return None
         for stage in (failure.stage, *senders):
             if stage not in self.holders and self.context.has_other_peer(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
-                return [stage]
-        return []
+                return stage
+        return None
 
 
 class ForwardRecovery(Recovery):
@@ -148,7 +141,8 @@ class ForwardRecovery(Recovery):
             self._separate(failure, [failure.stage - 1] if failure.stage else [])
         elif not isinstance(failure.error, TicketGone):
             if isinstance(failure.error, DeadlineExceeded):
-                await self._stop(failure)
+                with contextlib.suppress(StageCallFailed):  # then it is gone, and adds nothing in a forward anyway
+                    await self.calls.cancel(failure.stage, "forward")
             await self._replace(failure)
         for stage in range(self.calls.last_stage + 1):  # other microbatches may have found more failures
             if self.context.is_banned(stage, self.calls.peer(stage)):
@@ -162,12 +156,6 @@ class ForwardRecovery(Recovery):
             except StageCallFailed as failure:
                 return failure
         return None
-
-    async def _stop(self, failure: StageCallFailed) -> None:
-        try:
-            await self.calls.cancel(failure.stage, "forward")
-        except StageCallFailed:
-            return  # then it is gone, and adds nothing in a forward anyway
 
 
 @dataclass
@@ -189,22 +177,22 @@ class BackwardRecovery(Recovery):
             self.backwards.update(range(stage, last + 1))
             self.done.difference_update(range(stage, last + 1))
             if isinstance(failure.error, GradientMissing):
-                for moved in self._separate(failure, [stage + 1] if stage < last else []):
-                    self._note_moved(moved)
+                self._note_moved(self._separate(failure, [stage + 1] if stage < last else []))
         elif isinstance(failure.error, (TicketGone, InputMissing)):
             self.forwards.update(range(stage))
             self.backwards.add(stage)
             if isinstance(failure.error, InputMissing):
-                for moved in self._separate(failure, [stage - 1] if stage else []):
-                    self._note_moved(moved)
+                self._note_moved(self._separate(failure, [stage - 1] if stage else []))
         elif isinstance(failure.error, DeadlineExceeded) and await self._added_late(failure):
             self.backwards.add(stage)  # its receipt counts; the gradient for the stage before went with the cancel
         else:
             await self._replace(failure)
             self._note_moved(stage)
 
-    def _note_moved(self, stage: int) -> None:
+    def _note_moved(self, stage: int | None) -> None:
         """Note that a stage has another peer, which kept nothing. Earlier stages wait for the former one's gradient."""
+        if stage is None:
+            return
         self.done.discard(stage)
         self.backwards.update(set(range(self.calls.gradient_end, stage + 1)) - self.done)
         if stage < self.calls.gradient_end:

@@ -1,8 +1,4 @@
-"""Copies of the open step's microbatches, from which a trainer has any of them computed again.
-
-A server that dies takes with it the gradients that it added. Until the step is decided, the swarm's loop can send a
-microbatch again from its copy: no code of the user runs for that, and the main thread may wait for the record.
-"""
+"""Copies of the open step's microbatches: a server that dies takes with it the gradients that it added."""
 
 from __future__ import annotations
 
@@ -52,11 +48,10 @@ class _SpilledCopy:
 
 
 class ReplayBuffer:
-    """Keeps copies by their keys: up to `max_bytes` of tensors in memory, the rest in a file that nobody else can open.
+    """Keeps copies by their keys: up to `max_bytes` of tensors in memory, the rest in a file that nobody else opens."""
 
-    It outlives run generations, because a thread may be writing to its file; `clear` waits for that.
-    """
-
+    # Until the step is decided, the swarm's loop can send a microbatch again from its copy: no code of the user runs
+    # for that. This outlives run generations, because a thread may be writing to its file; `clear` waits for that.
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # with the bytes of their tensors

@@ -1,21 +1,4 @@
-"""Chooses which peer of a stage gets the next microbatch: the one that would finish it first. Pure.
-
-That time follows from what this trainer itself has under way at a peer (the sum of the times that its microbatches are
-still expected to take), from how many microbatches of other trainers usually wait there, and from the new one's own
-time. So a slow peer gets what it can compute before the step ends. When a forward is done, the expectation follows its
-time, and its part leaves the account; the rest leaves with the backward. A peer that got nothing for long is tried
-again, for it may have become faster.
-
-Nothing is known of newcomers: each gets a microbatch before all others, and no more until its forward shows its speed.
-Where nothing is known of any peer, all get a few at a time, until it shows which are fast.
-
-A peer that failed is banned for a while, longer each time until it finishes something; bans are ignored where all peers
-are banned. Peers are kept in order, so that nothing here walks over all of them for a microbatch: a stage may have
-thousands.
-
-SWARM (arXiv:2301.11913, appendix C) takes the peer with the least assigned time of all the run, which is fair over many
-steps; but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other ways.
-"""
+"""Chooses which peer of a stage gets the next microbatch: the one that would finish it first. Pure."""
 
 from __future__ import annotations
 
@@ -32,8 +15,7 @@ from typing import Final
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 
-SMOOTHING: Final = 0.2
-"""Weight of a new measurement in the moving averages of a peer's rate and of how many microbatches wait there."""
+SMOOTHING: Final = 0.2  # weight of a new measurement in moving averages
 
 
 @dataclass
@@ -113,38 +95,34 @@ class PeerHeap:
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
 
-LATE_FACTOR = 8.0
-"""A peer is late when it takes so many times as long as measured."""
+LATE_FACTOR = 8.0  # a peer is late when it takes so many times as long as measured
+SHORTEST_DEADLINE_S = 30.0  # no peer is late earlier: a peer may have to compile or load something first
 
-SHORTEST_DEADLINE_S = 30.0
-"""No peer is late earlier: a peer may have to compile or load something first."""
-
-FIRST_FORWARDS: Final = 2
-"""Microbatches that each peer gets at a time while no peer was measured: one to compute, and one that waits."""
-
+FIRST_FORWARDS: Final = 2  # that each peer gets at a time while none was measured: one to compute, and one that waits
+# Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
+# that is gone (something was compiled, or read from disk).
 FIRST_MEASURED: Final = 2
-"""Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
-that is gone (something was compiled, or read from disk)."""
-
-TRIED_AGAIN: Final = 32.0
-"""A peer that got nothing is tried again after so many times what a microbatch takes there: it costs 3 % at most."""
-
-_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS
-"""A peer that has done no forward when another one has done so many is slow."""
-
-_MOST_WAITING: Final = 1024
-"""A longer queue is not believed: another peer may have reported it."""
-
+TRIED_AGAIN: Final = 32.0  # an idle peer is after so many times what a microbatch takes there: it costs 3 % at most
+_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer that has done no forward when another one has done so many is slow
+_MOST_WAITING: Final = 1024  # a longer queue is not believed: another peer may have reported it
 _SHORTEST_S: Final = 1e-9
-_LONGEST_S: Final = 1e9
-"""A reported time beyond these bounds is ignored."""
-
-_FORWARD_SHARE: Final = 1 / 3
-"""Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward."""
-
+_LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
+_FORWARD_SHARE: Final = 1 / 3  # until it was measured: a backward is two products of matrices for each one of a forward
 _LEAST_SHARE: Final = 0.05
 
 
+# When a microbatch would be through follows from what this trainer itself has under way at a peer (the sum of the times
+# that its microbatches are still expected to take), from how many microbatches of other trainers usually wait there,
+# and from the new one's own time. So a slow peer gets what it can compute before the step ends. When a forward is done,
+# the expectation follows its time, and its part leaves the account; the rest leaves with the backward.
+#
+# Nothing is known of newcomers: each gets a microbatch before all others, and no more until its forward shows its
+# speed. A peer that failed is banned for a while, longer each time until it finishes something; bans are ignored where
+# all are banned. Peers are kept in order, so that nothing walks over all of them for a microbatch: there may be
+# thousands.
+#
+# SWARM (arXiv:2301.11913, appendix C) takes the peer with the least assigned time of all the run, which is fair over
+# many steps; but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other ways.
 class StageRouter:
     """Routes microbatches to the peers of one stage, and keeps their accounts; `rng` breaks ties."""
 
@@ -181,10 +159,7 @@ class StageRouter:
     # ------------------------------------------------------------------ choosing
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
-        """Charge a microbatch to the peer that would finish it first.
-
-        Peers to avoid, which are busy or cannot reach another peer of the route, are taken only if there is no other.
-        """
+        """Charge a microbatch to the peer that would finish it first; those to avoid (busy, say) only if all are."""
         self._readmit(now_s)
         # For a batch's last microbatch, which may be smaller, the order is as good.
         if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):
@@ -247,10 +222,7 @@ class StageRouter:
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
-        """Note that a forward is done and took `busy_s`, if that is known.
-
-        The backward, which may come long after, is expected to take as much in proportion.
-        """
+        """Note that a forward is done and took `busy_s`, if that is known; the backward should take in proportion."""
         load = self.peers.get(charge.peer)
         if load is None:
             return
@@ -384,8 +356,5 @@ def _retry_s(load: PeerLoad) -> float:
 
 
 def deadline_s(expected_s: float, num_ahead: int, *, longest_s: float) -> float:
-    """Return how long to wait for a microbatch before its peer counts as late, `longest_s` at most.
-
-    By what was measured it takes `expected_s`, and `num_ahead` others may come before it.
-    """
+    """Return how long a microbatch that should take `expected_s` may take there, with `num_ahead` before it."""
     return min(max(SHORTEST_DEADLINE_S, LATE_FACTOR * expected_s * (1 + num_ahead)), longest_s)

@@ -168,10 +168,7 @@ class StageCalls:
             return decode(await self.context.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
-        """Cancel a call whose input comes from elsewhere by now.
-
-        Its peer waits at one that left the route, and would take the second call for a repetition of the first.
-        """
+        """Cancel a call whose input comes from elsewhere by now: its peer would take the second for a repetition."""
         sent = self._sent.get((stage, direction))
         if sent is not None and sent.peer == now.peer and not sent.agrees(now):
             await self.cancel(stage, direction)

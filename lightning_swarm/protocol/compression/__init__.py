@@ -48,8 +48,7 @@ def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
     return serialization.unflatten(computed.structure, list(message.tensors)), computed.flags
 
 
-SMALLEST: Final = 1024
-"""Fewest elements of a tensor that is encoded: so losses of a microbatch stay exact, and they take no room."""
+SMALLEST: Final = 1024  # elements of a tensor that is encoded: losses of a microbatch stay exact, and take no room
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,11 @@ class Codecs:
         )
 
 
-PLAIN: Final = Codecs()
-"""Without any encoding."""
+PLAIN: Final = Codecs()  # without any encoding
 
 
 def encoded(tree: Tree, by: Codec | None) -> Tree:
-    """Encode a tree's tensors, except small ones and those that no codec takes, with NaN or infinity.
-
-    A step of such numbers is skipped, with or without a codec.
-    """
+    """Encode a tree's tensors, except small ones and those with NaN or infinity, whose step is skipped anyway."""
     if by is None:
         return tree
     return serialization.transform(tree, lambda leaf: _encoded(leaf, by))

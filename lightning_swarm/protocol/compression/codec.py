@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError
 
-Layout = tuple[tuple[torch.dtype, int], ...]
-"""Dtype and number of elements of each part of an encoded tensor."""
+Layout = tuple[tuple[torch.dtype, int], ...]  # dtype and number of elements of each part of an encoded tensor
 
 _HIGHEST: Final = torch.finfo(torch.float32).max
 
@@ -24,18 +23,13 @@ class NotFinite(ValueError):
 
 
 class Codec(ABC):
-    """Writes tensors of real numbers in fewer bits.
+    """Writes tensors of real numbers in fewer bits, and reads them again, in the same way on every device."""
 
-    The same tensor gives the same bytes, and the same bytes give the same bits again on every device: decoding adds and
-    multiplies element by element, and computes nothing whose order a device may choose.
-
-    Attributes:
-        name: The codec's name in `Compression`.
-        bits: Bits that an element of a large tensor takes, on average.
-    """
-
-    name: str
-    bits: float
+    # The same tensor gives the same bytes, and the same bytes give the same bits again: decoding adds and multiplies
+    # element by element, and computes nothing whose order a device may choose.
+    name: str  # in `Compression`
+    bits: float  # that an element of a large tensor takes, on average
+    signed: Sequence[int] = ()  # indices of the parts with floats that may be negative
 
     @abstractmethod
     def layout(self, numel: int) -> Layout:
@@ -50,14 +44,7 @@ class Codec(ABC):
         """Decode parts that are as `layout` says, into ``[n]`` in float32."""
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Encode a tensor into one-dimensional parts, on its device.
-
-        Args:
-            tensor: Any shape and any dtype of real numbers; it is read as float32.
-
-        Raises:
-            NotFinite: The tensor cannot be encoded.
-        """
+        """Encode a tensor of real numbers, read as float32, into flat parts on its device, or raise `NotFinite`."""
         flat = tensor.detach().reshape(-1)
         if flat.numel() and not are_within(flat, -_HIGHEST, _HIGHEST):
             raise NotFinite(f"{self.name} takes finite numbers of float32's range only")
@@ -68,20 +55,11 @@ class Codec(ABC):
             return self._encode(flat, tensor.shape)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Decode a tensor on the device of its parts, with what the codec loses.
-
-        Args:
-            parts: The encoded parts, which may come from a stranger.
-            dtype: Dtype of the tensor.
-            shape: Shape of the tensor.
-
-        Raises:
-            ProtocolError: `encode` makes no such parts from such a tensor. No memory was allocated.
-        """
+        """Decode a tensor on the device of its parts, which may come from a stranger."""
         numel = math.prod(shape)
         found = tuple((part.dtype, part.numel()) for part in parts)
         flat = all(part.dim() == 1 for part in parts)
-        if not dtype.is_floating_point or not flat or found != self.layout(numel):
+        if not dtype.is_floating_point or not flat or found != self.layout(numel):  # before memory is allocated
             raise ProtocolError(
                 f"{self.name} makes {self.layout(numel)} of {numel} elements, got {found} for {dtype}"[:500]
             )
@@ -92,17 +70,15 @@ class Codec(ABC):
             return self._decode(parts, shape).to(dtype).reshape(tuple(shape))
 
     def _check(self, parts: Sequence[Tensor]) -> None:
-        """Refuse scales that are NaN, infinite or negative."""
-        for part in parts:
-            if part.is_floating_point() and not are_within(part, 0.0, torch.finfo(part.dtype).max):
-                raise ProtocolError(f"{self.name} has scales that are finite and not negative, got others")
-
-
-def check_finite(name: str, part: Tensor) -> None:
-    """Refuse a part with NaN or infinity, which no codec writes."""
-    highest = torch.finfo(part.dtype).max
-    if not are_within(part, -highest, highest):
-        raise ProtocolError(f"{name} makes finite numbers only, got others")
+        """Refuse NaN and infinity, which no codec writes, and negative scales."""
+        for index, part in enumerate(parts):
+            if part.is_floating_point():
+                highest = torch.finfo(part.dtype).max
+                lowest, made = (
+                    (-highest, "finite numbers") if index in self.signed else (0.0, "finite scales from 0 on")
+                )
+                if not are_within(part, lowest, highest):
+                    raise ProtocolError(f"{self.name} makes {made} only, got others")
 
 
 def _as_written(device: torch.device) -> AbstractContextManager[Any]:
@@ -113,10 +89,7 @@ def _as_written(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def are_within(tensor: Tensor, low: float, high: float) -> bool:
-    """Return whether all elements of a tensor that is not empty are within bounds. NaN is not.
-
-    This is many times as fast as `isfinite`.
-    """
-    lowest, highest = torch.aminmax(tensor)
+    """Return whether all elements of a tensor that is not empty are within bounds. NaN is not."""
+    lowest, highest = torch.aminmax(tensor)  # many times as fast as `isfinite`
     # In float64, for a narrow format may turn the bounds into infinity, and so let infinity pass.
     return bool((lowest.double() >= low) & (highest.double() <= high))

@@ -13,32 +13,24 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.protocol.compression.codec import Codec, Layout, NotFinite, are_within, check_finite
+from lightning_swarm.protocol.compression.codec import Codec, Layout, NotFinite, are_within
 from lightning_swarm.protocol.settings import CodecName
 
 BLOCK: Final = 256
 
-_LOG: Final = "bitsandbytes.backends.cpu.ops"
-# The beginning of that logger's warning without a package for products of 4-bit matrices, which no codec computes.
-_MISSING: Final = "Failed to load CPU gemm_4bit_forward"
 
-
+# Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, as in bitsandbytes.
 class Blockwise8Bit(Codec):
-    """Rounds blocks of 256 elements, each scaled by its largest element, to the 256 values of the dynamic map.
+    """Rounds blocks of 256 elements, each scaled by its largest element, to the 256 values of the dynamic map."""
 
-    The largest element is exact. An element's error is at most ``2**-7`` of the largest element of its block; of
-    normally distributed elements about a hundredth is lost. Both sides know the 256 values, so these do not travel.
-
-    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, as implemented by
-    bitsandbytes.
-    """
-
+    # The largest element is exact. An element's error is at most 2**-7 of the largest element of its block; of
+    # normally distributed elements about a hundredth is lost. Both sides know the 256 values: these do not travel.
     name = "8bit"
     bits = 8 + 32 / BLOCK
+    signed = (0,)
 
     def __init__(self) -> None:
         self._functional = _bitsandbytes()
-        self._values: dict[torch.device, Tensor] = {}
 
     @override
     def layout(self, numel: int) -> Layout:
@@ -56,68 +48,57 @@ class Blockwise8Bit(Codec):
         is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny
         signs = torch.where(is_zero, 0.0, signs).to(torch.float32)
         signed = (blocks * signs[:, None]).view(-1)[: len(flat)]
-        codes, state = self._functional.quantize_blockwise(signed, code=self._map(flat.device), blocksize=BLOCK)
+        codes, state = self._functional.quantize_blockwise(signed, code=dynamic_map(flat.device), blocksize=BLOCK)
         return state.absmax * signs, codes.reshape(-1)
 
     @override
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         # Not by bitsandbytes, which rounds the tiniest numbers differently on GPUs.
         scales, codes = parts
-        flat = self._map(codes.device).index_select(0, codes.int())
+        flat = dynamic_map(codes.device).index_select(0, codes.int())
         whole = len(flat) // BLOCK
         flat[: whole * BLOCK].view(whole, BLOCK).mul_(scales[:whole, None])
         flat[whole * BLOCK :] *= scales[whole:]
         return flat
 
-    @override
-    def _check(self, parts: Sequence[Tensor]) -> None:
-        check_finite(self.name, parts[0])
-
-    def _map(self, device: torch.device) -> Tensor:
-        if device not in self._values:
-            self._values[device] = dynamic_map().to(device)
-        return self._values[device]
-
 
 def _bitsandbytes() -> Any:
     """Import bitsandbytes' functions, late because that takes seconds, and without its advice to install more."""
-    log = logging.getLogger(_LOG)
-    log.addFilter(_is_needed)
+
+    def is_needed(record: logging.LogRecord) -> bool:  # products of 4-bit matrices are not: no codec computes them
+        return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
+
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    log.addFilter(is_needed)
     try:
         from bitsandbytes import functional
     finally:
-        log.removeFilter(_is_needed)
+        log.removeFilter(is_needed)
     return functional
 
 
-def _is_needed(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_MISSING)
-
-
-def dynamic_map() -> Tensor:
-    """Compute the 256 values that codes stand for, ascending, in float32.
-
-    bitsandbytes' own values differ in their last bits from processor to processor, and so would decoded tensors.
-    """
+@cache
+def dynamic_map(device: torch.device) -> Tensor:
+    """Compute the 256 values that codes stand for, ascending, in float32."""
+    # bitsandbytes' own values differ in their last bits from processor to processor, and so would decoded tensors.
     values = [0.0, 1.0]
     for exponent in range(7):
         for index in range(2**exponent):
             middle = (0.1 + 0.9 * (index + 0.5) / 2**exponent) * 10.0 ** (exponent - 6)
             values += [middle, -middle]
-    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 _HIGHEST: Final = 14  # the largest elements are scaled to this power of two, for float16 goes up to 65504
 
 
 class Float16(Codec):
-    """Rounds to float16 times a power of two, so that no element is too large for it.
+    """Rounds to float16 times a power of two, so that no element is too large for it."""
 
-    An element's error is at most ``2**-11`` of it, or ``2**-38`` of the tensor's largest, whichever is more.
-    """
-
+    # An element's error is at most 2**-11 of it, or 2**-38 of the tensor's largest, whichever is more.
     name = "float16"
     bits = 16.0
+    signed = (1,)
 
     @override
     def layout(self, numel: int) -> Layout:
@@ -136,20 +117,14 @@ class Float16(Codec):
         scale, halves = parts
         return halves.to(torch.float32).mul_(scale)
 
-    @override
-    def _check(self, parts: Sequence[Tensor]) -> None:
-        super()._check(parts[:1])
-        check_finite(self.name, parts[1])
-
 
 class BFloat16(Codec):
-    """Rounds to the nearest bfloat16.
+    """Rounds to the nearest bfloat16, and what is above its largest number to that number."""
 
-    An element's error is at most ``2**-8`` of it. An element above bfloat16's largest number becomes that number.
-    """
-
+    # An element's error is at most 2**-8 of it.
     name = "bfloat16"
     bits = 16.0
+    signed = (0,)
 
     @override
     def layout(self, numel: int) -> Layout:
@@ -164,21 +139,14 @@ class BFloat16(Codec):
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return parts[0].to(torch.float32)
 
-    @override
-    def _check(self, parts: Sequence[Tensor]) -> None:
-        check_finite(self.name, parts[0])
-
 
 ROTATED_BLOCK: Final = 128
 _SEED: Final = 2301_11913
 _NUM_BINS: Final = 1024  # the nearest value is looked up in a table: a search takes several times as long
 
-SLICE: Final = 1 << 17
-"""Elements that are rotated together, so that they stay in a processor's cache."""
-
+SLICE: Final = 1 << 17  # elements that are rotated together, so that they stay in a processor's cache
 _HIGHEST_ROTATED: Final = 2.0**120
 _LOWEST: Final = 2.0**-100
-
 _CPU: Final = torch.device("cpu")
 
 
@@ -188,18 +156,11 @@ class _Tables(NamedTuple):
     nearest: Tensor  # the code of each bin
 
 
+# The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) spreads outliers over their block, so
+# that they become something like noise. Blocks below 2**-93 become zero; elements above 2**120 are refused. Source:
+# Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
 class Rotated(Codec):
-    """Rotates blocks of 128 elements, and rounds each element to the nearest of a few values times the block's scale.
-
-    The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) spreads outliers over their block, so
-    that they become something like noise. Blocks below ``2**-93`` become zero; elements above ``2**120`` are refused.
-
-    A block is best made of similar elements. A vector's blocks are neighbouring elements. In other tensors a slice of
-    the elements is read as a matrix of 128 rows, whose columns are the blocks: so a block has few of a hidden state's
-    features, at many positions.
-
-    Source: Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
-    """
+    """Rotates blocks of 128 elements, and rounds each to the nearest of a few values times its block's scale."""
 
     num_bits: int  # of an element
     positive: Sequence[float]  # half of the values, ascending; the others are their opposites. Only ratios matter
@@ -237,6 +198,8 @@ class Rotated(Codec):
         num_blocks = -(-len(flat) // ROTATED_BLOCK)
         padded = flat.new_zeros(num_blocks * ROTATED_BLOCK)
         padded[: len(flat)] = flat
+        # A block is best made of similar elements: a vector's neighbours, or few of a hidden state's features at many
+        # positions, which are the columns if a slice is read as a matrix of 128 rows.
         blocks = (
             padded.view(num_blocks, ROTATED_BLOCK).t().contiguous()
             if is_vector
@@ -281,14 +244,10 @@ class Rotated(Codec):
 
 
 class Rotated4Bit(Rotated):
-    """Rounds to 16 values, which lose the least if elements are normally distributed.
+    """Rounds to 16 values, which lose the least if elements are normally distributed."""
 
-    An element of the rotated block is off by at most an eighth of the largest element there; of the whole block about a
-    tenth is lost, whatever its distribution.
-
-    Source: J. Max, 1960, Quantizing for Minimum Distortion, for the values.
-    """
-
+    # An element of the rotated block is off by at most an eighth of the largest element there; of the whole block about
+    # a tenth is lost, whatever its distribution. Source of the values: J. Max, 1960, Quantizing for Minimum Distortion.
     name = "4bit"
     num_bits = 4
     bits = num_bits + 16 / ROTATED_BLOCK
@@ -305,12 +264,10 @@ class Rotated4Bit(Rotated):
 
 
 class Rotated6Bit(Rotated):
-    """Rounds to 64 values at equal distances: in so small a block other values would lose no less.
+    """Rounds to 64 values at equal distances: in so small a block other values would lose no less."""
 
-    An element of the rotated block is off by at most a fiftieth of the largest element there; of the whole block about
-    a fortieth is lost, whatever its distribution.
-    """
-
+    # An element of the rotated block is off by at most a fiftieth of the largest element there; of the whole block
+    # about a fortieth is lost, whatever its distribution.
     name = "6bit"
     num_bits = 6
     bits = num_bits + 16 / ROTATED_BLOCK

@@ -86,11 +86,8 @@ class GrantReply(WireMessage, frozen=True):
     passed: bool = False  # another trainer has the batch, or it counts already; at an epoch's end: all batches count
 
 
-MAX_LOGS = 256
-"""Most names that the batches of one step may log with `sync_dist=True`."""
-
-Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
-"""How the values of several batches are combined."""
+MAX_LOGS = 256  # most names that the batches of one step may log with `sync_dist=True`
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]  # how the values of several batches are combined
 
 
 class LoggedValue(WireMessage, frozen=True):
@@ -184,11 +181,9 @@ class BatchDoneReply(WireMessage, frozen=True):
 
 
 class RecordRequest(WireMessage, frozen=True):
-    """A trainer asks the coordinator for the record of a step, and waits until the step is decided.
+    """A trainer asks the coordinator for the record of a step, and waits until the step is decided."""
 
-    The record waits for the lead to ask: then its loop is at the end of the step, and no validation is going on.
-    """
-
+    # The record waits for the lead to ask: then its loop is at the end of the step, and no validation is going on.
     step: int
     generation: Count
     version: Count  # that the trainer knows
@@ -266,8 +261,8 @@ class LeaseMetricsRequest(WireMessage, frozen=True):
     lease: int
 
 
+# Keys of a checkpoint without which a loop cannot go on.
 NEEDED: Final = ("epoch", "global_step", "state_dict", "loops", "optimizer_states", "lr_schedulers")
-"""Keys of a checkpoint without which a loop cannot go on."""
 
 Metrics = tuple[list[bytes], list[Any]]  # encoded `MetricState`s, and the tensors of all of them
 

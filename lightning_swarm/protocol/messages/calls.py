@@ -12,11 +12,8 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.wire import Count, Positive, WireMessage
 
-MAX_MICROBATCHES: Final = 1 << 19
-"""Most microbatches of a batch."""
-
-PLACES: Final = 1 << 26
-"""Most samples of a step. A batch that is granted again gets another `first`, higher by a multiple of this."""
+MAX_MICROBATCHES: Final = 1 << 19  # of a batch
+PLACES: Final = 1 << 26  # most samples of a step; a batch granted again gets a `first` higher by a multiple of this
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
 Direction = Literal["forward", "backward"]
@@ -42,11 +39,7 @@ class _AboutAttempt(Protocol):
 
 
 class CallKey(WireMessage, frozen=True):
-    """The identity of one microbatch on its way through the pipeline; with a stage and a direction, of one call.
-
-    A microbatch is identified by its place in the step, not by its trainer: any peer that sends it again, after any
-    fault, refers to the same microbatch.
-    """
+    """Names a microbatch by its place in the step, not by its trainer: any peer that sends it again means the same."""
 
     generation: Count  # rises when the run rolls back
     step: Count  # also the weight version that forward and backward use
@@ -91,8 +84,8 @@ def batch_name(generation: int, step: int, attempt: int, first: int, kind: str =
     return f"g{generation}.s{step}.a{attempt}.{kind}{first}+"
 
 
+# `(first, index, call)` of a microbatch whose gradient is in a sum. Step and attempt are those of the ledger.
 Receipt = tuple[Count, Index, Count]
-"""``(first, index, call)`` of a microbatch whose gradient is in a sum. Step and attempt are those of the ledger."""
 
 
 class ComputeMode(WireMessage, frozen=True):
@@ -169,14 +162,11 @@ class CancelReply(WireMessage, frozen=True):
     added: bool
 
 
-MAX_RECEIPTS: Final = 1 << 18
-"""Most receipts of one message. In memory each takes a hundred times as much as on the wire."""
-
+MAX_RECEIPTS: Final = 1 << 18  # of one message; in memory each takes a hundred times as much as on the wire
+# `(first, call, bitmap over the batch's microbatches)`: eight bytes for a batch of a few microbatches.
 Receipts = list[tuple[Count, Count, Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES // 8)]]]
-"""``(first, call, bitmap over the batch's microbatches)``: eight bytes for a batch of a few microbatches."""
-
+# `(start, stride, number)` of places: batches of one size, side by side, need only one of these.
 Run = tuple[Count, Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]]
-"""``(start, stride, number)`` of places: batches of one size, side by side, need only one of these."""
 
 
 def pack(receipts: Iterable[Receipt]) -> Receipts:

@@ -37,12 +37,9 @@ class EventCounts(WireMessage, frozen=True):
     counts: dict[EventKind, Count]
 
 
+# Numbers that a planner computes with, bounded so that no sum of them overflows.
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-"""Bytes or numbers that a planner computes with, bounded so that no sum of them overflows."""
-
-Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e15)]
-"""Something per second, bounded likewise."""
-
+Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e15)]  # something per second
 ShortSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
@@ -54,8 +51,7 @@ class Greeting(WireMessage, frozen=True):
     unix_time_s: Seconds
 
 
-NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]
-"""Bytes of one number of a tensor; 0: the tensor has none that a codec takes."""
+NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]  # of one number of a tensor; 0: none that a codec takes
 
 
 class SampleCosts(WireMessage, frozen=True):

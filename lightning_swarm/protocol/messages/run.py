@@ -40,10 +40,8 @@ def trained_names(selection: Selection) -> set[str]:
 
 
 def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """Return the first stage that trains a parameter, has batch norms, or is on trainers; without one, their number.
-
-    The stages before it need no gradient unless the pipeline's own input does, and hold no receipts.
-    """
+    """Return the first stage that trains a parameter, has batch norms, or is on trainers; without one, their number."""
+    # The stages before it need no gradient unless the pipeline's own input does, and hold no receipts.
     trained = trained_names(selection) if selection is not None else set()
     for index, stage in enumerate(stages):
         has_statistics = bool(stage.statistics) and selection is not None
@@ -52,21 +50,14 @@ def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) 
     return len(stages)
 
 
-MAX_RUNS = 1 << 16
-"""Most changes of the batch size within an epoch."""
-
-MAX_PLANS = 64
-"""Most epochs that one step may reach over. All of their plans fit into one message."""
+MAX_RUNS = 1 << 16  # most changes of the batch size within an epoch
+MAX_PLANS = 64  # most epochs that one step may reach over: all of their plans fit into one message
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-
-BatchNumber = tuple[Epoch, Index]
-"""``(epoch, index)`` of a batch. An index equal to the epoch's number of batches means the end of the epoch."""
-
+BatchNumber = tuple[Epoch, Index]  # an index equal to the epoch's number of batches means the end of the epoch
+# `(samples of each batch, number of such batches)`, one after the other.
 Sizes = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Index]], msgspec.Meta(max_length=MAX_RUNS)]
-"""``(samples of each batch, number of such batches)``, one after the other."""
-
 Bits = Annotated[bytes, msgspec.Meta(max_length=1 << 13)]
 
 
@@ -121,22 +112,17 @@ class TakePlanReply(WireMessage, frozen=True):
 
 
 MAX_FORMER_LEADS: Final = 16
-MAX_TRAINERS: Final = 1024
-"""Most trainers of a run at a time: each asks the coordinator several times a step."""
+MAX_TRAINERS: Final = 1024  # most trainers of a run at a time: each asks the coordinator several times a step
 
 _MAX_NUMBER = 1 << 30  # leases and places of a term begin at a multiple of its number
 
+# `(number, peer id, boot id)` of a coordinator, in one of its lives. A later term is higher.
 Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
-"""``(number, peer id, boot id)`` of a coordinator, in one of its lives. A later term is higher."""
+NO_TERM: Final[Term] = (0, "", 0)  # lower than any other
 
-NO_TERM: Final[Term] = (0, "", 0)
-"""A term lower than any other."""
-
+# The lead and the other trainers, which may ask for leases, computations and state.
 Trainers = Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_TRAINERS)]
-"""The lead and the other trainers, which may ask for leases, computations and state."""
-
-SomeTrainers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_TRAINERS)]
-"""Some of the trainers, or none."""
+SomeTrainers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_TRAINERS)]  # some of the trainers, or none
 
 
 class Member(WireMessage, frozen=True):
@@ -249,22 +235,16 @@ class LoopReply(WireMessage, frozen=True):
 
 
 class RestartRequest(WireMessage, frozen=True):
-    """The lead tells a server that the run rolls back: its stages wait for the weights of `first_step`.
-
-    It names all members, for records name only changes, and a server may have missed the newest record.
-    """
+    """The lead tells a server that the run rolls back: its stages wait for the weights of `first_step`."""
 
     generation: Count  # the next one
     first_step: Count
-    seats: SeatedMembers
+    seats: SeatedMembers  # all, for records name only changes, and a server may have missed the newest record
     selection: Selection | None  # of the first step, as in the manifest
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A new coordinator tells a server its term. A server answers by the term that it knows.
-
-    A coordinator that leaves also sends its term to ask another server to take over.
-    """
+    """A new coordinator tells a server its term, or a leaving one asks it to take over; the reply is the server's."""
 
     term: Term
     generation: Count
@@ -272,13 +252,11 @@ class CoordinatorTerm(WireMessage, frozen=True):
 
 
 class WatchRequest(WireMessage, frozen=True):
-    """A server watches the coordinator: the answer waits while that one coordinates by this term, up to `hold_s`.
-
-    Only if the coordinator already knows a later version does it answer at once. A record that is decided during the
-    wait does not end it: nearly always the watching server is told of the record, too.
-    """
+    """A server watches the coordinator: the answer waits while that one coordinates by this term, up to `hold_s`."""
 
     term: Term
+    # If a later one is known, the answer comes at once. A record that is decided during the wait does not end it:
+    # nearly always the watching server is told of the record, too.
     version: Count
     hold_s: Seconds
 
@@ -350,10 +328,7 @@ class TiedTensors:
         return [name for name in self._sizes[index] if name in trained]
 
     def touched(self, index: int, trained: Collection[str], flags: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Tell for each trained parameter of a stage whether it got a gradient in any stage.
-
-        `flags` tells the same for this stage and its partners, each within that stage only.
-        """
+        """Tell if a stage's trained parameters got gradients in any stage; `flags` has the same for each by itself."""
         names = {
             name
             for holder, own in flags.items()

@@ -21,8 +21,8 @@ class OrderedSnapshots:
     at_s: float  # when the newest was ordered, by `time.monotonic`
 
 
+# The keys through nested mappings and lists that lead to a value.
 Path = Annotated[list[str | int], msgspec.Meta(min_length=1, max_length=64)]
-"""The keys through nested mappings and lists that lead to a value."""
 
 
 class WriteRequest(WireMessage, frozen=True):

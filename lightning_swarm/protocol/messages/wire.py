@@ -1,7 +1,4 @@
-"""The encoding of control messages as frozen msgspec structs.
-
-Decoding checks every field's type, an unknown or missing field is a `ProtocolError`, and nothing is ever unpickled.
-"""
+"""The encoding of control messages as frozen msgspec structs; nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Seconds = NotNegative
-Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]
-"""Full addresses of one peer."""
+Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]  # of one peer
 ShortText = Annotated[str, msgspec.Meta(max_length=100)]
 
 
@@ -41,7 +37,7 @@ def encode(record: WireMessage) -> bytes:
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
-    """Decode a message of the given class, or raise `ProtocolError`."""
+    """Decode a message of a class; `ProtocolError` refuses wrong types of fields, and unknown or missing fields."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.membership import (
 from lightning_swarm.protocol.messages.run import RunView, SeatedMembers
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import JOIN, LISTEN, NEXT, READY, VIEW
-from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
@@ -106,11 +106,7 @@ class Joiner:
         except SwarmError as error:
             _log.info("No run at %s: %s", announced, error)
             return None
-        if there != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
-                "Install the same version of lightning_swarm on all peers."
-            )
+        check_protocol_version(there, there="in the run", here="here")
         return coordinator
 
     async def _view(self, coordinator: PeerId) -> RunView:
