@@ -168,7 +168,7 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
     standby, version = chosen
-    body = encode(InheritRequest(generation=generation, heir=standby, first_step=version))
+    body = encode(InheritRequest(generation=generation, new_lead=standby, first_step=version))
     others = [peer for peer in held if peer != standby]
     informed = await call_each(transport, others, INHERIT, body, bytes, timeout=timeout)
     if not has_majority(run, [*informed, standby]):

@@ -216,12 +216,14 @@ class RunState:
         self._positions.clear()
         self.newest, self.selection = None, request.selection
 
-    def change_lead(self, heir: PeerId) -> None:
+    def change_lead(self, new_lead: PeerId) -> None:
         """Take another peer for the lead, which is gone: nothing that the former lead brings counts any more."""
         manifest = self.manifest
-        former = [peer for peer in (*(manifest.former_leads or ()), manifest.lead) if peer != heir][-MAX_FORMER_LEADS:]
-        self.trainers = [heir, *(peer for peer in self.trainers if peer not in (heir, manifest.lead))]
-        self.manifest = structs.replace(manifest, lead=heir, trainers=self.trainers, former_leads=former)
+        former = [peer for peer in (*(manifest.former_leads or ()), manifest.lead) if peer != new_lead][
+            -MAX_FORMER_LEADS:
+        ]
+        self.trainers = [new_lead, *(peer for peer in self.trainers if peer not in (new_lead, manifest.lead))]
+        self.manifest = structs.replace(manifest, lead=new_lead, trainers=self.trainers, former_leads=former)
         self.is_rolling_back = True
 
     def check_generation(self, generation: int) -> None:

@@ -133,10 +133,10 @@ class Admission:
         """The coordinator says that the lead is gone and which peer rolls the run back in its place."""
         request = decode(body, InheritRequest)
         self.membership.check_inherits(caller, request)
-        is_me = request.heir == self.membership.me.peer_id
+        is_me = request.new_lead == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
-        self.run.change_lead(request.heir)
+        self.run.change_lead(request.new_lead)
         if is_me:
             self.inherits_at = self.goes_on_at = request.first_step
             self.inherits.set()

@@ -167,8 +167,8 @@ class RunMembership:
         run = self.run
         run.check_coordinator(caller)
         run.check_generation(request.generation)
-        if request.heir not in run.servers or request.heir == run.manifest.lead:
-            raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.heir}")
+        if request.new_lead not in run.servers or request.new_lead == run.manifest.lead:
+            raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.new_lead}")
 
     def check_lead(self, caller: PeerId, does: str) -> None:
         """Refuse any caller but the lead, who alone `does` what is asked."""

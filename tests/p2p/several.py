@@ -103,7 +103,7 @@ class NotedStrategy(SwarmStrategy):
         steps._learn = noted  # type: ignore[method-assign]
         self._notes.write("begun", generation, self._session.run.manifest.first_step)
 
-    def has_heir(self) -> bool:
+    def has_standby(self) -> bool:
         """Whether another one could take the run over now, if this process died."""
         assert self.peer is not None
         assert self._session is not None
@@ -161,7 +161,7 @@ class Watch(Losses):
         position = run.position
         if not self._others or position is None or position[0] == 0 or not 0 < position[1] < BATCHES:
             return
-        if len(run.trainers) == 1 + self._others and strategy.has_heir():
+        if len(run.trainers) == 1 + self._others and strategy.has_standby():
             self._notes.write("held", *position)
             threading.Event().wait()
 

@@ -44,10 +44,10 @@ from tests.parity.models import (
     records,
     sentences,
 )
-from tests.parity.test_going_back import Fit, Killing, assert_same
-from tests.parity.test_going_back import plain as plain_to_the_end
 from tests.parity.test_joining import Joining
 from tests.parity.test_resume import EPOCH, go
+from tests.parity.test_rollback import Fit, Killing, assert_same
+from tests.parity.test_rollback import plain as plain_to_the_end
 from tests.parity.trainers import assert_exact as assert_exact_curve
 from tests.parity.trainers import shuffled, train
 

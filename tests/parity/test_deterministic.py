@@ -18,8 +18,8 @@ from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
 from tests.parity.test_batch_norm import ResNet
-from tests.parity.test_going_back import Fit, Killing
 from tests.parity.test_joining import Joining
+from tests.parity.test_rollback import Fit, Killing
 from tests.parity.test_tied import TiedGPT
 
 STEPS = 8

@@ -77,7 +77,7 @@ class Several(DigitsMLP):
     def at(self, place: str) -> None:
         if not self.is_due(place):
             return
-        self.seen.wait_for(lambda: heir_of(self.seen) is not None)
+        self.seen.wait_for(lambda: standby_of(self.seen) is not None)
         if place == "behind" and not comes_with_records(self.seen):
             return  # it is one of the next
         del self.kills[next(at for at, where in self.kills.items() if where == place)]
@@ -142,7 +142,7 @@ def dead(seen: Seen) -> Collection[int]:
     return [int(peer.removeprefix("peer-")) for peer in seen.killed if peer != "server"]
 
 
-def heir_of(seen: Seen) -> tuple[Peer, int] | None:
+def standby_of(seen: Seen) -> tuple[Peer, int] | None:
     """Who would take the run over if its lead died now, and from which step."""
     peers = [one for one in seen.peers if one.server is not None and one.transport.peer_id not in seen.killed]
     lead = next(one for one in peers if one.lead.run is not None)
@@ -162,7 +162,7 @@ def heir_of(seen: Seen) -> tuple[Peer, int] | None:
 
 def comes_with_records(seen: Seen) -> bool:
     """Whether the loop that is gone on with had not counted all records, and not shared all that it had logged."""
-    chosen = heir_of(seen)
+    chosen = standby_of(seen)
     assert chosen is not None
     peer, version = chosen
     assert peer.server is not None
@@ -230,29 +230,29 @@ def alone() -> Seen:
     return one_trainer([ALONE])
 
 
-def heirs(seen: Seen) -> list[int]:
+def standbys(seen: Seen) -> list[int]:
     """Who led, one after the other, but for the first."""
     return [rank for rank in dict.fromkeys(seen.validated) if rank]
 
 
 def assert_right(seen: Seen, alone: Seen, *, gone: Collection[int] = (0,)) -> None:
-    """Weights and losses are those of one trainer, and all that live train on beside the last heir."""
-    heir = heirs(seen)[-1]
-    seen.weights = seen.modules[heir].state_dict()
+    """Weights and losses are those of one trainer, and all that live train on beside the last standby."""
+    standby = standbys(seen)[-1]
+    seen.weights = seen.modules[standby].state_dict()
     assert_same(seen, alone)
     assert_each_once(seen, NUM_EPOCHS)
     assert {len(rosters) for rosters in seen.rosters} == {2}, "it stays cut as it was"
     after = {seen.batches[place][0] for places in seen.steps[seen.went_back[-1] :] for place in places}
     assert after == set(seen.trainers) - set(gone), "all who live train on"
-    trainer = seen.trainers[heir]
+    trainer = seen.trainers[standby]
     assert (trainer.global_step, trainer.current_epoch) == (len(alone.steps), NUM_EPOCHS)
     if len(seen.went_back) == 1:
-        assert_logged(seen, heir)
+        assert_logged(seen, standby)
 
 
-def assert_logged(seen: Seen, heir: int) -> None:
+def assert_logged(seen: Seen, standby: int) -> None:
     """What the epochs of who led last have of the samples is what was counted by then, its own by its epochs."""
-    former, module, back = seen.modules[0], seen.modules[heir], seen.went_back[0]
+    former, module, back = seen.modules[0], seen.modules[standby], seen.went_back[0]
     assert isinstance(former, Several)
     assert isinstance(module, Several)
     assert module.epochs
@@ -262,7 +262,7 @@ def assert_logged(seen: Seen, heir: int) -> None:
         total = 0
         for place in counted:
             rank, ids = seen.batches[place]
-            own = rank == (0 if place[0] < back else heir)
+            own = rank == (0 if place[0] < back else standby)
             total += len(ids) * (seen.numbers[place][0] <= epoch if own else place[0] < version)
         return total
 
@@ -286,7 +286,7 @@ def test_another_one_leads(alone: Seen, num_trainers: int, at: int, place: str) 
     weights = Weights()
     seen = run(num_trainers, {at: place}, callbacks=lambda rank: [weights])
     assert seen.killed == ["peer-0"]
-    assert len(heirs(seen)) == 1
+    assert len(standbys(seen)) == 1
     assert_right(seen, alone)
     found = {step: tensors for step, tensors in weights.found.items() if tensors}
     assert len(found) >= 10
@@ -300,7 +300,7 @@ class AtTheSeam(Several):
 
     @override
     def is_due(self, place: str) -> bool:
-        chosen = heir_of(self.seen) if super().is_due(place) else None
+        chosen = standby_of(self.seen) if super().is_due(place) else None
         return chosen is not None and chosen[1] in (4, 8)
 
 
@@ -315,7 +315,7 @@ def test_it_goes_on_between_two_epochs() -> None:
     assert seen.killed == ["peer-0"]
     assert seen.went_back[0] in (4, 8)
     assert plain.records[3].position == (0, 12)
-    seen.weights = seen.modules[heirs(seen)[-1]].state_dict()
+    seen.weights = seen.modules[standbys(seen)[-1]].state_dict()
     assert_same(seen, plain)
 
 
@@ -351,15 +351,15 @@ def test_it_validates_saves_and_decides_from_there_on(alone: Seen, tmp_path: Pat
     seen = run(3, {5: "validating"}, callbacks=lambda rank: callbacks("several"), **options)
     assert seen.killed == ["peer-0"]
     assert_right(seen, alone)
-    (heir,) = heirs(seen)
+    (standby,) = standbys(seen)
     own = [one for one in plain.trainers[0].callbacks if isinstance(one, (ModelCheckpoint, EarlyStopping))]  # type: ignore[attr-defined]
     assert len(own) == 2
     for rank, trainer in seen.trainers.items():
         decide = [one for one in trainer.callbacks if isinstance(one, (ModelCheckpoint, EarlyStopping))]  # type: ignore[attr-defined]
         shows = [one.enable for one in trainer.callbacks if isinstance(one, Bar)]  # type: ignore[attr-defined]
-        assert (len(decide), shows) == ((2, [True]) if rank in (0, heir) else (0, [False])), rank
+        assert (len(decide), shows) == ((2, [True]) if rank in (0, standby) else (0, [False])), rank
     for one in own:
-        other = next(c for c in seen.trainers[heir].callbacks if type(c) is type(one))  # type: ignore[attr-defined]
+        other = next(c for c in seen.trainers[standby].callbacks if type(c) is type(one))  # type: ignore[attr-defined]
         assert _plain(one.state_dict()) == _plain(other.state_dict()), type(one)
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("alone", "several")]
     assert names[0] == names[1]
@@ -377,21 +377,21 @@ def test_the_lead_and_its_heir_die_at_once(alone: Seen) -> None:
         @override
         def at(self, place: str) -> None:
             holding = [one for one in self.seen.peers if one.server and one.server.snapshots.loops.versions]
-            chosen = heir_of(self.seen) if self.is_due(place) and len(holding) > 1 else None
+            chosen = standby_of(self.seen) if self.is_due(place) and len(holding) > 1 else None
             if chosen is not None:
                 self.kills.clear()
                 self.seen.kill(f"peer-{rank_of(self.trainer)}", chosen[0].transport.peer_id)
 
     seen = run(5, {4: "in a batch"}, make=Both)
     assert len(seen.killed) == 2
-    assert heirs(seen)[0] not in dead(seen)
+    assert standbys(seen)[0] not in dead(seen)
     assert_right(seen, alone, gone=dead(seen))
 
 
 def test_the_run_keeps_its_starters_settings(alone: Seen) -> None:
     """Where the starter's word holds for those who come, it does so for the one that leads in its place."""
     seen = run(2, {4: "in a batch"}, roles={1: {"microbatch_size": 1, "compression": "8bit", "rebalancing": "none"}})
-    assert heirs(seen) == [1]
+    assert standbys(seen) == [1]
     assert_right(seen, alone)
     manifests = [one for rank in (0, 1) for one in seen.trainers[rank].strategy.manifests]  # type: ignore[attr-defined]
     assert {one.generation for one in manifests} == {0, 1}
@@ -410,7 +410,7 @@ def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadStrategy, "leave", left)
     monkeypatch.setitem(vars(rank_zero_only), "rank", 7)
     seen = run(2, {4: "in a batch"})
-    assert heirs(seen) == [1]
+    assert standbys(seen) == [1]
     assert found[1] == 7
 
 
@@ -446,7 +446,7 @@ def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: p
     seen = run(4, {4: "in a batch"}, gone=[1, 2, 3])
     cannot = "this peer was to take the run over, and cannot: it is no loop's state"
     assert [str(error) for rank, error in seen.errors.items() if rank] == [cannot]
-    assert heirs(seen) == tried[1:]
+    assert standbys(seen) == tried[1:]
     assert_right(seen, alone, gone=(0, tried[0]))
 
 
@@ -525,7 +525,7 @@ def test_a_lead_that_was_frozen_learns_who_leads(alone: Seen) -> None:
         def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
             seen, rank = pl_module.seen, rank_of(trainer)
             if rank == 0 and len(seen.records) == 6:
-                seen.wait_for(lambda: heir_of(seen) is not None)
+                seen.wait_for(lambda: standby_of(seen) is not None)
                 act(seen, lambda: seen.network.freeze(PeerId("peer-0")))
                 seen.wait_for(lambda: bool(seen.went_back))
                 act(seen, lambda: seen.network.thaw(PeerId("peer-0")))
@@ -545,7 +545,7 @@ def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
     """`role="auto"`: it serves, and reads no data until then. The other trainer could not."""
     roles = {1: {"role": "auto"}, 2: {"state_dict_type": "sharded"}}
     seen = run(3, {3: "behind"}, {2: lambda seen: seen.wait_for(lambda: is_member(seen, "peer-1"))}, roles=roles)
-    assert heirs(seen) == [1]
+    assert standbys(seen) == [1]
     assert_right(seen, alone)
 
 
@@ -553,7 +553,7 @@ def test_one_that_holds_no_stage_comes_again(alone: Seen) -> None:
     """`role="trainer"`: nobody tells it that the run goes back, with another lead."""
     roles = {2: {"role": "trainer"}}
     seen = run(3, {6: "in a batch"}, callbacks=lambda rank: [Awaiting("peer-2")], roles=roles)
-    assert heirs(seen) == [1]
+    assert standbys(seen) == [1]
     assert_right(seen, alone)
 
 

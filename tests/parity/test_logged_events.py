@@ -8,7 +8,7 @@ from lightning_swarm.testing import FaultPlan, Phase
 from tests.features.test_trainers import Lines
 from tests.parity.harness import run_swarm
 from tests.parity.models import digits, loader
-from tests.parity.test_going_back import Fit, Killing, make_digits
+from tests.parity.test_rollback import Fit, Killing, make_digits
 
 COORDINATOR = "peer-1"
 """Of the runs here, whose first peer trains only."""

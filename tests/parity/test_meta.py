@@ -24,8 +24,8 @@ from lightning_swarm.strategy.rollback.loop_state import LoopState
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import NanoGPT, Recipe, configured, digits, loader, sentences
-from tests.parity.test_going_back import Fit, Killing
 from tests.parity.test_joining import Joining
+from tests.parity.test_rollback import Fit, Killing
 from tests.parity.trainers import Seen, numbered, train
 from tests.parity.trainers import assert_exact as assert_exact_curve
 

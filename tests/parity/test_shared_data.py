@@ -23,8 +23,8 @@ from lightning_swarm.network import PeerId
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits
 from tests.parity.test_trainers_come import enrolment, server_of_lead
-from tests.parity.test_trainers_go_back import LIMITS as BACK
-from tests.parity.test_trainers_go_back import Killing
+from tests.parity.test_trainers_roll_back import LIMITS as BACK
+from tests.parity.test_trainers_roll_back import Killing
 from tests.parity.trainers import Curve, Seen, default_dtype, numbered, place_of, shuffled, train
 
 QUICK = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)

@@ -217,7 +217,7 @@ class InheritRequest(WireMessage, frozen=True):
     """The coordinator tells a server that the lead is gone, and that another peer leads the run after a rollback."""
 
     generation: Count  # the one that ends
-    heir: PeerId  # the new lead
+    new_lead: PeerId  # the new lead
     first_step: Count  # of the next generation, for which the new lead has the loop's state
 
 

@@ -1,4 +1,4 @@
-"""A run without its lead: what heirs keep of its loop, who is chosen, and that nobody else comes to lead."""
+"""A run without its lead: what standbys keep of its loop, who is chosen, and that nobody else comes to lead."""
 
 from __future__ import annotations
 
@@ -174,11 +174,11 @@ def begun(make_swarm: MakeSwarm, limits: Limits = LIMITS) -> Swarm:
     return swarm
 
 
-def keep(swarm: Swarm, heir: PeerId, *, by: PeerId = LEAD, value: Any = STATE, version: int = 1) -> None:
+def keep(swarm: Swarm, standby: PeerId, *, by: PeerId = LEAD, value: Any = STATE, version: int = 1) -> None:
     head = encode(KeptLoop(generation=0, version=version))
     transport = swarm.trainer if by == LEAD else swarm.servers[by]._transport
     message = Message(head, tuple(plain_values.pack(value)))
-    swarm.run(transport.stream(heir, KEEP_LOOP, message, timeout=5.0, max_bytes=0))
+    swarm.run(transport.stream(standby, KEEP_LOOP, message, timeout=5.0, max_bytes=0))
 
 
 def test_an_heir_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm) -> None:
@@ -240,22 +240,22 @@ def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, ca
     known: set[PeerId] = set()
     packed = []
 
-    async def heirs_known() -> set[PeerId]:
+    async def standbys_known() -> set[PeerId]:
         return known
 
     def pack(value: Any = STATE) -> list[torch.Tensor]:
         packed.append(value)
         return plain_values.pack(value)
 
-    heirs = StandbyLeads(swarm.trainer, heirs_known, limits=LIMITS)
+    standbys = StandbyLeads(swarm.trainer, standbys_known, limits=LIMITS)
     run = RunState(swarm.manifest)
-    swarm.run(heirs.send(run, 1, pack))
-    assert not packed, "without heirs nothing is done"
+    swarm.run(standbys.send(run, 1, pack))
+    assert not packed, "without standbys nothing is done"
     known |= {B, D, PeerId("gone")}
-    swarm.run(heirs.send(run, 1, pack))
-    assert sorted(heirs.holding) == [B, D]
+    swarm.run(standbys.send(run, 1, pack))
+    assert sorted(standbys.holding) == [B, D]
     assert [name for name, server in swarm.servers.items() if server.snapshots.loops.versions] == [B, D]
-    swarm.run(heirs.send(run, 1, lambda: pack(torch.zeros(20_000))))
+    swarm.run(standbys.send(run, 1, lambda: pack(torch.zeros(20_000))))
     assert "`Limits.loop_bytes` are 10000" in caplog.text
 
 
@@ -272,19 +272,19 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
 
     for peer in older:
         swarm.servers[peer].snapshots.loops.unfit = lambda manifest: "it has no data"
-    heirs = StandbyLeads(swarm.trainer, known, limits=LIMITS)
-    swarm.run(heirs.send(run, 1, lambda: plain_values.pack(STATE)))
-    assert heirs.holding == [youngest]
+    standbys = StandbyLeads(swarm.trainer, known, limits=LIMITS)
+    swarm.run(standbys.send(run, 1, lambda: plain_values.pack(STATE)))
+    assert standbys.holding == [youngest]
     assert swarm.servers[youngest].snapshots.loops.versions == [1]
     # However many there are, one snapshot costs no more than so many tries: the next one begins with others.
     monkeypatch.setattr("lightning_swarm.peer.failover._MAX_TRIED", 1)
-    heirs.holding = ()
-    swarm.run(heirs.send(run, 1, lambda: plain_values.pack(STATE)))
-    assert heirs.holding == [youngest]
+    standbys.holding = ()
+    swarm.run(standbys.send(run, 1, lambda: plain_values.pack(STATE)))
+    assert standbys.holding == [youngest]
 
 
-def inherit(swarm: Swarm, heir: PeerId, *peers: PeerId, by: PeerId = A) -> None:
-    body = encode(InheritRequest(generation=0, heir=heir, first_step=1))
+def inherit(swarm: Swarm, standby: PeerId, *peers: PeerId, by: PeerId = A) -> None:
+    body = encode(InheritRequest(generation=0, new_lead=standby, first_step=1))
     for peer in peers:
         swarm.run(swarm.servers[by]._transport.call(peer, INHERIT, body, timeout=5.0))
 
@@ -342,8 +342,8 @@ def told_to_inherit(swarm: Swarm) -> list[PeerId]:
 
 def test_a_majority_lets_one_heir_take_the_run_over(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
-    for heir in (B, D):
-        keep(swarm, heir)
+    for standby in (B, D):
+        keep(swarm, standby)
     run = swarm.servers[A].admission.run
     assert seniority(run) == [A, C, B, D]
     assert swarm.run(appoint(swarm.servers[A]._transport, run, timeout=5.0)) == ""
@@ -362,7 +362,7 @@ def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
     assert told_to_inherit(swarm) == []
 
 
-def test_a_silent_lead_is_done_without_sooner_where_there_is_an_heir(make_swarm: MakeSwarm) -> None:
+def test_a_silent_lead_is_done_without_sooner_where_there_is_an_standby(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     keep(swarm, B)
 
@@ -378,8 +378,8 @@ def test_a_silent_lead_is_done_without_sooner_where_there_is_an_heir(make_swarm:
 
 def test_a_dead_heir_is_followed_by_the_next(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
-    for heir in (B, D):
-        keep(swarm, heir)
+    for standby in (B, D):
+        keep(swarm, standby)
 
     async def go() -> None:
         swarm.network.freeze(LEAD)

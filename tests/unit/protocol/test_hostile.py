@@ -447,7 +447,7 @@ SAMPLES = [
     Sample(
         CALL,
         INHERIT,
-        plain(lambda _: InheritRequest(generation=0, heir=A, first_step=0)),
+        plain(lambda _: InheritRequest(generation=0, new_lead=A, first_step=0)),
         target=B,
         caller=A,
         phase="decided",

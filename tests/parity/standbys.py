@@ -51,7 +51,7 @@ class Swarm:
     """Its peers, and what they did.
 
     Args:
-        num_heirs: Peers beside the lead that have data.
+        num_standbys: Peers beside the lead that have data.
         num_servers: Further peers, without.
         make: Builds the module of each.
         kills: By the number of the step in which it happens, once each: whom, which leads at that moment.
@@ -61,7 +61,7 @@ class Swarm:
         options: Of the Trainer.
     """
 
-    num_heirs: int
+    num_standbys: int
     num_servers: int
     make: Callable[[], L.LightningModule]
     kills: dict[int, str]
@@ -86,8 +86,8 @@ class Swarm:
     @property
     def names(self) -> list[str]:
         """The lead's first."""
-        heirs = [f"heir-{number}" for number in range(self.num_heirs)]
-        return ["lead", *heirs, *(f"server-{number}" for number in range(self.num_servers))]
+        standbys = [f"standby-{number}" for number in range(self.num_standbys)]
+        return ["lead", *standbys, *(f"server-{number}" for number in range(self.num_servers))]
 
     @property
     def leads(self) -> list[str]:
@@ -152,7 +152,7 @@ class Swarm:
         self.killed.append(name)
         self.runtime.run(kill())
 
-    def has_heir(self) -> bool:
+    def has_standby(self) -> bool:
         """Whether somebody could take the run over now."""
         lead = PeerId(self.leads[-1] if self.steps else "lead")
         peers = [one.peer for one in self.strategies.values() if one.peer is not None and one.name not in self.killed]
@@ -194,7 +194,7 @@ class Noting(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         due = [step for step, name in self.swarm.kills.items() if name == self.name and step <= trainer.global_step]
         # In the run's first steps nobody has all that it takes; then it is one of the next.
-        if due and self.name not in self.swarm.killed and self.swarm.waited_for(self.swarm.has_heir, within_s=2.0):
+        if due and self.name not in self.swarm.killed and self.swarm.waited_for(self.swarm.has_standby, within_s=2.0):
             del self.swarm.kills[due[0]]
             self.swarm.kill(self.name)
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.parity.harness import WEIGHT_TOLERANCE, Run, run_plain
-from tests.parity.heirs import Swarm, shuffled
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, digits, loader, sentences
+from tests.parity.standbys import Swarm, shuffled
 
 STEPS = 10
 
@@ -41,14 +41,14 @@ def assert_same(swarm: Swarm, plain: Run | None = None) -> None:
 def test_the_lead_dies_in_the_middle_of_an_epoch(at: int) -> None:
     """Epochs have 7 batches."""
     swarm = Swarm(1, 1, make_digits, {at: "lead"}, options={"max_steps": STEPS}).fit()
-    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.leads == ["lead", "standby-0"]
     assert_same(swarm)
 
 
 def test_the_heir_dies_too() -> None:
-    swarm = Swarm(2, 2, make_digits, {3: "lead", 6: "heir-0"}, options={"max_steps": STEPS}).fit()
-    assert swarm.leads == ["lead", "heir-0", "heir-1"]
-    assert swarm.trainers["heir-1"].global_step == STEPS
+    swarm = Swarm(2, 2, make_digits, {3: "lead", 6: "standby-0"}, options={"max_steps": STEPS}).fit()
+    assert swarm.leads == ["lead", "standby-0", "standby-1"]
+    assert swarm.trainers["standby-1"].global_step == STEPS
     assert_same(swarm)
 
 
@@ -69,14 +69,14 @@ def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
     swarm = Swarm(1, 1, make_digits, {}, lambda name: [Freezing(lambda: swarm)], options={"max_steps": STEPS})
     swarm.fit()
     assert swarm.frozen == ["lead"]
-    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.leads == ["lead", "standby-0"]
     assert_same(swarm)
     notes = " ".join(getattr(swarm.errors["lead"], "__notes__", []))
-    assert "The run does not roll back here: most of the voters do not answer, and ['heir-0'] among those" in notes
+    assert "The run does not roll back here: most of the voters do not answer, and ['standby-0'] among those" in notes
 
 
 class Returning(L.Callback):
-    """Where the heir leads, the lead's program is started again; when it could lead once more, the heir is killed."""
+    """Where the standby leads, the old lead's program is started again; once it could lead, the standby is killed."""
 
     def __init__(self, swarm: Callable[[], Swarm], name: str) -> None:
         self.swarm = swarm
@@ -85,19 +85,24 @@ class Returning(L.Callback):
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         swarm = self.swarm()
-        if self.name != "heir-0" or self.name in swarm.killed:
+        if self.name != "standby-0" or self.name in swarm.killed:
             return
         if trainer.global_step == 4:
             swarm.start("again")
         if trainer.global_step >= 4:
             swarm.waited_for(self._may_go_on, within_s=30.0)
         peer = swarm.strategies["again"].peer
-        if peer is not None and peer.server is not None and peer.server.snapshots.loops.versions and swarm.has_heir():
-            swarm.kill("heir-0")
+        if (
+            peer is not None
+            and peer.server is not None
+            and peer.server.snapshots.loops.versions
+            and swarm.has_standby()
+        ):
+            swarm.kill("standby-0")
 
     def _may_go_on(self) -> bool:
         """Whether the next record lets it in, or did."""
-        again, own = (self.swarm().strategies[name].peer for name in ("again", "heir-0"))
+        again, own = (self.swarm().strategies[name].peer for name in ("again", "standby-0"))
         if again is None or again.server is None or own is None or own.server is None:
             return False
         coordinator = own.server.admission.leadership.coordinator
@@ -116,7 +121,7 @@ def test_the_leads_program_started_again_serves_and_may_lead_once_more() -> None
         options={"max_steps": 40},
     )
     swarm.fit()
-    assert swarm.leads == ["lead", "heir-0", "again"]
+    assert swarm.leads == ["lead", "standby-0", "again"]
     assert_same(swarm, run_plain(make_digits, loader(digits()), max_steps=40, max_epochs=-1))
 
 
@@ -126,7 +131,7 @@ def test_other_kinds_of_steps(options: dict[str, Any]) -> None:
         Swarm(1, 1, make_digits, kills, swarm=options, options={"max_steps": STEPS}).fit()
         for kills in ({}, {4: "lead"})
     )
-    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.leads == ["lead", "standby-0"]
     assert swarm.losses.keys() == calm.losses.keys()
     if "deterministic" in options:
         assert swarm.losses == calm.losses
@@ -149,7 +154,7 @@ def test_layers_around_the_pipeline_are_inherited() -> None:
         swarm={"pipeline": "transformer.h"},
         options={"max_steps": STEPS},
     ).fit()
-    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.leads == ["lead", "standby-0"]
     assert_same(swarm, run_plain(make, sentences_twice(), max_steps=STEPS, max_epochs=-1))
 
 
@@ -245,12 +250,12 @@ def test_callbacks_loggers_and_schedulers_go_on(tmp_path: Path, caplog: pytest.L
 
     calm, swarm = fit("calm", {}), fit("killed", {10: "lead"})
     assert calm.leads == ["lead"]
-    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.leads == ["lead", "standby-0"]
     assert swarm.losses == pytest.approx(calm.losses, rel=1e-11)
     torch.testing.assert_close(swarm.weights, calm.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
-    before, after = calm.trainers["lead"], swarm.trainers["heir-0"]
+    before, after = calm.trainers["lead"], swarm.trainers["standby-0"]
     assert (after.global_step, after.current_epoch) == (before.global_step, before.current_epoch)
-    expected, found = calm.modules["lead"].epochs, swarm.modules["heir-0"].epochs
+    expected, found = calm.modules["lead"].epochs, swarm.modules["standby-0"].epochs
     assert sorted(found) == [1, 2], "it came in the second epoch"
     for epoch, values in found.items():
         assert values == pytest.approx(expected[epoch], rel=1e-11), "averages of the epoch hold each batch once"
