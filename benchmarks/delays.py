@@ -1,6 +1,6 @@
-"""Lines with latency, where the kernel has no `netem`: whole frames wait in a process of this program.
+"""Links with latency, where the kernel has no `netem`: whole frames wait in a process of this program.
 
-Each line is a pair of TAP devices. What the kernel sends over the one comes out of the other after the line's latency,
+Each link is a pair of TAP devices. What the kernel sends over the one comes out of the other after the link's latency,
 so handshakes and acknowledgements are late, too, no address is changed, and `tc` limits either end as it does any
 device's. Frames pass as the kernel's offloading leaves them, of up to 64 KiB each: that makes Python fast enough.
 
@@ -32,12 +32,12 @@ _CHECKSUMS, _TSO4, _TSO6 = 0x01, 0x02, 0x04
 
 _FRAME_BYTES: Final = (64 << 10) + 512
 _AT_ONCE: Final = 64
-"""Frames that are read from a line before others have their turn."""
+"""Frames that are read from a link before others have their turn."""
 
 
 @dataclass(frozen=True)
 class Delayed:
-    """A line.
+    """A link.
 
     Args:
         one: Name of the device at its one end.
@@ -51,15 +51,15 @@ class Delayed:
 
 
 @contextmanager
-def delaying(lines: Sequence[Delayed], *, before: Sequence[str]) -> Iterator[Callable[[Sequence[float]], None]]:
-    """Make the lines' devices, and carry frames between them; they are gone afterwards. Yields what changes latencies.
+def delaying(links: Sequence[Delayed], *, before: Sequence[str]) -> Iterator[Callable[[Sequence[float]], None]]:
+    """Make the links' devices, and carry frames between them; they are gone afterwards. Yields what changes latencies.
 
     Args:
-        lines: Each of them.
+        links: Each of them.
         before: What a command in the network namespace begins with where the devices are made. An end that is moved to
             another namespace goes on carrying.
     """
-    words = [word for line in lines for word in (line.one, line.other, str(line.latency_s))]
+    words = [word for link in links for word in (link.one, link.other, str(link.latency_s))]
     program = [*before, sys.executable, "-m", "benchmarks.delays", *words]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
@@ -78,7 +78,7 @@ def delaying(lines: Sequence[Delayed], *, before: Sequence[str]) -> Iterator[Cal
 
 @dataclass
 class _Way:
-    """One direction of a line: where frames come out of the kernel, where they go, and those between."""
+    """One direction of a link: where frames come out of the kernel, where they go, and those between."""
 
     source: int
     target: int

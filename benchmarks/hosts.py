@@ -1,6 +1,6 @@
-"""Hosts on one machine: network namespaces on a switch, each by a line whose rate is limited (`tc`, tbf), and delayed.
+"""Hosts on one machine: network namespaces on a switch, each by a link whose rate is limited (`tc`, tbf), and delayed.
 
-Needs Linux, root and iproute2; for lines with latency /dev/net/tun.
+Needs Linux, root and iproute2; for links with latency /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Self
 from benchmarks.delays import TUN, Delayed, delaying
 from benchmarks.runs import start
 
-DEVICE = "line"
-"""Each host's end of its line."""
+DEVICE = "link"
+"""Each host's end of its link."""
 
 SEND_SIZES = "/proc/sys/net/ipv4/tcp_wmem"
 """Of buffers of TCP for what is under way, smallest, first and largest: a network namespace has its own."""
@@ -29,7 +29,7 @@ class Hosts:
     """Some of them, all on one switch.
 
     Args:
-        mbits: What each one's line carries each way, in Mb/s; 0: no limit.
+        mbits: What each one's link carries each way, in Mb/s; 0: no limit.
         latencies_s: From each one to the switch, and back; as many, or none. Between two hosts it is both of theirs.
         send_bytes: Largest buffer of what a connection has under way, with what the kernel needs beside it; 0: Linux's
             own, of 4 MiB.
@@ -46,7 +46,7 @@ class Hosts:
 
     @staticmethod
     def missing(*, delayed: bool = False) -> str:
-        """What it needs, for lines with latency if they are `delayed`, and this machine lacks."""
+        """What it needs, for links with latency if they are `delayed`, and this machine lacks."""
         found = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
         found += ["root"] if os.geteuid() != 0 else []
         found += [str(TUN)] if delayed and not TUN.exists() else []
@@ -85,7 +85,7 @@ class Hosts:
         return self
 
     def change(self, mbits: Sequence[float], latencies_s: Sequence[float]) -> None:
-        """What the lines carry, and how late, from now on: of those that have a limit, and a latency, already."""
+        """What the links carry, and how late, from now on: of those that have a limit, and a latency, already."""
         for number, mbit in enumerate(mbits):
             self._limit(number, mbit)
         if self._delay is not None:

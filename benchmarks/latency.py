@@ -1,6 +1,6 @@
-"""What lines with latency give a program: the round trip of a byte, and Mb/s of a long transfer, by TCP.
+"""What links with latency give a program: the round trip of a byte, and Mb/s of a long transfer, by TCP.
 
-The latency of each row is that from host to host, half of it on either's line. Needs Linux, root, iproute2 and
+The latency of each row is that from host to host, half of it on either's link. Needs Linux, root, iproute2 and
 /dev/net/tun. Takes about two minutes.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.hosts import Hosts
 from benchmarks.report import picture, table, write
 
 ROWS = tuple(product((100.0, 500.0, 0.0), (0.0, 0.01, 0.05, 0.1)))
-"""Mb/s of the lines, and seconds one way."""
+"""Mb/s of the links, and seconds one way."""
 
 
 def measure(
@@ -26,7 +26,7 @@ def measure(
     """Of two hosts.
 
     Args:
-        mbit: Of either's line; 0: no limit.
+        mbit: Of either's link; 0: no limit.
         latency_s: From the one to the other.
         seconds: Of the transfer.
         num_trips: Of the byte.
@@ -60,17 +60,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
-    rows: list[list[object]] = [["line, Mb/s", "one way, ms", "round trip, ms", "Mb/s"]]
+    rows: list[list[object]] = [["link, Mb/s", "one way, ms", "round trip, ms", "Mb/s"]]
     drawn: dict[str, list[float]] = {}
     for mbit, latency_s in ROWS:
         found = measure(mbit, latency_s, seconds=arguments.seconds)
-        line = f"{mbit:.0f}" if mbit else "no limit"
-        rows.append([line, f"{latency_s * 1e3:.0f}", f"{found.round_trip_s * 1e3:.2f}", f"{found.mbit:.0f}"])
-        if mbit:  # what no line limits would dwarf the others
-            drawn[f"{line}, {latency_s * 1e3:.0f} ms one way"] = [found.mbit]
+        link = f"{mbit:.0f}" if mbit else "no limit"
+        rows.append([link, f"{latency_s * 1e3:.0f}", f"{found.round_trip_s * 1e3:.2f}", f"{found.mbit:.0f}"])
+        if mbit:  # what no link limits would dwarf the others
+            drawn[f"{link}, {latency_s * 1e3:.0f} ms one way"] = [found.mbit]
         print(*rows[-1], flush=True)
-    write("latency", table("Lines with latency", rows))
-    picture("latency", "What one TCP connection carries, by line, Mb/s", "Mb/s", drawn)
+    write("latency", table("Links with latency", rows))
+    picture("latency", "What one TCP connection carries, by link, Mb/s", "Mb/s", drawn)
 
 
 if __name__ == "__main__":

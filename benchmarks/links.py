@@ -1,6 +1,6 @@
 """Where a swarm pays and where it does not: sizes of a model and of a link, against one machine and against DDP.
 
-Two hosts are two network namespaces of this machine, a core each, joined by a line whose rate is limited (`tc`, tbf).
+Two hosts are two network namespaces of this machine, a core each, joined by a link whose rate is limited (`tc`, tbf).
 The swarm has a stage on each; Lightning's DDP, over gloo, has the whole model on each; the plain Trainer has one host.
 Needs Linux, root, iproute2 and two cores.
 """

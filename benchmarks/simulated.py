@@ -1,7 +1,7 @@
 """Does the simulator tell the truth? The same swarms of real processes, and as simulated: samples/s of both.
 
-The peers compute by waiting, each at a pace of its own, so that they do not share this machine's cores. Where lines are
-limited each is a network namespace of its own. Needs Linux, root and iproute2 for those, and TAP devices for lines with
+The peers compute by waiting, each at a pace of its own, so that they do not share this machine's cores. Where links are
+limited each is a network namespace of its own. Needs Linux, root and iproute2 for those, and TAP devices for links with
 latency. Takes about fifteen minutes.
 """
 
@@ -35,15 +35,15 @@ class _Host:
 
     Args:
         rate: Microbatches/s.
-        mbit: Of its line.
-        latency_s: Of its line.
+        mbit: Of its link.
+        latency_s: Of its link.
     """
 
     rate: float
     mbit: float
     latency_s: float
 
-    def line(self) -> SimulatedLink:
+    def link(self) -> SimulatedLink:
         """As simulated, a new one."""
         bytes_per_s = self.mbit * 1e6 / 8
         return SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), self.latency_s)
@@ -59,9 +59,9 @@ class Swarm:
         per_step: Microbatches of a step.
         boundary_bytes: From a stage to the next.
         stage_bytes: Of its weights.
-        mbits: Of each peer's line, likewise. None: they are on one host. Else who gets which stage is left to chance.
-        latencies_s: Of each peer's line, likewise: to the trainer it is that, to another peer both of theirs. None: of
-            no line.
+        mbits: Of each peer's link, likewise. None: they are on one host. Else who gets which stage is left to chance.
+        latencies_s: Of each peer's link, likewise: to the trainer it is that, to another peer both of theirs. None: of
+            no link.
     """
 
     stages: Sequence[Sequence[float]]
@@ -125,12 +125,12 @@ def predicted(swarm: Swarm, seconds: float) -> float:
     peers = [PeerId(f"{stage} {number}") for stage, number in dealt]
     changes = [Change(0.0, peer, swarm.stages[i][j]) for peer, (i, j) in zip(peers, dealt, strict=True)]
     hosts = swarm.peers
-    lines = {peer: hosts[i][j].line for peer, (i, j) in zip(peers, dealt, strict=True) if hosts}
+    links = {peer: hosts[i][j].link for peer, (i, j) in zip(peers, dealt, strict=True) if hosts}
     work = Work(
         swarm.per_step,
         boundary_bytes=swarm.boundary_bytes,
         stage_bytes=swarm.stage_bytes,
-        lines=lines,
+        lines=links,
         latency_s=_LATENCY_S,
     )
     first, *others = simulate(Scenario(len(swarm.stages), changes, 2 * seconds, rule="none"), work)

@@ -1,7 +1,7 @@
-"""What goes over the line between two stages with each codec, counted at its network device.
+"""What goes over the link between two stages with each codec, counted at its network device.
 
 Two hosts are two network namespaces of this machine. The trainer and the last stage are on one, the first stage is on
-the other, so its line carries three tensors of one shape for each microbatch: what the trainer sends, the hidden state
+the other, so its link carries three tensors of one shape for each microbatch: what the trainer sends, the hidden state
 for the last stage, and its gradient. Needs Linux, root and iproute2.
 """
 
@@ -22,7 +22,7 @@ BITS = {"none": 32, "float16": 16, "bfloat16": 16, "8bit": 8, "6bit": 6, "4bit":
 
 def counted(codec: str, width: int, seconds: float) -> tuple[float, float]:
     """Bytes of a tensor of a microbatch, and samples/s."""
-    # Blocks that compute nothing, so that all that takes time is the line.
+    # Blocks that compute nothing, so that all that takes time is the link.
     model = ("--width", width, "--nop", "--num-blocks", 2, "--batch-size", 8 * MICROBATCH_SIZE)
     options = (*model, "--num-stages", 2, "--microbatch-size", MICROBATCH_SIZE, "--snapshot-interval", 0)
     with Hosts([0.0, 0.0]) as hosts, serving(hosts, 1, "benchmarks.train", *options) as address:
@@ -50,7 +50,7 @@ def main() -> None:
         drawn[codec] = [num_bytes / 1024]
         print(*rows[-1], flush=True)
     shape = f"[{MICROBATCH_SIZE}, {SEQUENCE}, {arguments.width}]"
-    title = f"A tensor of shape {shape} over one line"
+    title = f"A tensor of shape {shape} over one link"
     write("wire", table(title, rows))
     picture("wire", title, "KiB", drawn)
 

@@ -1,1 +1,1 @@
-"""Peers far apart, whose computing takes a given time, over lines of limited bandwidth and some latency."""
+"""Peers far apart, whose computing takes a given time, over links of limited bandwidth and some latency."""

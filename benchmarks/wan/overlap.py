@@ -2,7 +2,7 @@
 
 The swarm of `benchmarks.wan.throughput`, of equal peers; a step is a window of two batches. The first batch of a window
 of steps that wait has neither averaging nor stepping in it: what a step takes beyond two of those is lost. Both swarms
-are started, and take turns while the lines change; each one's first step by a line is not counted, for its connections
+are started, and take turns while the links change; each one's first step by a link is not counted, for its connections
 learn what that carries. Needs Linux, root, iproute2 and TAP devices.
 """
 
@@ -35,16 +35,16 @@ def _windows(trainer: Stepped, number: int) -> Sequence[Sequence[float]]:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="of each swarm and line")
+    parser.add_argument("--steps", type=int, default=8, help="of each swarm and link")
     arguments = parser.parse_args()
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     stages = [[2 * LAYER_S] * (NUM_PEERS // 2) for _ in range(2)]
     rows: list[list[object]] = [["Mb/s", "round trip", "two batches", "steps wait: lost", "delayed: lost"]]
     drawn: dict[str, list[float]] = {}
-    lines = [(max(MBITS), max(ROUND_TRIPS_S) / 4)] * (NUM_PEERS + 1)
+    links = [(max(MBITS), max(ROUND_TRIPS_S) / 4)] * (NUM_PEERS + 1)
     with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts([mbit for mbit, _ in lines], [way_s for _, way_s in lines]))
+        hosts = stack.enter_context(Hosts([mbit for mbit, _ in links], [way_s for _, way_s in links]))
         waiting, delayed = (
             stack.enter_context(
                 swarm.training(
@@ -65,14 +65,14 @@ def main() -> None:
             trainer.take("straight")  # the first step's second batch
         for round_trip_s in ROUND_TRIPS_S:
             for mbit in MBITS:
-                hosts.change([mbit] * len(lines), [round_trip_s / 4] * len(lines))
+                hosts.change([mbit] * len(links), [round_trip_s / 4] * len(links))
                 found = [_windows(trainer, arguments.steps) for trainer in (waiting, delayed)]
                 alone_s = WINDOW * statistics.median(first for first, _ in found[0])
                 lost = [1.0 - alone_s / statistics.median(map(sum, steps)) for steps in found]
                 rows.append([f"{mbit:g}", f"{round_trip_s * 1e3:.0f} ms", f"{alone_s:.2f} s"])
                 rows[-1] += [f"{share:.1%}" for share in lost]
-                line = f"{mbit:g} Mb/s, {round_trip_s * 1e3:.0f} ms"
-                drawn |= {f"{line}, {way}": [100 * share] for way, share in zip(("wait", "late"), lost, strict=True)}
+                link = f"{mbit:g} Mb/s, {round_trip_s * 1e3:.0f} ms"
+                drawn |= {f"{link}, {way}": [100 * share] for way, share in zip(("wait", "late"), lost, strict=True)}
                 print(*rows[-1], flush=True)
     title = "Time lost to averaging and stepping, of a step"
     write("overlap", table(title, rows))

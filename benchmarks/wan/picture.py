@@ -1,4 +1,4 @@
-"""Samples/s of each way, by line."""
+"""Samples/s of each way, by link."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def draw(name: str, found: Mapping[str, Mapping[tuple[float, float], Mapping[str
         found: By kind of peers, by Mb/s and round trip in seconds, by way: samples/s.
     """
     mpl.use("Agg")
-    mbits = sorted({mbit for lines in found.values() for mbit, _ in lines})
+    mbits = sorted({mbit for links in found.values() for mbit, _ in links})
     figure, grid = plt.subplots(
         len(found), len(mbits), figsize=(3.2 * len(mbits), 2.8 * len(found)), sharey=True, squeeze=False
     )
-    for row, (peers, lines) in zip(grid, found.items(), strict=True):
+    for row, (peers, links) in zip(grid, found.items(), strict=True):
         for axes, mbit in zip(row, mbits, strict=True):
-            trips_s = sorted(trip for one, trip in lines if one == mbit)
-            for way in lines[mbit, trips_s[0]]:
+            trips_s = sorted(trip for one, trip in links if one == mbit)
+            for way in links[mbit, trips_s[0]]:
                 width = 2.5 if way == "swarm" else 1.2
-                rates = [lines[mbit, trip][way] for trip in trips_s]
+                rates = [links[mbit, trip][way] for trip in trips_s]
                 axes.plot([1e3 * trip for trip in trips_s], rates, "o-", linewidth=width, markersize=3, label=way)
             axes.set(title=f"{peers} peers, {mbit:g} Mb/s", xlabel="round trip, ms")
         row[0].set_ylabel("samples/s")

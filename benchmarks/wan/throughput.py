@@ -1,9 +1,9 @@
-"""Samples/s over lines of limited bandwidth and some latency, of a swarm and of what else there is for such hosts.
+"""Samples/s over links of limited bandwidth and some latency, of a swarm and of what else there is for such hosts.
 
-Four layers whose computing takes a given time, on four hosts, equal ones or not, each with a line of its own. The swarm
+Four layers whose computing takes a given time, on four hosts, equal ones or not, each with a link of its own. The swarm
 has two stages of two peers; with `relay` the same swarm's tensors all go through its trainer, as in the published
 SWARM. torch's pipelines have a layer on each host; DDP and `hivemind.Optimizer` have all layers on each. All are
-started and warm, and take turns while the lines change. Needs Linux, root, iproute2 and TAP devices.
+started and warm, and take turns while the links change. Needs Linux, root, iproute2 and TAP devices.
 Takes about half an hour.
 """
 
@@ -65,12 +65,12 @@ def _everyone(hosts: Hosts, speeds: Sequence[float]) -> Iterator[Mapping[str, tu
 def measure(
     speeds: Sequence[float], num_steps: int, round_trips_s: Sequence[float] = ROUND_TRIPS_S
 ) -> Mapping[tuple[float, float], Mapping[str, float]]:
-    """Samples/s by line and way, of the fastest of some steps: whatever else goes on makes them slower.
+    """Samples/s by link and way, of the fastest of some steps: whatever else goes on makes them slower.
 
     Args:
         speeds: Of the peers.
-        num_steps: Of each way and line.
-        round_trips_s: Of the lines.
+        num_steps: Of each way and link.
+        round_trips_s: Of the links.
     """
     found: dict[tuple[float, float], Mapping[str, float]] = {}
     num_hosts = len(speeds) + 1
@@ -112,7 +112,7 @@ def main() -> None:
             shown = [f"{rates[way]:.1f}" if rates[way] else "-" for way in WAYS]
             ratios = [f"{rates['swarm'] / rates[way]:.2f}" for way in ("relay", "gpipe")]
             rows.append([name, f"{mbit:g}", f"{round_trip_s * 1e3:.0f} ms", *shown, *ratios])
-    write("wan", table("Samples/s over lines of limited bandwidth and some latency", rows))
+    write("wan", table("Samples/s over links of limited bandwidth and some latency", rows))
     draw("wan", drawn)
 
 

@@ -1,6 +1,6 @@
 """The share of the time that a stage computes while its tensors travel, beside the paper's first table.
 
-Two stages on hosts with lines of 500 Mb/s, and a trainer on a third. A stage takes the time that the paper's GPU took,
+Two stages on hosts with links of 500 Mb/s, and a trainer on a third. A stage takes the time that the paper's GPU took,
 which its own figures give, and its tensors have the bytes that they give. Needs Linux, root, iproute2 and TAP devices.
 Takes about fifteen minutes.
 
