@@ -49,21 +49,6 @@ class Admission:
         context.transport.handle_call(INHERIT, self._handle_inherit)
 
     @property
-    def run(self) -> RunState:
-        """The run that this server is in, or follows in order to join it."""
-        return self.membership.run
-
-    @property
-    def is_member(self) -> bool:
-        """True if this server is in a roster of its run."""
-        return self.membership.is_member
-
-    @property
-    def has_run(self) -> bool:
-        """True if there is a `run`."""
-        return self.membership.has_run
-
-    @property
     def ending_error(self) -> RunOver | StepError:
         """The error that a trainer's loop ends with once this peer has `left`: the run ended, or broke off."""
         if self._broken_off:
@@ -74,13 +59,13 @@ class Admission:
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Be admitted by nobody else while a run is being joined. False: that has happened already."""
         async with self.transition:  # not while the run that this server is being admitted to is built
-            free = not self.has_run
+            free = not self.membership.has_run
             if free:
                 self.membership.joining = coordinator
         try:
             yield free
         finally:
-            if not self.has_run:
+            if not self.membership.has_run:
                 self.membership.joining = None
 
     async def follow(self, run: RunState, stage: Stage) -> None:
@@ -111,7 +96,7 @@ class Admission:
         await self._connect()
         self.membership.enter_run(RunState(manifest))
         self._steps.enter_run(stages)
-        await self.leadership.enter_run(self.run)
+        await self.leadership.enter_run(self.membership.run)
 
     def on_record(self, record: Record) -> None:
         """Note whether an applied record moves this server. A joiner also gets records from before it was let go."""
@@ -136,7 +121,7 @@ class Admission:
         is_me = request.heir == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
-        self.run.change_lead(request.heir)
+        self.membership.run.change_lead(request.heir)
         if is_me:
             self.inherits_at = self.goes_on_at = request.first_step
             self.inherits.set()
@@ -169,6 +154,6 @@ class Admission:
         """Show the run and its members to any peer that asks: to join the run, or to show it."""
         if body:
             raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
-        if not self.has_run or not self.ready.is_set():  # the caller could be one that is being admitted itself
+        if not (self.membership.has_run and self.ready.is_set()):  # the caller may be in the same admission itself
             raise Busy("this peer was not admitted to a run yet")
-        return encode(self.run.view())
+        return encode(self.membership.run.view())

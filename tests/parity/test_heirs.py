@@ -102,7 +102,7 @@ class Returning(L.Callback):
             return False
         coordinator = own.server.admission.leadership.coordinator
         waiting = {} if coordinator is None else coordinator.generation.server_membership._waiting
-        return again.server.admission.is_member or any(one.ready for one in waiting.values())
+        return again.server.membership.is_member or any(one.ready for one in waiting.values())
 
 
 def test_the_leads_program_started_again_serves_and_may_lead_once_more() -> None:

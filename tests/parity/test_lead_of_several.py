@@ -153,9 +153,9 @@ def heir_of(seen: Seen) -> tuple[Peer, int] | None:
             host="", snapshots=one.server.snapshots.store.held, loops=one.server.snapshots.loops.versions
         )
         for peer, one in servers.items()
-        if one is not lead and one.server is not None and one.server.admission.is_member
+        if one is not lead and one.server is not None and one.server.membership.is_member
     }
-    run = lead.server.admission.run
+    run = lead.server.membership.run
     chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     return None if chosen is None else (servers[chosen[0]], chosen[1])
 
@@ -453,7 +453,7 @@ def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: p
 def is_member(seen: Seen, name: str) -> bool:
     """Whether a peer's server is in the run."""
     peer = next((one for one in seen.peers if one.transport.peer_id == name), None)
-    return peer is not None and peer.server is not None and peer.server.admission.is_member
+    return peer is not None and peer.server is not None and peer.server.membership.is_member
 
 
 def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(

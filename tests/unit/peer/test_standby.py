@@ -302,10 +302,10 @@ def test_only_who_coordinates_names_an_heir_and_only_one_that_can(make_swarm: Ma
         inherit(swarm, B, B)
     with pytest.raises(ProtocolError, match="inherited by a server"):
         inherit(swarm, LEAD, C)
-    assert {server.admission.run.manifest.lead for server in swarm.servers.values()} == {LEAD}
+    assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {LEAD}
     keep(swarm, B)
     inherit(swarm, B, C, B)
-    assert {name for name, one in swarm.servers.items() if one.admission.run.manifest.lead == B} == {B, C}
+    assert {name for name, one in swarm.servers.items() if one.membership.run.manifest.lead == B} == {B, C}
     assert swarm.servers[B].admission.inherits.is_set()
 
 
@@ -327,10 +327,10 @@ def test_the_other_trainers_are_the_heirs_too(make_swarm: MakeSwarm) -> None:
     """And are told to come again, for nothing that they bring counts any more."""
     swarm = begun(make_swarm)
     for server in swarm.servers.values():
-        server.admission.run.trainers = [LEAD, D, B]
+        server.membership.run.trainers = [LEAD, D, B]
     keep(swarm, B)
     inherit(swarm, B, A, C, D, B)
-    run = swarm.servers[A].admission.run
+    run = swarm.servers[A].membership.run
     assert run.trainers == run.manifest.trainers == [B, D]
     with pytest.raises(Busy, match="b leads the run by now, and is about to send it back"):
         swarm.run(swarm.servers[D]._transport.call(A, RENEW, b"", timeout=5.0))
@@ -344,11 +344,11 @@ def test_a_majority_lets_one_heir_take_the_run_over(make_swarm: MakeSwarm) -> No
     swarm = begun(make_swarm)
     for heir in (B, D):
         keep(swarm, heir)
-    run = swarm.servers[A].admission.run
+    run = swarm.servers[A].membership.run
     assert seniority(run) == [A, C, B, D]
     assert swarm.run(appoint(swarm.servers[A]._transport, run, timeout=5.0)) == ""
     assert told_to_inherit(swarm) == [B]
-    assert {server.admission.run.manifest.lead for server in swarm.servers.values()} == {B}
+    assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {B}
 
 
 def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
@@ -356,7 +356,7 @@ def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
     keep(swarm, D)
     for peer in (B, C):
         swarm.network.freeze(peer)
-    run = swarm.servers[A].admission.run
+    run = swarm.servers[A].membership.run
     why = swarm.run(appoint(swarm.servers[A]._transport, run, timeout=5.0))
     assert "no majority of the 3 voters" in why
     assert told_to_inherit(swarm) == []
@@ -386,8 +386,8 @@ def test_a_dead_heir_is_followed_by_the_next(make_swarm: MakeSwarm) -> None:
         await asyncio.sleep(LIMITS.revive_timeout + 3 * LIMITS.silence_timeout)
         swarm.network.freeze(B)  # before it released anyone
         await asyncio.sleep(LIMITS.revive_timeout + 4 * LIMITS.silence_timeout)
-        assert swarm.servers[C].admission.run.manifest.lead == D
-        assert swarm.servers[C].admission.run.manifest.former_leads == [LEAD, B]
+        assert swarm.servers[C].membership.run.manifest.lead == D
+        assert swarm.servers[C].membership.run.manifest.former_leads == [LEAD, B]
 
     swarm.run(go())
 
