@@ -1,8 +1,7 @@
 """Running statistics of a stage's batch norms: written by records only, once for each microbatch that counts.
 
-A microbatch's forward leaves them as they are and reports what it saw. With the gradients, the reports of all
-microbatches of a step go to each of the stage's servers, which enters them in the microbatches' order: as one machine
-would that computed them one after the other.
+A forward leaves them as they are and reports what it saw. With the gradients, all reports of a step go to each of the
+stage's servers, which enters them in the microbatches' order, as one machine would.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.server.averaging.all_reduce import Group, fetched, withhold
 
 _TICKET: Final = "seen"
-_PATIENCE: Final = 2.0
-"""Timeout in exchanges: other replicas may come to the round a little later."""
+_PATIENCE: Final = 2.0  # timeout in exchanges: other replicas may come to the round a little later
 
 
 class BatchStatistics:
@@ -37,8 +35,7 @@ class BatchStatistics:
 class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
-    What a microbatch shows of them, and what they are, is one vector each, float64: how often each norm was used, then
-    the means of all channels, then their variances.
+    As a float64 vector they are how often each norm was used, the means of all channels, then their variances.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -163,10 +160,7 @@ def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -
 async def collect_statistics(
     own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None
 ) -> dict[Receipt, Tensor]:
-    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round.
-
-    Raises `AveragingFailed` if something does not come, and `ProtocolError` if two saw the same microbatch.
-    """
+    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round."""
 
     async def read(message: Message) -> dict[Receipt, Tensor]:
         return _read_statistics(message, length)

@@ -21,13 +21,11 @@ from lightning_swarm.server.averaging.averager import Averager, AveragingResult,
 FINE: Final = 2.0**-56
 COARSE: Final = 2.0**-14
 
-LIMIT: Final = 2.0**28
-"""Bound of one added number: 2**42 coarse units; what is left below one of them is 2**41 fine ones."""
-
+LIMIT: Final = 2.0**28  # of one added number: 2**42 coarse units; what is left below one of them is 2**41 fine ones
 MAX_ADDED: Final = 1 << 20
 
-_FIXED_POINT_SLICE: Final = 1 << 17
-"""Elements that are added at once: the intermediate values take several times their memory."""
+_FIXED_POINT_SLICE: Final = 1 << 17  # elements added at once: intermediate values take several times their memory
+_SLICE: Final = 1 << 18  # elements added before anything else may happen on the loop
 
 
 # Whole numbers may be added in any order, floats may not. Each element of a sum has two of 64 bits, one of coarse units
@@ -75,29 +73,15 @@ def quotient(sums: Tensor, divisor: float) -> Tensor:
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(divisor)
 
 
-_SLICE: Final = 1 << 18
-"""Elements that are added before anything else may happen on the loop."""
-
-
 @dataclass(frozen=True)
 class DeterministicAverager(Averager):
-    """Averages sums as whole numbers, and sends means as floats.
-
-    The first peer of a roster returns the squared norm of all parts, and the others return 0: norms of parts, added up,
-    depend on how many there are.
-    """
+    """Averages sums as whole numbers, and sends means as floats."""
 
     like: Tensor  # ``[n]``, of the dtype and on the device of the mean
     compute: Compute  # runs long work elsewhere than on the loop
 
     @override
-    async def _alone(
-        self, vector: Tensor, total_weight: float, group: Group, carried: AveragingState
-    ) -> AveragingResult:
-        return await self._average(vector, total_weight, group, 0, carried)
-
-    @override
-    async def _average(
+    async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
         bounds, counts = group.bounds(len(self.like)), vector[:, -1]
@@ -120,6 +104,7 @@ class DeterministicAverager(Averager):
         )
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
+        # With the first of the roster: norms of parts, added up, depend on how many there are.
         norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState())
 

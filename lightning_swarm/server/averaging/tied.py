@@ -1,8 +1,4 @@
-"""Sums the gradients of parameters that several stages hold over these stages, at a round's end.
-
-The mean of a stage is the same on all of its replicas, so each other stage asks one of them for its share. Shares are
-added in the order of the stages, so all have the same bits.
-"""
+"""Sums the gradients of parameters that several stages hold over these stages, at a round's end."""
 
 from __future__ import annotations
 
@@ -21,12 +17,9 @@ from lightning_swarm.server.averaging.all_reduce import Compute, Group, squared_
 from lightning_swarm.server.averaging.averager import AveragingResult
 
 _SHARE: Final = "tied"
+_PATIENCE: Final = 2.0  # timeout in exchanges: the other stage may be in the middle of its own two
 
-_PATIENCE: Final = 2.0
-"""Timeout in exchanges: the other stage may be in the middle of its own two."""
-
-Shares: TypeAlias = dict[int, dict[str, Tensor]]
-"""By stage, its gradients of each parameter that other stages hold, too."""
+Shares: TypeAlias = dict[int, dict[str, Tensor]]  # by stage, its gradients of each parameter that others hold, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +35,7 @@ class TiedMeans:
     async def averaged(
         self, found: Mapping[int, AveragingResult], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
-        """Add the other stages' shares to the means of a replica's stages; `places` has its index in each roster.
-
-        The means in `found` stay as they are: they may still be on their way. `AveragingFailed` if a share does not
-        come.
-        """
+        """Add the other stages' shares to the means of a replica's stages; `places` has its index in each roster."""
         own = self._shares({index: result.mean for index, result in found.items()})
         for index, share in own.items():
             group = self.group(index)
@@ -65,11 +54,7 @@ class TiedMeans:
         return result
 
     async def collected(self, index: int, mean: Tensor, asked: int) -> Tensor:
-        """Add the other stages' shares to a stage's mean, for a peer without a part in the round.
-
-        `asked` is the place of the replica that is asked for another stage's share. `AveragingFailed` if one does not
-        come.
-        """
+        """Add the other stages' shares, as replica `asked` has them, to a mean for a peer without part in the round."""
         own = self._shares({index: mean})
         if not own:
             return mean
@@ -83,15 +68,15 @@ class TiedMeans:
             withhold(self.group(index), [_SHARE], reason)
 
     def _shares(self, means: Mapping[int, Tensor]) -> Shares:
-        found = {}
-        for index, mean in means.items():
-            places = self.ties.places(index, self.trained)
-            if places:
-                found[index] = {name: mean[place] for name, place in places.items()}
-        return found
+        places = {index: self.ties.places(index, self.trained) for index in means}
+        return {i: {name: means[i][place] for name, place in own.items()} for i, own in places.items() if own}
 
     async def _with_others(self, own: Shares, asked: int) -> Shares:
-        """The shares of all stages that have parameters in common with these, in the order of the stages."""
+        """The shares of all stages that have parameters in common with these, in the order of the stages.
+
+        The mean of a stage is the same on all of its replicas, so one of them is asked, with `AveragingFailed` if its
+        share does not come. All add in the same order, so they have the same bits.
+        """
         partners = {partner for index in own for partner in self.ties.partners(index, self.trained)}
         others = sorted(partners - own.keys())
         like = next((tensor for share in own.values() for tensor in share.values()), torch.empty(0))
@@ -106,7 +91,7 @@ class TiedMeans:
         return dict(zip(sizes, share.to(like.device).split(list(sizes.values())), strict=True))
 
     def _added_up(self, index: int, mean: Tensor, shares: Shares) -> Tensor:
-        total = mean.clone()
+        total = mean.clone()  # the mean itself may still be on its way
         for name, place in self.ties.places(index, self.trained).items():
             total[place] = 0.0
             for share in shares.values():
