@@ -1,8 +1,4 @@
-"""The gradients that a server has summed in the open steps, and the ledgers that say what is in the sums.
-
-Whatever changes a sum runs on the compute thread, so that freezing falls between two additions and never into one.
-After a job was queued the run may roll back, or go on without this server: so each job checks the generation again.
-"""
+"""The gradients that a server has summed in the open steps, and the ledgers that say what is in the sums."""
 
 from __future__ import annotations
 
@@ -31,15 +27,13 @@ from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage
 
-_NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
-
 
 @dataclass
 class _OpenSums:
     """The ledgers and the struck batches of an open step."""
 
     ledgers: dict[int, ReceiptLedger]  # by stage
-    fenced: tuple[Term, frozenset[int]] = _NO_FENCES  # batches that were struck from it, and by whom
+    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # batches that were struck from it, and by whom
 
 
 @dataclass
@@ -52,6 +46,8 @@ class _NextStep:
     frozen_under: Term = NO_TERM
 
 
+# Whatever changes a sum runs on the compute thread, so that freezing falls between two additions and never into one.
+# After a job was queued the run may roll back, or go on without this server: so each job checks the generation again.
 class GradientSums:
     """The gradient sums of one server's stages, and the receipts of what is in them."""
 
@@ -165,10 +161,9 @@ class GradientSums:
     def _struck(self, step: int) -> frozenset[int]:
         """The batches that the present coordinator has struck from a step."""
         run, opened = self._membership.run_or_none, self._open.get(step)
-        if run is None or opened is None:
+        if run is None or opened is None or run.term != opened.fenced[0]:
             return frozenset()
-        term, batches = opened.fenced
-        return batches if run.term == term else frozenset()
+        return opened.fenced[1]
 
     def may_count(self, key: CallKey) -> bool:
         """Tell whether a record to come may count the call."""
@@ -188,10 +183,7 @@ class GradientSums:
     def add(
         self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float, seen: Tensor | None = None
     ) -> bool:
-        """Enter the receipt and add the gradients and what the stage's batch norms saw, once.
-
-        Returns whether the sum holds the microbatch: always true here, now or from before.
-        """
+        """Enter the receipt and add gradients and what batch norms saw, once; true: the sum holds the microbatch."""
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
         index = self.stage(stage.index).index
@@ -220,13 +212,10 @@ class GradientSums:
         return run is not None and (self._joining or run.rosters[stage.index] != [self._me])
 
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
-        """Freeze the sums for the coordinator of a term, which may be another one by now.
-
-        Returns the ledgers, and the tickets of earlier results that would keep what is named now from being computed.
-        """
+        """Freeze the sums for the coordinator of a term; returns the ledgers, and the tickets that are stale now."""
         run = self.run
         run.check_generation(request.generation)
-        if term != run.term:
+        if term != run.term:  # another one coordinates by now
             raise NotCoordinator(f"the run is led under the term {run.term} by now, not {term}")
         self._check_round(request)
         named = {} if request.named is None else self._named(request.named)
@@ -267,14 +256,14 @@ class GradientSums:
         step = request.step
         ledger = self.ledger(stage.index, step)
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
-        if struck or (named is not None and ledger.goes_beyond(named)):
+        if struck or (named is not None and ledger.held - named):
             stage.sum_of(step).clear()
             ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:
             ledger.thaw()
             return []
         ledger.freeze(named or ())
-        lacking = [] if named is None else ledger.lacks(named)
+        lacking = sorted((named or set()) - ledger.held)  # to be computed: an earlier result would keep it from that
         return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in lacking]
 
     def reopen(self) -> None:
@@ -294,8 +283,11 @@ class GradientSums:
         self.check_frozen(closing)
         self.check_stages(closing)
         named = self._named(request.named)
-        places = {index: _place(rosters[index], self._me) for index in self.stages}
-        for index in places:
+        for index in self.stages:
+            if self._me not in rosters[index]:
+                raise ProtocolError(
+                    f"peer {self._me.peer_id} with boot id {self._me.boot_id} is not in the round's roster"
+                )
             from_bitmap(closing.touched[index], len(self.stages[index].trainable))
             ledger = self.ledgers[index]
             if not ledger.final:
@@ -305,7 +297,7 @@ class GradientSums:
                     f"the sum of stage {index} on {self._me.peer_id} is not what is named for step {closing.step}: it "
                     f"holds {len(ledger.held - named[index])} others, and lacks {len(named[index] - ledger.held)}"
                 )
-        return places
+        return {index: rosters[index].index(self._me) for index in self.stages}
 
     def check_frozen(self, closing: Closing) -> None:
         """Refuse a round for which the sums are not frozen (any more)."""
@@ -354,12 +346,6 @@ class GradientSums:
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
             for opened in self._open.values():
                 opened.ledgers = {index: ledger for index, ledger in opened.ledgers.items() if index in held}
-
-
-def _place(roster: Sequence[Member], me: Member) -> int:
-    if me not in roster:
-        raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the round's roster")
-    return roster.index(me)
 
 
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
