@@ -86,17 +86,14 @@ class Admission:
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
         async with self.transition:  # one after the other: the second finds this peer in the run
-            await self._admit(caller, manifest)
+            self.membership.check_admits(caller, manifest)
+            served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
+            stages = await self._compute(lambda: self.model.build(manifest, served))
+            await self._connect()
+            self.membership.enter_run(RunState(manifest))
+            self._steps.enter_run(stages)
+            await self.leadership.enter_run(self.membership.run)
         return b""
-
-    async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
-        self.membership.check_admits(caller, manifest)
-        served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
-        stages = await self._compute(lambda: self.model.build(manifest, served))
-        await self._connect()
-        self.membership.enter_run(RunState(manifest))
-        self._steps.enter_run(stages)
-        await self.leadership.enter_run(self.membership.run)
 
     def on_record(self, record: Record) -> None:
         """Note whether an applied record moves this server. A joiner also gets records from before it was let go."""

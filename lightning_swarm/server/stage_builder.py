@@ -62,17 +62,12 @@ class PeerModel:
         return partition.build_stages(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
-        """Describe the stages for the manifest.
-
-        The rosters are of these stages, then of the one on the trainers, whether the model needs it or not.
-        """
+        """Describe the stages for the manifest; the last roster is of the stage on the trainers, needed or not."""
         return [
             StageManifest(
                 first_block=blocks.start,
                 end_block=blocks.stop,
-                parameters=[
-                    (parameter.name, list(parameter.shape), parameter.dtype) for parameter in stage.spec.parameters
-                ],
+                parameters=[(own.name, list(own.shape), own.dtype) for own in stage.spec.parameters],
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
@@ -81,10 +76,8 @@ class PeerModel:
         ]
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a run of another model with a `ConfigError` that names the first field that differs.
-
-        Boundary layers are the run's: they come and go with it.
-        """
+        """Refuse a run of another model with a `ConfigError` that names the first field that differs."""
+        # Boundary layers are the run's: they come and go with it.
         adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
@@ -158,20 +151,18 @@ class PeerModel:
 
     def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
-        own: set[int] = set()
-        others: set[int] = set()
-        for stage in stages:
-            ids = own if stage.spec.index in served else others
-            ids.update(id(parameter) for _, parameter in stage.named_stage_parameters())
-        foreign = others - own
-        replaced: dict[int, nn.Parameter] = {}
+        parameters = {stage.spec.index: dict(stage.named_stage_parameters()).values() for stage in stages}
+        own = {id(parameter) for index in served for parameter in parameters[index]}
+        foreign = {id(parameter): parameter for others in parameters.values() for parameter in others}
+        freed = {
+            key: nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            for key, parameter in foreign.items()
+            if key not in own
+        }
         for module in self._module.modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and id(parameter) in foreign:
-                    if id(parameter) not in replaced:
-                        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                        replaced[id(parameter)] = meta
-                    module._parameters[name] = replaced[id(parameter)]
+                if id(parameter) in freed:
+                    module._parameters[name] = freed[id(parameter)]
 
     def _fill(self, ids: Collection[int] | None) -> None:
         """Give memory to the tensors on meta that have these ids; None: to all."""
@@ -214,9 +205,5 @@ def _check_alike(index: int, own: StageManifest, theirs: StageManifest) -> None:
         numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
         raise _other_model(f"the batch norms of stage {index} keep {numbers}")
     if own.parameters != theirs.parameters:
-        differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
-        raise _other_model(f"stage {index} differs in {differing[:5]}")
-
-
-def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, tuple(shape), dtype) for name, shape, dtype in stage.parameters]
+        here, there = ({(name, tuple(shape), dtype) for name, shape, dtype in one.parameters} for one in (own, theirs))
+        raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")

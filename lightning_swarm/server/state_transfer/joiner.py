@@ -62,10 +62,7 @@ class Joiner:
         context.transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
-        """Join with a stage that this server has built for a run that it left: of several the one that the fewest hold.
-
-        `holders` has the number of servers of each stage of that run.
-        """
+        """Join with the stage of a run that was left that the fewest hold; `holders` are the numbers of its servers."""
         self._target = self._former = None
         self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
 
@@ -74,10 +71,10 @@ class Joiner:
         self._stage, self._target, self._former = None, stage_index, former
 
     async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
-        """Come into a run: be admitted at its beginning, or join it. There may be none for long.
+        """Come into a run: be admitted at its beginning, or join it, by a coordinator that `find` makes reachable.
 
-        `find` names coordinators of runs that may be under way, and makes their servers reachable. Raises `ConfigError`
-        if this peer's model or version is not the run's, and `PeerError` if the run does not let this peer in.
+        There may be no run for long. Raises `ConfigError` if this peer's model or version is not the run's, and
+        `PeerError` if the run does not let this peer in.
         """
         while not self._done:
             coordinator = await self._find_coordinator(find)
@@ -98,20 +95,17 @@ class Joiner:
 
     async def _ask_for_coordinator(self, announced: PeerId) -> PeerId | None:
         """Ask an announced coordinator which peer coordinates the run by now; announcements outlive runs."""
-        coordinator = announced
         try:
             there = (await queries.greet(self._transport, announced, timeout=self._timeout)).greeting.protocol_version
             if there == PROTOCOL_VERSION:  # else its answer may not be readable here
-                coordinator = PeerId((await self._view(announced)).term[1])
+                return PeerId((await self._view(announced)).term[1])
         except SwarmError as error:
             _log.info("No run at %s: %s", announced, error)
             return None
-        if there != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
-                "Install the same version of lightning_swarm on all peers."
-            )
-        return coordinator
+        raise ConfigError(
+            f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
+            "Install the same version of lightning_swarm on all peers."
+        )
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
@@ -187,16 +181,15 @@ class Joiner:
             stage.load_optimizer_state(state)
             return stage.fingerprint()
 
-        version_hash = await self._compute(load)
-        if version_hash != snapshot.version_hash and download.helpers:
+        if await self._compute(load) == snapshot.version_hash:
+            return donor, snapshot.version
+        if download.helpers:
             self._alone = True
             raise PeerError(f"the state that {donor} and {download.helpers} sent in pieces is not that of one version")
-        if version_hash != snapshot.version_hash:
-            raise ConfigError(
-                f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
-                f"{donor} sent. Use the run's precision, optimizer and versions here."
-            )
-        return donor, snapshot.version
+        raise ConfigError(
+            f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
+            f"{donor} sent. Use the run's precision, optimizer and versions here."
+        )
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Apply the records of the replica that sent the state, until one of them makes this server a member."""
