@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -125,15 +126,11 @@ class RunningStatistics:
         self._seen = {}
 
     def _read(self) -> Tensor:
-        counts = [norm.num_batches_tracked for norm in self._norms]
-        device = _mean(self._norms[0]).device
-        numbers = [torch.zeros((), device=device) if count is None else count for count in counts]
-        parts = [
-            torch.stack([number.to(torch.float64) for number in numbers]),
-            *(_mean(norm).to(torch.float64) for norm in self._norms),
-            *(norm.running_var.to(torch.float64) for norm in self._norms if norm.running_var is not None),
-        ]
-        return torch.cat([part.detach() for part in parts])
+        means = [_mean(norm) for norm in self._norms]
+        variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
+        uncounted = means[0].new_zeros(())
+        counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self._norms]
+        return torch.cat([part.detach().to(torch.float64).view(-1) for part in (*counts, *means, *variances)])
 
 
 def _mean(norm: _BatchNorm) -> Tensor:
@@ -161,10 +158,7 @@ async def collect_statistics(
     own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None
 ) -> dict[Receipt, Tensor]:
     """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round."""
-
-    async def read(message: Message) -> dict[Receipt, Tensor]:
-        return _read_statistics(message, length)
-
+    read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
     others = [i for i in range(len(group.roster)) if i != place]
     found = [dict(own), *(await gather(fetched(patient, i, _TICKET, read) for i in others))]
@@ -179,7 +173,7 @@ def refuse_statistics(group: Group, reason: str) -> None:
     withhold(group, [_TICKET], reason)
 
 
-def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
+async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
     tree = from_message(message)[0]
     keys, values = tree if isinstance(tree, tuple) and len(tree) == 2 else (None, None)
     if (

@@ -51,28 +51,19 @@ class FlopCounter(TorchDispatchMode):
         return out
 
 
-class SavedTensorCounter:
-    """Counts the bytes that autograd keeps for a backward, without those of some tensors' own memory."""
+@contextlib.contextmanager
+def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Count the bytes that autograd keeps inside for a backward, by their memory, without some tensors' own."""
+    ignored, saved = {tensor.untyped_storage().data_ptr() for tensor in own}, dict[int, int]()
 
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
-        self._saved: dict[int, int] = {}
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count inside these hooks."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own:
-                self._saved[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes counted so far."""
-        return sum(self._saved.values())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -161,9 +152,9 @@ class Computation:
         self._module.train(mode.training)
         with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
-        _, outputs = serialization.flatten(output)
+        structure, outputs = serialization.flatten(output)
         return ForwardResult(
-            output=serialization.transform(output, _detached),
+            output=serialization.unflatten(structure, [tensor.detach() for tensor in outputs]),
             requires_grad=[tensor.requires_grad for tensor in outputs],
             graph=SavedGraph(leaves, outputs, has_drawn, seen.values, call) if mode.grad else None,
             graph_bytes=graph_bytes,
@@ -253,8 +244,7 @@ class Computation:
     ) -> tuple[Any, SampleCosts]:
         """Return the output of `run`, and a sample's share of the costs; bytes are of tensors as computed with."""
         own = [parameter for _, parameter in self._module.named_stage_parameters()]
-        saved, flops = SavedTensorCounter(own), FlopCounter()
-        with saved.hooks(), flops:
+        with _saved_bytes(own) as saved, FlopCounter() as flops:
             output = run()
         outputs = serialization.flatten(output)[1]
         num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
@@ -266,14 +256,10 @@ class Computation:
             extra_bytes=num_bytes(cut_extras) // num_rows,
             gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
             output_bytes=num_bytes(outputs) // num_rows,
-            graph_bytes=saved.num_bytes // num_rows,
+            graph_bytes=sum(saved.values()) // num_rows,
             input_number_bytes=number_bytes(inputs),
             output_number_bytes=number_bytes(outputs),
         )
-
-
-def _detached(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:

@@ -15,14 +15,6 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Selection
 
 
-def place_overrides(optimizer: Optimizer) -> None:
-    """Register overrides by place for this optimizer's parameters, where they stand now; before each step."""
-    manager = _manager(optimizer)
-    if manager is not None:
-        manager.index2config.clear()
-        manager.register_parameters(optimizer.param_groups)
-
-
 def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Let copies be optimized as the parameters are, which the optimizer still has; `pairs` are of both."""
     manager = _manager(optimizer)
@@ -101,7 +93,9 @@ class StageOptimizer:
         for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
             set_hyperparameters(group, {**values, **written})
         before = [dict(group) for group in groups]
-        place_overrides(self.torch_optimizer)
+        if (manager := _manager(self.torch_optimizer)) is not None:  # overrides by place, where parameters stand now
+            manager.index2config.clear()
+            manager.register_parameters(groups)
         self.torch_optimizer.step()
         for group, old, written in zip(groups, before, self._written, strict=True):
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})

@@ -102,7 +102,7 @@ class PeerModel:
             self._free_all_but(modules, served)
             # Freed for an earlier run, or never made. Their values come with the run.
             built = [module for module in modules if module.spec.index in served]
-            self._fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
+            self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
@@ -110,10 +110,6 @@ class PeerModel:
         """Free the memory of the stages that are not served any more. On the compute thread."""
         if not self._keep:
             self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
-
-    def make_whole(self) -> None:
-        """Give all freed tensors memory again: their values come from a checkpoint."""
-        self._fill(None)
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
@@ -164,8 +160,8 @@ class PeerModel:
                 if id(parameter) in freed:
                     module._parameters[name] = freed[id(parameter)]
 
-    def _fill(self, ids: Collection[int] | None) -> None:
-        """Give memory to the tensors on meta that have these ids; None: to all."""
+    def fill(self, ids: Collection[int] | None = None) -> None:
+        """Give memory to the tensors on meta that have these ids, or to all; their values are still to come."""
         replaced: dict[int, Tensor] = {}
 
         def real(tensor: Tensor) -> Tensor:

@@ -174,11 +174,7 @@ async def taken(
     group: Group, place: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
 ) -> Tensor:
     """Fetch a part, of the dtype and to the device of `like`; see `fetched`."""
-
-    async def read(message: Message) -> Tensor:
-        return await parts.from_message(message, like=like, length=length)
-
-    return await fetched(group, place, name, read)
+    return await fetched(group, place, name, lambda message: parts.from_message(message, like=like, length=length))
 
 
 async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -90,10 +91,7 @@ class DeterministicAverager(Averager):
             coarse, fine = vector[:, bounds[i]]
             group.tickets.offer(f"{group.prefix}/part{i}", to_message((coarse, fine, counts)))
         own = vector[:, bounds[place]]
-
-        async def read(message: Message) -> tuple[Tensor, Tensor, Tensor]:
-            return _read(message, own.shape[1])
-
+        read = partial(_read, length=own.shape[1])
         found = await gather(fetched(group, i, f"part{place}", read) for i in others)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
@@ -126,7 +124,7 @@ async def _reduce(
         await asyncio.sleep(0)  # let the loop answer other peers meanwhile
 
 
-def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
+async def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
     tree = from_message(message)[0]
     parts = [part for part in tree if isinstance(part, Tensor)] if isinstance(tree, tuple) else []
     found = [(part.dtype, tuple(part.shape)) for part in parts]

@@ -46,8 +46,8 @@ class TiedMeans:
             ended = dict(found)
             for index in own:
                 mean = self._added_up(index, found[index].mean, shares)
-                norm = self._whole_norm if self.exact else self._squared_norm
-                ended[index] = found[index]._replace(mean=mean, squared_norm=norm(index, mean, places[index]))
+                norm = self._squared_norm(index, mean, places[index])
+                ended[index] = found[index]._replace(mean=mean, squared_norm=norm)
             return ended
 
         result: dict[int, AveragingResult] = await self.compute(end)
@@ -99,18 +99,14 @@ class TiedMeans:
                     total[place] += share[name]
         return total
 
-    def _whole_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of the parameters that count with this stage; with the first of its roster."""
-        if place != 0:
-            return 0.0
-        return math.fsum(squared_norm(mean[counted]) for counted in self.ties.counted(index, self.trained))
-
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of a part, of the parameters in it that count with this stage."""
+        """The squared norm of a part, or of all with the first, of the parameters in it that count with this stage."""
         part = self.group(index).bounds(len(mean))[place]
-        total = 0.0
+        if self.exact:
+            part = slice(0, len(mean) if place == 0 else 0)
+        norms = []
         for counted in self.ties.counted(index, self.trained):
             begin, end = max(counted.start, part.start), min(counted.stop, part.stop)
             if begin < end:
-                total += squared_norm(mean[begin:end])
-        return total
+                norms.append(squared_norm(mean[begin:end]))
+        return math.fsum(norms)

@@ -180,7 +180,8 @@ class Donor:
         self._asked_stage(caller, request.stage_index)
         download = self._state.downloads.get(caller)
         copy = download.copy if download is not None else None
-        if download is None or copy is None or not copy.is_of(request.stage_index, request.version):
+        asked = (request.stage_index, request.version)
+        if download is None or copy is None or (copy.head.snapshot.stage_index, copy.version) != asked:
             raise TicketGone("nothing of that version is held here for this peer (any more); it has to begin again")
         if start == stop:
             self._end_download(caller)

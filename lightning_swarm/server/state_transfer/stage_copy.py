@@ -55,10 +55,6 @@ class StageCopy:
         """The version of the weights."""
         return self.head.snapshot.version
 
-    def is_of(self, stage_index: int, version: int) -> bool:
-        """Tell whether this is the copy of that stage at that version."""
-        return (self.head.snapshot.stage_index, self.version) == (stage_index, version)
-
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors together."""
