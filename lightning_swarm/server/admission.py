@@ -28,7 +28,7 @@ class Admission:
         self._connect = context.connect
         self._compute = context.compute
         self.membership = context.membership
-        self.model = model
+        self.model = model  # of which stages are built; may be replaced while there is no run
         self._steps = steps
         self.transition = asyncio.Lock()  # into a run, into its next generation, or out of it: one at a time
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage

@@ -54,7 +54,8 @@ class FlopCounter(TorchDispatchMode):
 @contextlib.contextmanager
 def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
     """Count the bytes that autograd keeps inside for a backward, by their memory, without some tensors' own."""
-    ignored, saved = {tensor.untyped_storage().data_ptr() for tensor in own}, dict[int, int]()
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -186,10 +187,7 @@ class Computation:
         """Compute gradients of input tensors, as they travel, and of trainable parameters, from the outputs'."""
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
-
-        def compute(graph: SavedGraph) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            return self._differentiate(graph, received)
-
+        compute = partial(self._differentiate, received)
         # Norms in blocks that are computed again in a backward see nothing new.
         with self._seeing(mode), computing(), modes.enter_backward_modes(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
@@ -203,7 +201,7 @@ class Computation:
         return encoded(found, self._codecs.gradients), own
 
     def _differentiate(
-        self, graph: SavedGraph, gradients: Sequence[Tensor | None]
+        self, gradients: Sequence[Tensor | None], graph: SavedGraph
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         used = [
             (output, gradient.to(output))

@@ -171,7 +171,9 @@ class ThreadExecutor(Executor):
 
     def _work(self) -> None:
         while True:
-            job = self._next()
+            while self._queue.empty() and not self._closed and self._idle_work is not None and self._idle_work():
+                pass
+            job = self._queue.get()
             if self._closed:
                 return
             if job.future.cancelled():
@@ -182,11 +184,6 @@ class ThreadExecutor(Executor):
                 loop.call_soon_threadsafe(_finish, job.future, result, error, busy_s)
             except RuntimeError:  # the loop was closed meanwhile: nobody waits for the result any more
                 return
-
-    def _next(self) -> _Job:
-        while self._queue.empty() and not self._closed and self._idle_work is not None and self._idle_work():
-            pass
-        return self._queue.get()
 
 
 def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:

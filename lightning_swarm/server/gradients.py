@@ -111,10 +111,6 @@ class GradientSums:
         """The ledgers of the step whose record is next, by stage."""
         return self._opened_step(self.version).ledgers
 
-    def ledger(self, stage_index: int, step: int) -> ReceiptLedger:
-        """The ledger of a stage in an open step."""
-        return self._opened_step(step).ledgers[stage_index]
-
     def _opened_step(self, step: int) -> _OpenSums:
         if step not in self._open:  # its record has just been applied
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a call of step {step}")
@@ -189,7 +185,7 @@ class GradientSums:
         index = self.stage(stage.index).index
         if key.step not in self._open or key.attempt != self.next.attempt:
             raise ProtocolError(f"step {self.version}, attempt {self.next.attempt} is open, got a gradient of {key}")
-        if self.ledger(index, key.step).add(key.receipt):
+        if self._opened_step(key.step).ledgers[index].add(key.receipt):
             stage.sum_of(key.step).add(gradients, weight)
             stage.statistics.add(key, seen)
         return True
@@ -227,7 +223,7 @@ class GradientSums:
             reports.append(
                 StageLedger(
                     stage_index=index,
-                    held=pack(self.ledger(index, request.step).held),
+                    held=pack(self._opened_step(request.step).ledgers[index].held),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
                     version_hash=stage.fingerprint() if self._is_compared(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
@@ -253,12 +249,12 @@ class GradientSums:
 
     def _freeze_stage(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
         """Decide what may be added to a stage's sum from now on; returns the tickets of earlier results, now stale."""
-        step = request.step
-        ledger = self.ledger(stage.index, step)
+        step, ledgers = request.step, self._opened_step(request.step).ledgers
+        ledger = ledgers[stage.index]
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and ledger.held - named):
             stage.sum_of(step).clear()
-            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step)
+            ledger = ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:
             ledger.thaw()
             return []

@@ -205,7 +205,7 @@ class ComputeHandlers:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
         return CachedForward((await self._forward_call(stage, request, request.inputs, again))[0])
 
-    # ------------------------------------------------------------------ cancelling
+    # ------------------------------------------------------------------ cancelling, and what a lost trainer has left
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
         self._membership.run.check_trainer(caller)
@@ -218,8 +218,6 @@ class ComputeHandlers:
         # On the compute thread: a job that runs there is not interrupted, and may be about to add.
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
-
-    # ------------------------------------------------------------------ what a lost trainer has left here
 
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)

@@ -51,7 +51,7 @@ class Server:
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
         self.donor = Donor(context, self.steps)
-        self.joiner = Joiner(context, self.admission, model, self.steps)
+        self.joiner = Joiner(context, self.admission, self.steps)
         self.snapshots = Snapshots(context, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
         StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
@@ -126,10 +126,6 @@ class Server:
         await self.step_out()
         self.membership.trains_in = None  # its peers may end this one no more
         self.voter.void_promises()
-
-    def serve_with(self, model: PeerModel) -> None:
-        """Build stages of another copy of the model from now on. Not while there is a run."""
-        self.admission.model = self.joiner.model = model
 
     async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReleaseRequest)

@@ -89,7 +89,12 @@ class PeerModel:
         if kinds[0] != kinds[1]:
             raise _other_model(f"which of its stages are on the trainers is {kinds[0]} here and {kinds[1]} there")
         for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
-            _check_alike(index, own, theirs)
+            if own.statistics != theirs.statistics:
+                numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
+                raise _other_model(f"the batch norms of stage {index} keep {numbers}")
+            if own.parameters != theirs.parameters:
+                here, there = ({(name, tuple(s), dtype) for name, s, dtype in one.parameters} for one in (own, theirs))
+                raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
@@ -194,12 +199,3 @@ def _other_model(difference: str) -> ConfigError:
         f"every peer must build the model of the run; {difference}. "
         "Start all peers with the same script, versions and settings."
     )
-
-
-def _check_alike(index: int, own: StageManifest, theirs: StageManifest) -> None:
-    if own.statistics != theirs.statistics:
-        numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
-        raise _other_model(f"the batch norms of stage {index} keep {numbers}")
-    if own.parameters != theirs.parameters:
-        here, there = ({(name, tuple(shape), dtype) for name, shape, dtype in one.parameters} for one in (own, theirs))
-        raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")

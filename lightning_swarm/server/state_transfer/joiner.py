@@ -29,7 +29,6 @@ from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.state_transfer.stage_copy import StageDownload
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -45,14 +44,13 @@ _FIRST_PAUSE_S: Final = 1.0
 class Joiner:
     """Takes a server into a run that is under way."""
 
-    def __init__(self, context: ServerContext, admission: Admission, model: PeerModel, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, admission: Admission, steps: StepHandlers) -> None:
         self._transport = context.transport
         self._compute = context.compute
         self._limits = context.limits
         self._timeout = min(context.limits.call_timeout, 30.0)
         self._admission = admission
         self._membership = context.membership
-        self.model = model
         self._steps = steps
         self._stage: Stage | None = None
         self._joined_at = 0  # the version of the run then
@@ -86,26 +84,21 @@ class Joiner:
             await asyncio.sleep(_POLL_S)
 
     async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
-        """Find the coordinator of the run that is under way, if there is one."""
+        """Ask announced coordinators which peer coordinates the run by now; announcements outlive runs."""
         for announced in await find():
-            coordinator = await self._ask_for_coordinator(announced)
-            if coordinator is not None:
-                return coordinator
+            try:
+                hello = await queries.greet(self._transport, announced, timeout=self._timeout)
+                there = hello.greeting.protocol_version
+                if there == PROTOCOL_VERSION:  # else its answer may not be readable here
+                    return PeerId((await self._view(announced)).term[1])
+            except SwarmError as error:
+                _log.info("No run at %s: %s", announced, error)
+                continue
+            raise ConfigError(
+                f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
+                "Install the same version of lightning_swarm on all peers."
+            )
         return None
-
-    async def _ask_for_coordinator(self, announced: PeerId) -> PeerId | None:
-        """Ask an announced coordinator which peer coordinates the run by now; announcements outlive runs."""
-        try:
-            there = (await queries.greet(self._transport, announced, timeout=self._timeout)).greeting.protocol_version
-            if there == PROTOCOL_VERSION:  # else its answer may not be readable here
-                return PeerId((await self._view(announced)).term[1])
-        except SwarmError as error:
-            _log.info("No run at %s: %s", announced, error)
-            return None
-        raise ConfigError(
-            f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
-            "Install the same version of lightning_swarm on all peers."
-        )
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
@@ -147,7 +140,7 @@ class Joiner:
             _log.warning("Stage %s is not to be had: this peer goes back to stage %s.", self._target, self._former)
             self._stage, self._target = None, self._former
         if self._stage is None:
-            self.model.check(view.manifest)  # before any peer is asked for anything
+            self._admission.model.check(view.manifest)  # before any peer is asked for anything
         request = JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             boot_id=self._membership.me.boot_id,
@@ -156,7 +149,7 @@ class Joiner:
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
         if self._stage is None:
-            stages = await self._compute(lambda: self.model.build(view.manifest, [reply.stage_index]))
+            stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners of one stage go round its replicas, and so do the attempts of one joiner: a replica may be gone.
@@ -236,8 +229,6 @@ class Joiner:
         if version <= self._joined_at:
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
         self._membership.run.set_members(replace(seats, rosters=rosters))
-
-    # ------------------------------------------------------------------ a round
 
     async def _handle_listen(self, caller: PeerId, body: bytes) -> bytes:
         """Collect and hold a round's mean gradient, so that its record may let this server in."""
