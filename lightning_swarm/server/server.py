@@ -117,7 +117,7 @@ class Server:
             self.calls.discard_results("g")
             stages = await self.steps.leave_run()
             self.donor.enter_generation()
-            if not keeps_snapshots:
+            if not keeps_snapshots:  # else it will soon be back in the same run
                 self.snapshots.discard()
             self.joiner.keep(stages, holders)
 

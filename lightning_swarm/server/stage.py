@@ -115,18 +115,22 @@ class WeightVersions:
             self._before[name], own.data = own.data, newest
         self.has_before = True
 
-    @contextlib.contextmanager
-    def before(self) -> Iterator[None]:
+    def before(self) -> contextlib.AbstractContextManager[None]:
         """Have the parameters hold the version before inside."""
-        before = self._before | self._elsewhere
-        newest = {name: self._own[name].data for name in before}
-        try:
-            for name, tensor in before.items():
-                self._own[name].data = tensor
-            yield
-        finally:
-            for name, tensor in newest.items():
-                self._own[name].data = tensor
+        return _holding(self._own, self._before | self._elsewhere)
+
+
+@contextlib.contextmanager
+def _holding(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have tensors hold other values inside, and their own again afterwards."""
+    before = {name: own[name].data for name in values}
+    try:
+        for name, value in values.items():
+            own[name].data = value
+        yield
+    finally:
+        for name, value in before.items():
+            own[name].data = value
 
 
 @dataclass
@@ -361,15 +365,8 @@ class Stage:
         if number == 0 or borrowed is None:
             yield
             return
-        own = self.module.named_stage_tensors()
-        before = {name: tensor.data for name, tensor in own.items()}
-        try:
-            for name, tensor in own.items():
-                tensor.data = borrowed[1][name]
+        with _holding(self.module.named_stage_tensors(), borrowed[1]):
             yield
-        finally:
-            for name, tensor in own.items():
-                tensor.data = before[name]
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this stage's own weights; those given are refused unless alike in name, shape and dtype."""

@@ -124,7 +124,7 @@ async def average(
     """Sum `vector` ``[n]`` over the roster, in its order, and divide once by `total_weight`, of all peers together.
 
     The vector must not change until the round's record is applied; `place` is this peer's in the roster. `carried`
-    ``[n]`` is what an earlier round lost: it is added, and what this one loses is found. If this raises, `refuse`.
+    ``[n]`` is what an earlier round lost: it is added, and what this one loses is found. If it raises, call `refuse`.
     """
     roster = group.roster
     bounds = group.bounds(len(vector))

@@ -49,9 +49,8 @@ class LowRank:
             else:
                 self._whole.append(place)
         self.length = begin
-        self.num_whole = sum(place.stop - place.start for place in self._whole)
         self._matrices: list[_Matrix] = []
-        self.left_length, self.right_length = self.num_whole, 0
+        self.left_length, self.right_length = sum(place.stop - place.start for place in self._whole), 0
         for place, rows, columns in matrices:
             left = slice(self.left_length, self.left_length + rows * rank)
             right = slice(self.right_length, self.right_length + columns * rank)

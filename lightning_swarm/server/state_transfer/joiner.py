@@ -60,7 +60,7 @@ class Joiner:
         context.transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
-        """Join with the stage of a run that was left that the fewest hold; `holders` are the numbers of its servers."""
+        """Join with the stage of fewest `holders`, of those that this server has built for a run that it left."""
         self._target = self._former = None
         self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
 
