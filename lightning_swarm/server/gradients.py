@@ -157,9 +157,10 @@ class GradientSums:
     def _struck(self, step: int) -> frozenset[int]:
         """The batches that the present coordinator has struck from a step."""
         run, opened = self._membership.run_or_none, self._open.get(step)
-        if run is None or opened is None or run.term != opened.fenced[0]:
+        if run is None or opened is None:
             return frozenset()
-        return opened.fenced[1]
+        term, batches = opened.fenced
+        return batches if run.term == term else frozenset()
 
     def may_count(self, key: CallKey) -> bool:
         """Tell whether a record to come may count the call."""

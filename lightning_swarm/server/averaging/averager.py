@@ -77,6 +77,8 @@ class Butterfly(Averager):
         return await all_reduce.collect(like, group, parts=parts), AveragingState()
 
 
+# A peer carries what the product lacks of its own gradients, not of their mean: nothing more has to travel for that,
+# and of a peer that dies no more is lost than it held.
 @dataclass(frozen=True)
 class PowerSGD(Averager):
     """Averages thin matrices in two rounds: the left ones, then the right ones (arXiv:1905.13727, algorithm 2)."""
@@ -111,7 +113,6 @@ class PowerSGD(Averager):
         def end() -> AveragingResult:
             mean = low_rank.product(left, right_mean)
             part = mean[group.bounds(len(mean))[place]]
-            # Of its own gradients, not of their mean: nothing more has to travel, and a dead peer loses what it held.
             lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
             return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, before)))
 
