@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,14 @@ def squared_norm(vector: Tensor) -> float:
         return math.inf
 
 
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+_T = TypeVar("_T")
+
+
+class Compute(Protocol):
+    """Runs long work elsewhere than on the loop."""
+
+    def __call__(self, run: Callable[[], _T], /) -> Awaitable[_T]:
+        """Return what `run` returns."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +56,13 @@ class GroupParts:
     """Encodes and decodes the parts of one averaging round, on the compute thread."""
 
     codec: Codec | None  # None: parts travel as they are
-    compute: Compute | None  # runs long work elsewhere than on the loop; not needed without a codec
+    compute: Compute | None  # not needed without a codec
 
     async def to_message(self, part: Tensor) -> Message:
         """Encode a part for its way."""
         if self.codec is None or self.compute is None:
             return to_message(part)
-        codec = self.codec
-        message: Message = await self.compute(lambda: to_message(encoded(part, codec)))
-        return message
+        return await self.compute(lambda: to_message(encoded(part, self.codec)))
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
         """Decode a part of this length, and the dtype of `like`, to its device: the same bits at each peer."""
@@ -73,9 +78,6 @@ class GroupParts:
 
 
 AS_THEY_ARE: Final = GroupParts(None, None)
-
-
-_T = TypeVar("_T")
 
 _MEANS: Final = BufferPool(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
 _SLICE: Final = 1 << 20  # elements added before anything else may happen on the loop: a millisecond's work

@@ -85,7 +85,7 @@ class PowerSGD(Averager):
 
     low_rank: LowRank
     error_feedback: bool  # carry what the products lack
-    compute: Compute  # runs long work elsewhere than on the loop
+    compute: Compute
 
     @override
     async def average(
@@ -116,8 +116,7 @@ class PowerSGD(Averager):
             lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
             return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, before)))
 
-        averaged: AveragingResult = await self.compute(end)
-        return averaged
+        return await self.compute(end)
 
     @override
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
@@ -131,8 +130,7 @@ class PowerSGD(Averager):
             mean = low_rank.product(low_rank.orthonormal(left_mean), right_mean)
             return mean, AveragingState(basis=low_rank.basis(right_mean, low_rank.initial_basis(like)))
 
-        found: tuple[Tensor, AveragingState] = await self.compute(end)
-        return found
+        return await self.compute(end)
 
 
 def refuse(group: Group, place: int, reason: str) -> None:

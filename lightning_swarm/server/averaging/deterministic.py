@@ -79,7 +79,7 @@ class DeterministicAverager(Averager):
     """Averages sums as whole numbers, and sends means as floats."""
 
     like: Tensor  # ``[n]``, of the dtype and on the device of the mean
-    compute: Compute  # runs long work elsewhere than on the loop
+    compute: Compute
 
     @override
     async def average(
@@ -103,7 +103,7 @@ class DeterministicAverager(Averager):
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
         # With the first of the roster: norms of parts, added up, depend on how many there are.
-        norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
+        norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState())
 
 

@@ -29,7 +29,7 @@ class TiedMeans:
     ties: TiedTensors
     trained: Collection[str]  # names of the parameters that train in the step
     group: Callable[[int], Group]  # the peers that average a stage
-    compute: Compute  # runs long work elsewhere than on the loop
+    compute: Compute
     exact: bool = False  # the norm must not depend on the number of parts: the first of a roster has all of it
 
     async def averaged(
@@ -50,8 +50,7 @@ class TiedMeans:
                 ended[index] = found[index]._replace(mean=mean, squared_norm=norm)
             return ended
 
-        result: dict[int, AveragingResult] = await self.compute(end)
-        return result
+        return await self.compute(end)
 
     async def collected(self, index: int, mean: Tensor, asked: int) -> Tensor:
         """Add the other stages' shares, as replica `asked` has them, to a mean for a peer without part in the round."""
@@ -59,8 +58,7 @@ class TiedMeans:
         if not own:
             return mean
         shares = await self._with_others(own, asked)
-        total: Tensor = await self.compute(lambda: self._added_up(index, mean, shares))
-        return total
+        return await self.compute(lambda: self._added_up(index, mean, shares))
 
     def refuse(self, indices: Collection[int], reason: str) -> None:
         """Give no share of these stages, unless it was given by now."""
