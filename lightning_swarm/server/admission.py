@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, ReleaseRequest, RunAborted
+from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
@@ -124,11 +124,6 @@ class Admission:
             self.inherits.set()
             self.released.set()
         return b""
-
-    def note_release(self, request: ReleaseRequest) -> None:
-        """Let this peer's trainer know that it is to roll back."""
-        self.goes_on_at = request.first_step
-        self.released.set()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         self.membership.check_ended_by(caller)

@@ -133,7 +133,8 @@ class Server:
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
             await self.release()
-            self.admission.note_release(request)
+            self.admission.goes_on_at = request.first_step
+            self.admission.released.set()
         else:
             self.membership.check_released_by(caller)
         return b""
