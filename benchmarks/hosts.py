@@ -18,7 +18,7 @@ from typing import Self
 from benchmarks.delays import TUN, Delayed, delaying
 from benchmarks.runs import start
 
-DEVICE = "link"
+DEVICE = "uplink"  # `ip` takes the word "link" for its own
 """Each host's end of its link."""
 
 SEND_SIZES = "/proc/sys/net/ipv4/tcp_wmem"

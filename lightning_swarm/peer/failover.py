@@ -240,7 +240,7 @@ class StandbyLead:
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:
         """True if a record counts these batches, as the server knows: the loop may not have asked for records yet."""
-        return self._admission.has_run and self._admission.run.counts(step, firsts)
+        return self._admission.membership.has_run and self._admission.membership.run.counts(step, firsts)
 
     @property
     def has_new_lead(self) -> bool:

@@ -222,7 +222,7 @@ class Follower:
             ) from None
         finally:
             standby.waits = False
-        run = admission.membership.trains_in = RunState(admission.run.manifest)
+        run = admission.membership.trains_in = RunState(admission.membership.run.manifest)
         standby.enter_run(run)
         return run
 

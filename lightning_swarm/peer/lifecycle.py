@@ -100,7 +100,7 @@ class MembershipLifecycle:
         num_returns, admission = 0, self._server.admission
         while await self._entered():
             begin_s = now_s()
-            if admission.is_member and (report := self._server.report()) is not None:
+            if admission.membership.is_member and (report := self._server.report()) is not None:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
             outcome = await self._until_out(say)
             if outcome == "moves":
@@ -127,7 +127,7 @@ class MembershipLifecycle:
 
     def _check_returns(self, num_returns: int) -> None:
         reason = "a record left this peer out, which did not answer; it joins again"
-        step = self._server.admission.run.version
+        step = self._server.membership.run.version
         self._events.note("left", peer=self._transport.peer_id, step=step, reason=reason)
         if num_returns > _MAX_RETURNS:
             raise Unreachable(
@@ -157,10 +157,10 @@ class MembershipLifecycle:
 
     async def _raise_when_alone(self) -> None:
         """While there is no run, raise when no peer that could name one has answered for long."""
-        answered_s, admission = now_s(), self._server.admission
+        answered_s, membership = now_s(), self._server.membership
         while self._contacts.hosts:
             await asyncio.sleep(_LOOK_S)
-            if self._server.membership.joining is not None or admission.has_run or await self._any_contact_answers():
+            if membership.joining is not None or membership.has_run or await self._any_contact_answers():
                 answered_s = now_s()
             elif now_s() >= answered_s + _SILENCE_S:
                 hosts = ", ".join(sorted(self._contacts.hosts))
@@ -190,26 +190,26 @@ class MembershipLifecycle:
         """Tell the coordinator that this server joins no more; False if a record under decision may still let it in."""
         coordinator = self._server.membership.joining
         if coordinator is None:
-            return not self._server.admission.is_member
+            return not self._server.membership.is_member
         try:
             await self._drain(coordinator)
         except Busy:
             return False
         except SwarmError as error:
             _log.info("The coordinator was not told that this peer does not join: %s", error)
-        return not self._server.admission.is_member
+        return not self._server.membership.is_member
 
     # ------------------------------------------------------------------ staying
 
     async def _until_out(self, say: Callable[[str], None]) -> Outcome:
-        admission = self._server.admission
+        admission, membership = self._server.admission, self._server.membership
         self._answered_s = self._led_s = now_s()
         while not admission.left.is_set():
             if admission.inherits.is_set():
                 return "inherits"
-            if not admission.has_run:
+            if not membership.has_run:
                 return "left" if self._leaving.is_set() else "released"
-            if not admission.is_member:
+            if not membership.is_member:
                 if self._leaving.is_set():
                     return "left"
                 return "moves" if admission.moves.is_set() else "left out"
@@ -221,7 +221,7 @@ class MembershipLifecycle:
             changes = (admission.left, self._leaving, admission.moves, admission.inherits)
             await first_of(*(event.wait() for event in changes), behind.wait(), timeout=_LOOK_S)
             behind.clear()
-            if any(event.is_set() for event in changes) or not admission.has_run:
+            if any(event.is_set() for event in changes) or not membership.has_run:
                 continue
             if await self._is_left_out():
                 return "left out"
@@ -230,13 +230,13 @@ class MembershipLifecycle:
 
     async def _move(self, say: Callable[[str], None]) -> None:
         """Leave a stage for another one, after a record has let this server go there."""
-        admission = self._server.admission
-        run, target = admission.run, admission.target
+        admission, membership = self._server.admission, self._server.membership
+        run, target = membership.run, admission.target
         assert target is not None
         (former,) = self._server.steps.stages  # a server that holds several does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
-        if admission.has_run and admission.run is run and admission.moves.is_set():  # else another run has it
+        if membership.has_run and membership.run is run and admission.moves.is_set():  # else another run has it
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
 
@@ -256,7 +256,7 @@ class MembershipLifecycle:
 
     async def _is_left_out(self) -> bool:
         """True if the other peers have gone on without this server, as far as anyone answers."""
-        run, own = self._server.admission.run, self._transport.peer_id
+        run, own = self._server.membership.run, self._transport.peer_id
         others = [peer for peer in run.servers if peer != own]
         first = [run.coordinator] if run.coordinator in others else []
         views = await self._views(first)
@@ -312,7 +312,7 @@ class MembershipLifecycle:
         why = "no record came"
         announced: list[int] = []
         say(f"Leaving run {self._run_id!r} with one of its next records, and serving until then.")
-        while admission.is_member and not admission.left.is_set():
+        while admission.membership.is_member and not admission.left.is_set():
             if now_s() >= end_s:
                 raise DeadlineExceeded(
                     f"the run did not let this peer go within {self._limits.drain_timeout:g} s: {why}. It goes all the "
@@ -320,7 +320,7 @@ class MembershipLifecycle:
                 )
             try:
                 await admission.leadership.abdicate()  # if it coordinates
-                only_here = await self._drain(admission.run.coordinator)
+                only_here = await self._drain(admission.membership.run.coordinator)
             except SwarmError as error:  # another peer may take over; or the record has not come here
                 why = str(error)
                 if not isinstance(error, PeerError) and await self._is_left_out():
@@ -338,9 +338,9 @@ class MembershipLifecycle:
 
     async def _drain(self, coordinator: PeerId) -> list[int]:
         """Ask to be let go; returns the stages that need another holder first."""
-        admission = self._server.admission
-        generation = admission.run.manifest.generation if admission.has_run else 0
-        request = encode(DrainRequest(generation=generation, boot_id=admission.membership.me.boot_id))
+        membership = self._server.membership
+        generation = membership.run.manifest.generation if membership.has_run else 0
+        request = encode(DrainRequest(generation=generation, boot_id=membership.me.boot_id))
         return decode(await self._transport.call(coordinator, DRAIN, request, timeout=_LOOK_S), DrainReply).alone
 
 

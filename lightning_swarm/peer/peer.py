@@ -175,7 +175,7 @@ class Peer:
         admission.released.clear()
         loop = self.server.snapshots.loops.get(admission.inherits_at)
         self.follower.stop_following()
-        self.lead.take_over(admission.run)
+        self.lead.take_over(admission.membership.run)
         return admission.inherits_at, loop
 
     def keep_loop(self, version: int, pack: PackLoop) -> None:

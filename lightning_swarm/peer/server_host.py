@@ -59,8 +59,8 @@ class ServerHost:
     async def start(self, model: PeerModel) -> None:
         """Start the server without announcing it, or serve the next run with the one that is there."""
         if self.server is not None:  # the run rolled back, and this peer begins or joins its next generation
-            if not self.admission.has_run:
-                self.server.serve_with(model)
+            if not self.server.membership.has_run:
+                self.server.admission.model = model
             return
         hosts = {address.peer_id for address in self._config.initial_peers}
         context = ServerContext(

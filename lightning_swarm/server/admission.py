@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, ReleaseRequest, RunAborted
+from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
@@ -28,7 +28,7 @@ class Admission:
         self._connect = context.connect
         self._compute = context.compute
         self.membership = context.membership
-        self.model = model
+        self.model = model  # of which stages are built; may be replaced while there is no run
         self._steps = steps
         self.transition = asyncio.Lock()  # into a run, into its next generation, or out of it: one at a time
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
@@ -49,21 +49,6 @@ class Admission:
         context.transport.handle_call(INHERIT, self._handle_inherit)
 
     @property
-    def run(self) -> RunState:
-        """The run that this server is in, or follows in order to join it."""
-        return self.membership.run
-
-    @property
-    def is_member(self) -> bool:
-        """True if this server is in a roster of its run."""
-        return self.membership.is_member
-
-    @property
-    def has_run(self) -> bool:
-        """True if there is a `run`."""
-        return self.membership.has_run
-
-    @property
     def ending_error(self) -> RunOver | StepError:
         """The error that a trainer's loop ends with once this peer has `left`: the run ended, or broke off."""
         if self._broken_off:
@@ -74,13 +59,13 @@ class Admission:
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Be admitted by nobody else while a run is being joined. False: that has happened already."""
         async with self.transition:  # not while the run that this server is being admitted to is built
-            free = not self.has_run
+            free = not self.membership.has_run
             if free:
                 self.membership.joining = coordinator
         try:
             yield free
         finally:
-            if not self.has_run:
+            if not self.membership.has_run:
                 self.membership.joining = None
 
     async def follow(self, run: RunState, stage: Stage) -> None:
@@ -101,17 +86,14 @@ class Admission:
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
         async with self.transition:  # one after the other: the second finds this peer in the run
-            await self._admit(caller, manifest)
+            self.membership.check_admits(caller, manifest)
+            served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
+            stages = await self._compute(lambda: self.model.build(manifest, served))
+            await self._connect()
+            self.membership.enter_run(RunState(manifest))
+            self._steps.enter_run(stages)
+            await self.leadership.enter_run(self.membership.run)
         return b""
-
-    async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
-        self.membership.check_admits(caller, manifest)
-        served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
-        stages = await self._compute(lambda: self.model.build(manifest, served))
-        await self._connect()
-        self.membership.enter_run(RunState(manifest))
-        self._steps.enter_run(stages)
-        await self.leadership.enter_run(self.run)
 
     def on_record(self, record: Record) -> None:
         """Note whether an applied record moves this server. A joiner also gets records from before it was let go."""
@@ -136,17 +118,12 @@ class Admission:
         is_me = request.new_lead == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
-        self.run.change_lead(request.new_lead)
+        self.membership.run.change_lead(request.new_lead)
         if is_me:
             self.inherits_at = self.goes_on_at = request.first_step
             self.inherits.set()
             self.released.set()
         return b""
-
-    def note_release(self, request: ReleaseRequest) -> None:
-        """Let this peer's trainer know that it is to roll back."""
-        self.goes_on_at = request.first_step
-        self.released.set()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         self.membership.check_ended_by(caller)
@@ -169,6 +146,6 @@ class Admission:
         """Show the run and its members to any peer that asks: to join the run, or to show it."""
         if body:
             raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
-        if not self.has_run or not self.ready.is_set():  # the caller could be one that is being admitted itself
+        if not (self.membership.has_run and self.ready.is_set()):  # the caller may be in the same admission itself
             raise Busy("this peer was not admitted to a run yet")
-        return encode(self.run.view())
+        return encode(self.membership.run.view())

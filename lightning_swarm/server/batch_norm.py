@@ -1,8 +1,7 @@
 """Running statistics of a stage's batch norms: written by records only, once for each microbatch that counts.
 
-A microbatch's forward leaves them as they are and reports what it saw. With the gradients, the reports of all
-microbatches of a step go to each of the stage's servers, which enters them in the microbatches' order: as one machine
-would that computed them one after the other.
+A forward leaves them as they are and reports what it saw. With the gradients, all reports of a step go to each of the
+stage's servers, which enters them in the microbatches' order, as one machine would.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -24,8 +24,7 @@ from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.server.averaging.all_reduce import Group, fetched, withhold
 
 _TICKET: Final = "seen"
-_PATIENCE: Final = 2.0
-"""Timeout in exchanges: other replicas may come to the round a little later."""
+_PATIENCE: Final = 2.0  # timeout in exchanges: other replicas may come to the round a little later
 
 
 class BatchStatistics:
@@ -37,8 +36,7 @@ class BatchStatistics:
 class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
-    What a microbatch shows of them, and what they are, is one vector each, float64: how often each norm was used, then
-    the means of all channels, then their variances.
+    As a float64 vector they are how often each norm was used, the means of all channels, then their variances.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,15 +126,11 @@ class RunningStatistics:
         self._seen = {}
 
     def _read(self) -> Tensor:
-        counts = [norm.num_batches_tracked for norm in self._norms]
-        device = _mean(self._norms[0]).device
-        numbers = [torch.zeros((), device=device) if count is None else count for count in counts]
-        parts = [
-            torch.stack([number.to(torch.float64) for number in numbers]),
-            *(_mean(norm).to(torch.float64) for norm in self._norms),
-            *(norm.running_var.to(torch.float64) for norm in self._norms if norm.running_var is not None),
-        ]
-        return torch.cat([part.detach() for part in parts])
+        means = [_mean(norm) for norm in self._norms]
+        variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
+        uncounted = means[0].new_zeros(())
+        counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self._norms]
+        return torch.cat([part.detach().to(torch.float64).view(-1) for part in (*counts, *means, *variances)])
 
 
 def _mean(norm: _BatchNorm) -> Tensor:
@@ -163,14 +157,8 @@ def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -
 async def collect_statistics(
     own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None
 ) -> dict[Receipt, Tensor]:
-    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round.
-
-    Raises `AveragingFailed` if something does not come, and `ProtocolError` if two saw the same microbatch.
-    """
-
-    async def read(message: Message) -> dict[Receipt, Tensor]:
-        return _read_statistics(message, length)
-
+    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round."""
+    read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
     others = [i for i in range(len(group.roster)) if i != place]
     found = [dict(own), *(await gather(fetched(patient, i, _TICKET, read) for i in others))]
@@ -185,7 +173,7 @@ def refuse_statistics(group: Group, reason: str) -> None:
     withhold(group, [_TICKET], reason)
 
 
-def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
+async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
     tree = from_message(message)[0]
     keys, values = tree if isinstance(tree, tuple) and len(tree) == 2 else (None, None)
     if (

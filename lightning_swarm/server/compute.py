@@ -1,7 +1,4 @@
-"""Runs microbatches through a stage's blocks, forward and backward, and keeps what a backward needs; changes no stage.
-
-`Computation` runs on the compute thread, one call at a time; `ActivationCache` is the loop's.
-"""
+"""Runs microbatches through a stage's blocks, forward and backward, and keeps what backwards need; changes no stage."""
 
 from __future__ import annotations
 
@@ -30,11 +27,9 @@ from lightning_swarm.server.batch_norm import BatchStatistics, RunningStatistics
 _BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
 
 
+# Not torch's `FlopCounterMode`: its hooks are on the modules of all threads.
 class FlopCounter(TorchDispatchMode):
-    """Counts what matrix products inside compute, as `FlopCounterMode` does, but on this thread alone.
-
-    The hooks of `FlopCounterMode` are on the modules of all threads.
-    """
+    """Counts what matrix products inside compute, on this thread alone."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -56,33 +51,41 @@ class FlopCounter(TorchDispatchMode):
         return out
 
 
-class SavedTensorCounter:
-    """Counts the bytes that autograd keeps for a backward, without those of some tensors' own memory."""
+@contextlib.contextmanager
+def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Count the bytes that autograd keeps inside for a backward, by their memory, without some tensors' own."""
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
+    saved: dict[int, int] = {}
 
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
-        self._saved: dict[int, int] = {}
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count inside these hooks."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own:
-                self._saved[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes counted so far."""
-        return sum(self._saved.values())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
     """The bytes of the tensors' elements."""
     return sum(tensor.nbytes for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """What a forward is computed from, again if need be."""
+
+    inputs: tuple[Any, ...]  # trees of tensors ``[microbatch, ...]``, as they came
+    extras: dict[str, Any]  # keyword arguments for the blocks that name them
+    wants_grad: Sequence[bool]  # for each input tensor, whether the backward shall give its gradient
+    mode: ComputeMode
+    seed: int  # of all random draws
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the microbatch, which was cut along the first dimension."""
+        return next((leaf.shape[0] for leaf in serialization.leaves(self.inputs) if leaf.ndim), 0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class SavedGraph:
     outputs: list[Tensor]  # leaves of the output tree, with their autograd history
     has_drawn: bool  # random numbers
     seen: Tensor | None  # by batch norms
-    again: Callable[[], SavedGraph]  # computes the same graph once more; a backward leaves nothing of this one
+    call: ForwardCall  # gives the same graph once more; a backward leaves nothing of this one
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class ForwardResult:
 
 
 class Computation:
-    """Computes a stage's blocks."""
+    """Computes a stage's blocks, on the compute thread, one call at a time."""
 
     def __init__(
         self, module: StageModule, device: torch.device, codecs: Codecs, statistics: RunningStatistics
@@ -125,44 +128,36 @@ class Computation:
         self.trainable = trainable
         self.costs = None  # the graph begins elsewhere now
 
-    def forward(
-        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: ComputeMode, seed: int
-    ) -> ForwardResult:
-        """Run the blocks.
-
-        The inputs are trees of tensors ``[microbatch, ...]``, as they came; `extras` are keyword arguments for the
-        blocks that name them. `wants_grad` says for each input tensor whether the backward shall give its gradient.
-        `seed` is that of all random draws.
-        """
-        result = self._forward(inputs, extras, wants_grad, mode, seed)
+    def forward(self, call: ForwardCall) -> ForwardResult:
+        """Run the blocks."""
+        result = self._forward(call)
         return replace(result, output=encoded(result.output, self._codecs.activations))
 
-    def _forward(
-        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: ComputeMode, seed: int
-    ) -> ForwardResult:
+    def graph(self, call: ForwardCall) -> SavedGraph:
+        """Run the blocks for a backward alone."""
+        graph = self._forward(call).graph
+        assert graph is not None
+        return graph
+
+    def _forward(self, call: ForwardCall) -> ForwardResult:
         """Run the blocks, with an output that is not encoded yet."""
-        structure, tensors = serialization.flatten(decoded(inputs, self._codecs.activations, self._device))
-        if len(tensors) != len(wants_grad):
-            raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
+        mode = call.mode
+        structure, tensors = serialization.flatten(decoded(call.inputs, self._codecs.activations, self._device))
+        if len(tensors) != len(call.wants_grad):
+            raise ProtocolError(f"{len(tensors)} input tensors came with {len(call.wants_grad)} flags")
         leaves = [
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
-            for tensor, wants in zip(tensors, wants_grad, strict=True)
+            for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
-        compute = partial(self._run, structure, leaves, extras, mode)
+        compute = partial(self._run, structure, leaves, call.extras, mode)
         self._module.train(mode.training)
         with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
-            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
-        _, outputs = serialization.flatten(output)
-
-        def again() -> SavedGraph:
-            graph = self._forward(inputs, extras, wants_grad, mode, seed).graph
-            assert graph is not None
-            return graph
-
+            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
+        structure, outputs = serialization.flatten(output)
         return ForwardResult(
-            output=serialization.transform(output, _detached),
+            output=serialization.unflatten(structure, [tensor.detach() for tensor in outputs]),
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=SavedGraph(leaves, outputs, has_drawn, seen.values, again) if mode.grad else None,
+            graph=SavedGraph(leaves, outputs, has_drawn, seen.values, call) if mode.grad else None,
             graph_bytes=graph_bytes,
         )
 
@@ -189,16 +184,10 @@ class Computation:
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
-        """Compute gradients of the input tensors, as they travel, and of the trainable parameters; add nothing.
-
-        `gradients` has for each output tensor its gradient of the same shape, or None, as they came.
-        """
+        """Compute gradients of input tensors, as they travel, and of trainable parameters, from the outputs'."""
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
-
-        def compute(graph: SavedGraph) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            return self._differentiate(graph, received)
-
+        compute = partial(self._differentiate, received)
         # Norms in blocks that are computed again in a backward see nothing new.
         with self._seeing(mode), computing(), modes.enter_backward_modes(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
@@ -207,12 +196,12 @@ class Computation:
                 with KeyedRandom(0):
                     found, own = compute(graph)
             else:
-                again = lambda: partial(compute, graph.again())  # noqa: E731 - mypy infers it
+                again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
         return encoded(found, self._codecs.gradients), own
 
     def _differentiate(
-        self, graph: SavedGraph, gradients: Sequence[Tensor | None]
+        self, gradients: Sequence[Tensor | None], graph: SavedGraph
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         used = [
             (output, gradient.to(output))
@@ -251,13 +240,9 @@ class Computation:
     def _measured(
         self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
     ) -> tuple[Any, SampleCosts]:
-        """Return the output of `run`, and a sample's share of the costs, which grow with a microbatch's rows.
-
-        Bytes are of tensors as computed with, not as they travel.
-        """
+        """Return the output of `run`, and a sample's share of the costs; bytes are of tensors as computed with."""
         own = [parameter for _, parameter in self._module.named_stage_parameters()]
-        saved, flops = SavedTensorCounter(own), FlopCounter()
-        with saved.hooks(), flops:
+        with _saved_bytes(own) as saved, FlopCounter() as flops:
             output = run()
         outputs = serialization.flatten(output)[1]
         num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
@@ -269,14 +254,10 @@ class Computation:
             extra_bytes=num_bytes(cut_extras) // num_rows,
             gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
             output_bytes=num_bytes(outputs) // num_rows,
-            graph_bytes=saved.num_bytes // num_rows,
+            graph_bytes=sum(saved.values()) // num_rows,
             input_number_bytes=number_bytes(inputs),
             output_number_bytes=number_bytes(outputs),
         )
-
-
-def _detached(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
@@ -298,11 +279,7 @@ def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
 class CachedForward:
     """One forward as it is kept for its backward."""
 
-    inputs: tuple[Any, ...]
-    extras: dict[str, Any]
-    wants_grad: Sequence[bool]
-    mode: ComputeMode
-    seed: int
+    call: ForwardCall
     busy_s: float = 0.0
     graph: SavedGraph | None = None
     graph_bytes: int = 0
@@ -312,7 +289,7 @@ class CachedForward:
 # A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no
 # longer fit are therefore not kept, rather than pushing out what is there. A lost entry is computed again, not missed.
 class ActivationCache:
-    """Kept forwards by their ticket names, within a budget of bytes."""
+    """Kept forwards by their ticket names, within a budget of bytes; the loop's, not the compute thread's."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

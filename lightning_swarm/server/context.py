@@ -12,13 +12,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import (
-    InheritRequest,
-    Manifest,
-    Member,
-    RestartRequest,
-    check_selection,
-)
+from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import FIRST, Executor
@@ -57,75 +51,67 @@ class ServerContext:
 
 
 class RunMembership:
-    """The run that a server is in, or follows in order to join it; refuses calls that have no place there.
-
-    The server may leave the run while a job is on the compute thread, so such a job reads `run` once.
-    """
+    """The run that a server is in, or follows in order to join it; refuses calls that have no place there."""
 
     def __init__(self, me: Member, hosts: Collection[PeerId] = ()) -> None:
         self.me = me
         self._hosts = hosts  # the peers named at the start; they may end this one while no run has it
-        self._run: RunState | None = None
+        # The server may leave the run while a job is on the compute thread, so such a job reads it once.
+        self.run_or_none: RunState | None = None
         self.joining: PeerId | None = None  # the coordinator of the run that this server is joining, or has joined
         self._former_lead: PeerId | None = None  # of the run that it was in before: it may end this peer, too
-        # The run that this peer joined as a trainer; its server may be out of it.
-        self.trains_in: RunState | None = None
+        self.trains_in: RunState | None = None  # the run that this peer joined as a trainer; its server may be out
         self.loaded: set[int] = set()  # stages that have their initial weights in this generation
 
     @property
     def run(self) -> RunState:
         """The run; without one a `NotMember` sends the caller elsewhere."""
-        if self._run is None:
+        if self.run_or_none is None:
             raise NotMember("this peer was not admitted to a run yet")
-        return self._run
+        return self.run_or_none
 
     @property
     def running(self) -> RunState:
         """The run; without one a `ProtocolError` refuses a call that only a member is asked."""
-        if self._run is None:
+        if self.run_or_none is None:
             raise ProtocolError("this peer is in no run (yet, or any more)")
-        return self._run
-
-    @property
-    def run_or_none(self) -> RunState | None:
-        """The run, if there is one."""
-        return self._run
+        return self.run_or_none
 
     @property
     def has_run(self) -> bool:
         """True if there is a run."""
-        return self._run is not None
+        return self.run_or_none is not None
 
     @property
     def is_member(self) -> bool:
         """True if this server is in a roster of its run."""
-        return self._run is not None and any(self.me in roster for roster in self._run.rosters)
+        return self.has_run and any(self.me in roster for roster in self.run.rosters)
 
     @property
     def lead(self) -> PeerId | None:
         """The lead of the run that this server is in, or was in last."""
-        return self._run.manifest.lead if self._run is not None else self._former_lead
+        return self.run_or_none.manifest.lead if self.run_or_none is not None else self._former_lead
 
     def led_by(self, peer: PeerId) -> bool:
         """Tell whether `peer` coordinates the run that this server is in, or wants to join."""
         if self.trains_in is not None and peer == self.trains_in.coordinator:
             return True
-        return peer == (self._run.coordinator if self._run is not None else self.joining)
+        return peer == (self.run_or_none.coordinator if self.run_or_none is not None else self.joining)
 
     def serves_with(self, peer: PeerId) -> bool:
         """Tell whether `peer` is a server of the run that this one is in."""
-        return self._run is not None and peer in self._run.servers
+        return self.run_or_none is not None and peer in self.run_or_none.servers
 
     # ------------------------------------------------------------------ in and out
 
     def enter_run(self, run: RunState, loaded: Collection[int] = ()) -> None:
         """Be in a run, or follow it. The stages in `loaded` have their weights."""
-        self._run, self.loaded = run, set(loaded)
+        self.run_or_none, self.loaded = run, set(loaded)
 
     def leave_run(self) -> None:
         """Be in no run; what comes from now on is refused."""
         self._former_lead = self.lead
-        self._run, self.joining, self.loaded = None, None, set()
+        self.run_or_none, self.joining, self.loaded = None, None, set()
 
     def enter_generation(self, caller: PeerId, request: RestartRequest) -> None:
         """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""
@@ -151,8 +137,8 @@ class RunMembership:
     def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
         """Refuse to be admitted to a run by a peer that may not, or that means another life of this process."""
         check_protocol_version(manifest.protocol_version, here="here", refuse=ProtocolError)
-        if self._run is not None:
-            raise ProtocolError(f"this peer is in run {self._run.manifest.run_id!r} already")
+        if self.run_or_none is not None:
+            raise ProtocolError(f"this peer is in run {self.run_or_none.manifest.run_id!r} already")
         if self.joining is not None:
             raise ProtocolError(f"this peer is joining the run of {self.joining} already")
         if caller != manifest.lead:
@@ -183,8 +169,8 @@ class RunMembership:
     def check_ended_by(self, caller: PeerId) -> None:
         """Refuse to end at the word of a peer that neither leads nor coordinates a run of this one."""
         enders = {self._former_lead, *(self._hosts if self.joining is None else (self.joining,))}
-        if self._run is not None:
-            enders = {self._run.manifest.lead, self._run.coordinator}
+        if self.run_or_none is not None:
+            enders = {self.run_or_none.manifest.lead, self.run_or_none.coordinator}
         if self.trains_in is not None:
             enders |= {self.trains_in.manifest.lead, self.trains_in.coordinator}
         if caller not in enders:

@@ -1,10 +1,8 @@
 """One server's part in electing the coordinator: it watches the coordinator, takes over, coordinates, steps down.
 
-Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank, each a little later
-than the one before it: the first that gets promises from a majority coordinates, under a term higher than all before.
-The others learn of it by LEAD; a server that missed LEAD learns of it from any server. Two servers may believe that
-they coordinate, for a term is not known to all at once; only one of them gets votes, and the other steps down as soon
-as it is told.
+Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank: the first that gets
+promises from a majority coordinates, under a term higher than all before. The others learn of it by LEAD, or from any
+server. Two servers may believe that they coordinate; only one of them gets votes, and the other steps down when told.
 """
 
 from __future__ import annotations
@@ -69,13 +67,10 @@ class Leadership:
         transport.handle_call(TAKE_OVER, self._handle_take_over)
 
     async def enter_run(self, run: RunState) -> None:
-        """The run begins, and its manifest names the coordinator.
-
-        The coordinator may be admitted last: until then it is busy, and nobody takes over for that within the start
-        timeout.
-        """
+        """The run begins, and its manifest names the coordinator."""
         if run.coordinator == self._me.peer_id:
-            await self._coordinate(run, self._proposer(run, run.term), None)
+            await self._coordinate(run, self._proposer(run, run.term), StepState.of(run.manifest))
+        # The coordinator may be admitted last: until then it is busy, and nobody takes over for that.
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
@@ -114,9 +109,6 @@ class Leadership:
             if self.coordinator is None:
                 return
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
-
-    def _step_aside(self) -> None:
-        self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate, and does not move: %s"))
 
     async def close(self) -> None:
         """The run is over. Raises what a task of the coordinator raised."""
@@ -313,19 +305,15 @@ class Leadership:
         self._tasks.spawn(_logged(announcing, "Later joiners may not find the coordinator: %s", level=logging.WARNING))
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
-        return Proposer(
-            self._transport,
-            run,
-            term,
-            timeout=self._limits.call_timeout,
-            patience_s=self._limits.stage_timeout,
-            events=self._events,
-        )
+        timeout, patience_s = self._limits.call_timeout, self._limits.stage_timeout
+        return Proposer(self._transport, run, term, timeout=timeout, patience_s=patience_s, events=self._events)
 
-    async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState | None) -> None:
-        state = state or StepState.of(run.manifest)
+    async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState) -> None:
+        def step_aside() -> None:
+            self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate, and does not move: %s"))
+
         context = CoordinatorContext(self._role, run, proposer, state, limits=self._limits, events=self._events)
-        coordinator = Coordinator(context, on_deposed=self._notify, step_aside=self._step_aside)
+        coordinator = Coordinator(context, on_deposed=self._notify, step_aside=step_aside)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()

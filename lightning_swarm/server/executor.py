@@ -19,14 +19,11 @@ from lightning_swarm.protocol.messages.calls import CallKey, Direction
 
 _T = TypeVar("_T")
 
-Priority = tuple[int, ...]
-"""Smaller runs first."""
+Priority = tuple[int, ...]  # smaller runs first
+FIRST: Final[Priority] = (-1,)  # of jobs for a stage or a step as a whole: before any microbatch
 
-FIRST: Final[Priority] = (-1,)
-"""The priority of jobs for a stage or a step as a whole: before any microbatch."""
-
+# The seconds that a job is said to take where no clock runs: routes follow from such times, and a run must repeat.
 NOMINAL_BUSY_S = 1e-3
-"""The seconds that a job is said to take where no clock runs."""
 
 
 @dataclass(order=True)
@@ -55,10 +52,7 @@ class Executor(ABC):
         """The number of jobs that wait."""
 
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
-        """Call `work` while no job waits, again and again as long as it returns that there is more to do.
-
-        After the next job it is called again. It takes some milliseconds, and must not raise.
-        """
+        """While no job waits, call `work` until it returns False; it takes some milliseconds, and must not raise."""
 
     @abstractmethod
     def close(self) -> None:
@@ -66,10 +60,7 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """Computes on the loop itself: for swarms in one thread, under a virtual clock.
-
-    Every job is reported to take `NOMINAL_BUSY_S`: routes follow from measured times, and a run must repeat.
-    """
+    """Computes on the loop itself: for swarms in one thread, under a virtual clock."""
 
     def __init__(self) -> None:
         self._heap: list[_Job] = []
@@ -82,9 +73,9 @@ class InlineExecutor(Executor):
         job = _Job(priority, next(self._counter), run, loop.create_future())
         if self._closed:
             job.future.cancel()
-            return job.future
-        heapq.heappush(self._heap, job)
-        loop.call_soon(self._run_next)
+        else:
+            heapq.heappush(self._heap, job)
+            loop.call_soon(self._run_next)
         return job.future
 
     @property
@@ -100,26 +91,21 @@ class InlineExecutor(Executor):
         self._heap.clear()
 
     def _run_next(self) -> None:
-        if not self._heap:
-            return
-        job = heapq.heappop(self._heap)
-        if not job.future.cancelled():
-            self._do(job, NOMINAL_BUSY_S)
+        if self._heap:  # else it was closed
+            self._do(heapq.heappop(self._heap), NOMINAL_BUSY_S)
 
     def _do(self, job: _Job, took_s: float) -> None:
-        result, error, _ = _run(job.run)
-        _finish(job.future, result, error, took_s)
+        if not job.future.cancelled():
+            result, error, _ = _run(job.run)
+            _finish(job.future, result, error, took_s)
 
 
 class PacedExecutor(InlineExecutor):
-    """An `InlineExecutor` whose microbatches take time on the loop's clock, as on a machine of that speed.
-
-    `microbatch_s` returns the seconds of a microbatch at a stage: a third for its forward, the rest for its backward.
-    """
+    """An `InlineExecutor` whose microbatches take time on the loop's clock, as on a machine of that speed."""
 
     def __init__(self, microbatch_s: Callable[[], float]) -> None:
         super().__init__()
-        self._microbatch_s = microbatch_s
+        self._microbatch_s = microbatch_s  # at a stage: a third for the forward, the rest for the backward
         self._busy = False
 
     @override
@@ -137,8 +123,7 @@ class PacedExecutor(InlineExecutor):
 
     def _end(self, job: _Job, took_s: float) -> None:
         self._busy = False
-        if not job.future.cancelled():
-            self._do(job, took_s)
+        self._do(job, took_s)
         self._run_next()
 
 
@@ -181,12 +166,14 @@ class ThreadExecutor(Executor):
             except queue.Empty:
                 break
         stop: asyncio.Future[tuple[Any, float]] = asyncio.get_running_loop().create_future()
-        stop.cancel()
-        self._queue.put(_Job((-1_000_000,), next(self._counter), _nothing, stop))
+        # Wakes the thread, which then ends.
+        self._queue.put(_Job((-1_000_000,), next(self._counter), lambda: None, stop))
 
     def _work(self) -> None:
         while True:
-            job = self._next()
+            while self._queue.empty() and not self._closed and self._idle_work is not None and self._idle_work():
+                pass
+            job = self._queue.get()
             if self._closed:
                 return
             if job.future.cancelled():
@@ -197,15 +184,6 @@ class ThreadExecutor(Executor):
                 loop.call_soon_threadsafe(_finish, job.future, result, error, busy_s)
             except RuntimeError:  # the loop was closed meanwhile: nobody waits for the result any more
                 return
-
-    def _next(self) -> _Job:
-        while self._queue.empty() and not self._closed and self._idle_work is not None and self._idle_work():
-            pass
-        return self._queue.get()
-
-
-def _nothing() -> None:
-    """The job that wakes the compute thread so that it ends."""
 
 
 def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:

@@ -37,14 +37,11 @@ class ReceiptLedger:
         return receipt in self._receipts
 
     def add(self, receipt: Receipt) -> bool:
-        """Enter a receipt; false if it is there already, and then nothing may be added to the sum.
-
-        Raises `LeaseRevoked` if the step is closing and its closing does not name the receipt. Either it does not count
-        the batch, which was struck, or was granted by a peer that does not coordinate any more; or another server's sum
-        has the microbatch, or shall have it.
-        """
+        """Enter a receipt; false if it is there already, and then nothing may be added to the sum."""
         if receipt in self._receipts:
             return False
+        # Not named: the batch does not count, for it was struck, or granted by one that does not coordinate any more;
+        # or another server's sum has the microbatch, or shall have it.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         self._receipts.add(receipt)
@@ -57,14 +54,6 @@ class ReceiptLedger:
     def thaw(self) -> None:
         """Take any receipt again: the step takes batches again."""
         self._named = None
-
-    def goes_beyond(self, named: Iterable[Receipt]) -> bool:
-        """Tell whether the sum holds a gradient that `named` does not."""
-        return not self._receipts.issubset(named)
-
-    def lacks(self, named: Iterable[Receipt]) -> list[Receipt]:
-        """The receipts of `named` that are not in the sum, in order."""
-        return sorted(set(named) - self._receipts)
 
     @property
     def held(self) -> frozenset[Receipt]:
@@ -116,11 +105,7 @@ class GradientSum:
 
 
 class ExactSum(GradientSum):
-    """A gradient sum in fixed point: its bits do not depend on where microbatches are summed, nor in which order.
-
-    `values` are as in `averaging.deterministic`. A gradient that does not fit is not added but counted: then the sum
-    has no mean.
-    """
+    """A gradient sum in fixed point, as in `averaging.deterministic`: its bits do not depend on places nor order."""
 
     @staticmethod
     @override
@@ -133,7 +118,7 @@ class ExactSum(GradientSum):
         self.touched = [had or gradient is not None for had, gradient in zip(self.touched, gradients, strict=True)]
         fits = deterministic.fit(given, weight)
         deterministic.note(self.values, fits=fits)
-        if not fits:
+        if not fits:  # a sum of which this is counted has no mean
             return
         begin = 0
         for shape, gradient in zip(self._shapes, gradients, strict=True):

@@ -1,8 +1,4 @@
-"""The gradients that a server has summed in the open steps, and the ledgers that say what is in the sums.
-
-Whatever changes a sum runs on the compute thread, so that freezing falls between two additions and never into one.
-After a job was queued the run may roll back, or go on without this server: so each job checks the generation again.
-"""
+"""The gradients that a server has summed in the open steps, and the ledgers that say what is in the sums."""
 
 from __future__ import annotations
 
@@ -31,15 +27,13 @@ from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage
 
-_NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
-
 
 @dataclass
 class _OpenSums:
     """The ledgers and the struck batches of an open step."""
 
     ledgers: dict[int, ReceiptLedger]  # by stage
-    fenced: tuple[Term, frozenset[int]] = _NO_FENCES  # batches that were struck from it, and by whom
+    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # batches that were struck from it, and by whom
 
 
 @dataclass
@@ -52,6 +46,8 @@ class _NextStep:
     frozen_under: Term = NO_TERM
 
 
+# Whatever changes a sum runs on the compute thread, so that freezing falls between two additions and never into one.
+# After a job was queued the run may roll back, or go on without this server: so each job checks the generation again.
 class GradientSums:
     """The gradient sums of one server's stages, and the receipts of what is in them."""
 
@@ -114,10 +110,6 @@ class GradientSums:
     def ledgers(self) -> dict[int, ReceiptLedger]:
         """The ledgers of the step whose record is next, by stage."""
         return self._opened_step(self.version).ledgers
-
-    def ledger(self, stage_index: int, step: int) -> ReceiptLedger:
-        """The ledger of a stage in an open step."""
-        return self._opened_step(step).ledgers[stage_index]
 
     def _opened_step(self, step: int) -> _OpenSums:
         if step not in self._open:  # its record has just been applied
@@ -188,16 +180,13 @@ class GradientSums:
     def add(
         self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float, seen: Tensor | None = None
     ) -> bool:
-        """Enter the receipt and add the gradients and what the stage's batch norms saw, once.
-
-        Returns whether the sum holds the microbatch: always true here, now or from before.
-        """
+        """Enter the receipt and add gradients and what batch norms saw, once; true: the sum holds the microbatch."""
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
         index = self.stage(stage.index).index
         if key.step not in self._open or key.attempt != self.next.attempt:
             raise ProtocolError(f"step {self.version}, attempt {self.next.attempt} is open, got a gradient of {key}")
-        if self.ledger(index, key.step).add(key.receipt):
+        if self._opened_step(key.step).ledgers[index].add(key.receipt):
             stage.sum_of(key.step).add(gradients, weight)
             stage.statistics.add(key, seen)
         return True
@@ -220,13 +209,10 @@ class GradientSums:
         return run is not None and (self._joining or run.rosters[stage.index] != [self._me])
 
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
-        """Freeze the sums for the coordinator of a term, which may be another one by now.
-
-        Returns the ledgers, and the tickets of earlier results that would keep what is named now from being computed.
-        """
+        """Freeze the sums for the coordinator of a term; returns the ledgers, and the tickets that are stale now."""
         run = self.run
         run.check_generation(request.generation)
-        if term != run.term:
+        if term != run.term:  # another one coordinates by now
             raise NotCoordinator(f"the run is led under the term {run.term} by now, not {term}")
         self._check_round(request)
         named = {} if request.named is None else self._named(request.named)
@@ -238,7 +224,7 @@ class GradientSums:
             reports.append(
                 StageLedger(
                     stage_index=index,
-                    held=pack(self.ledger(index, request.step).held),
+                    held=pack(self._opened_step(request.step).ledgers[index].held),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
                     version_hash=stage.fingerprint() if self._is_compared(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
@@ -264,17 +250,17 @@ class GradientSums:
 
     def _freeze_stage(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
         """Decide what may be added to a stage's sum from now on; returns the tickets of earlier results, now stale."""
-        step = request.step
-        ledger = self.ledger(stage.index, step)
+        step, ledgers = request.step, self._opened_step(request.step).ledgers
+        ledger = ledgers[stage.index]
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
-        if struck or (named is not None and ledger.goes_beyond(named)):
+        if struck or (named is not None and ledger.held - named):
             stage.sum_of(step).clear()
-            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step)
+            ledger = ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:
             ledger.thaw()
             return []
         ledger.freeze(named or ())
-        lacking = [] if named is None else ledger.lacks(named)
+        lacking = sorted((named or set()) - ledger.held)  # to be computed: an earlier result would keep it from that
         return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in lacking]
 
     def reopen(self) -> None:
@@ -292,9 +278,13 @@ class GradientSums:
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
         for index in self.stages:
+            if self._me not in rosters[index]:
+                raise ProtocolError(
+                    f"peer {self._me.peer_id} with boot id {self._me.boot_id} is not in the round's roster"
+                )
             if not self.ledgers[index].final:
                 raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
-        return {index: _place(rosters[index], self._me) for index in self.stages}
+        return {index: rosters[index].index(self._me) for index in self.stages}
 
     def check_named(self, request: AverageRequest) -> None:
         """Refuse a round whose frozen sums are not exactly what is named."""
@@ -352,12 +342,6 @@ class GradientSums:
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
             for opened in self._open.values():
                 opened.ledgers = {index: ledger for index, ledger in opened.ledgers.items() if index in held}
-
-
-def _place(roster: Sequence[Member], me: Member) -> int:
-    if me not in roster:
-        raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the round's roster")
-    return roster.index(me)
 
 
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:

@@ -38,10 +38,9 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardResult, SavedGraph, num_bytes
+from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult, num_bytes
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
-from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -60,6 +59,7 @@ class ComputeHandlers:
         self._executor = context.executor
         self._membership = context.membership
         self._steps = steps
+        self._sums = steps.sums
         self._limits = limits
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
@@ -87,10 +87,6 @@ class ComputeHandlers:
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
 
-    @property
-    def _sums(self) -> GradientSums:
-        return self._steps.sums
-
     # ------------------------------------------------------------------ forward
 
     async def _handle_forward_call(self, caller: PeerId, body: bytes) -> bytes:
@@ -100,56 +96,55 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        tree = serialization.unflatten(request.structure, list(message.tensors))
-        inputs, extras = _checked_inputs(tree, request.source)
+        given = _checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
         name = request.key.name(stage.index, "forward")
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
             raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
-        self.under_way.start(name, lambda: self._forward(name, stage, request, inputs, extras))
+        self.under_way.start(name, lambda: self._forward(name, stage, request, given))
         return Message()
 
-    async def _forward(
-        self, name: str, stage: Stage, request: ForwardRequest, inputs: Any, extras: dict[str, Any]
-    ) -> None:
-        key, mode = request.key, request.mode
-        inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
+    async def _forward(self, name: str, stage: Stage, request: ForwardRequest, given: _Inputs) -> None:
+        key = request.key
+        call, before = await self._forward_call(stage, request, request.source, given)
         version = self._computes_on(key)
         await self._steps.reached(version)
-        seed = self._seed(key, stage)
 
         def compute() -> ForwardResult:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
-                return stage.computation.forward(inputs, extras, wants_grad, mode, seed)
+                return stage.computation.forward(call)
 
         result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
-        self.num_samples += _num_samples(inputs)
+        self.num_samples += call.num_samples
         if not any(result.requires_grad) and not key.evaluation:  # no backward comes
-            stage.load.count_samples(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
-        keep = mode.grad and request.keep
+            stage.load.count_samples(call.num_samples, busy_s=busy_s, queued=self._executor.queued)
+        keep = request.mode.grad and request.keep
         if keep:
-            kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s, result.graph, result.graph_bytes)
-            kept.input_bytes = num_bytes(serialization.flatten((inputs, extras))[1])
-            self.cache.keep(name, kept)
+            input_bytes = num_bytes(serialization.flatten((call.inputs, call.extras))[1])
+            self.cache.keep(name, CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes))
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
         once = self.cache.full or not keep
-        message = to_message(result.output, result.requires_grad)
-        self._tickets.fulfil(name, message, encode(report), once=once)
+        self._tickets.fulfil(name, to_message(result.output, result.requires_grad), encode(report), once=once)
 
-    async def _inputs(
-        self, source: Ticket | None, inputs: Any, input_grad: bool
-    ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[StageReport, ...]]:
-        """Get a stage's positional inputs, which of their tensors want a gradient, and the reports they came with."""
+    async def _forward_call(
+        self, stage: Stage, request: ForwardRequest | BackwardRequest, source: Ticket | None, given: _Inputs
+    ) -> tuple[ForwardCall, tuple[StageReport, ...]]:
+        """The forward that a request is about, with inputs as `given` or from `source`, and the source's reports."""
+        inputs, extras = given
+        reports: tuple[StageReport, ...] = ()
         if source is None:
-            leaves = serialization.leaves(inputs)
-            return inputs, [input_grad and serialization.is_differentiable(leaf) for leaf in leaves], ()
-        message, report = await self._fetch(source)
-        output, flags = from_message(message)
-        return (output,), flags, _reports(report)
+            by_kind = map(serialization.is_differentiable, serialization.leaves(inputs))
+            wants_grad = [request.mode.input_grad and differentiable for differentiable in by_kind]
+        else:
+            output, wants_grad, reports = await self._fetch(source)
+            inputs = (output,)
+        seed, key = self._membership.run.manifest.seed, request.key
+        draws = key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
+        return ForwardCall(inputs, extras, wants_grad, request.mode, draws), reports
 
     # ------------------------------------------------------------------ backward
 
@@ -173,55 +168,44 @@ class ComputeHandlers:
     async def _backward(
         self, name: str, stage: Stage, request: BackwardRequest, gradients: serialization.Tree, again: _Inputs | None
     ) -> None:
-        key, mode = request.key, request.mode
+        key = request.key
         kept = await self._kept(stage, request, again)  # before the gradient, which can be fetched only once
         after: tuple[StageReport, ...] = ()
         if request.source is not None:
-            gradients, after = await self._gradients(request.source, stage, key, kept)
+            try:
+                gradients, _, after = await self._fetch(request.source, gradient=True)
+            except BaseException:
+                if self._sums.may_count(key):  # for when another peer has the gradient
+                    self.cache.keep(key.name(stage.index, "forward"), kept)
+                raise
         receipt, version = False, self._computes_on(key)
 
         def compute() -> serialization.Tree:
             nonlocal receipt
             self._sums.check_counts(stage, key)
             with stage.at(version):
-                graph = kept.graph or _graph(stage, kept)
-                input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, mode)
+                graph = kept.graph or stage.computation.graph(kept.call)
+                input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
                 receipt = self._sums.add(stage, key, parameter_gradients, request.weight, graph.seen)
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
-        stage.load.count_samples(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
+        stage.load.count_samples(kept.call.num_samples, busy_s=own.busy_s, queued=own.queued)
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
-
-    async def _gradients(
-        self, source: Ticket, stage: Stage, key: CallKey, kept: CachedForward
-    ) -> tuple[serialization.Tree, tuple[StageReport, ...]]:
-        """Fetch the gradients that a backward begins with; if they do not come, `kept` goes back to the cache."""
-        try:
-            message, report = await self._fetch(source, gradient=True)
-        except BaseException:
-            if self._sums.may_count(key):
-                self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
-            raise
-        return from_message(message)[0], _reports(report)
 
     async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> CachedForward:
         """Get what this peer kept of the forward, or what the request brings instead."""
-        key = request.key
-        forward_name = key.name(stage.index, "forward")
+        forward_name = request.key.name(stage.index, "forward")
         kept = self.cache.pop(forward_name)
         if kept is not None:
             return kept
         if again is None:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
-        inputs, extras = again
-        inputs, wants_grad, _ = await self._inputs(request.inputs, inputs, request.mode.input_grad)
-        seed = self._seed(key, stage)
-        return CachedForward(inputs, extras, wants_grad, request.mode, seed)
+        return CachedForward((await self._forward_call(stage, request, request.inputs, again))[0])
 
-    # ------------------------------------------------------------------ cancelling
+    # ------------------------------------------------------------------ cancelling, and what a lost trainer has left
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
         self._membership.run.check_trainer(caller)
@@ -235,8 +219,6 @@ class ComputeHandlers:
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
-    # ------------------------------------------------------------------ what a lost trainer has left here
-
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)
         self._sums.check(caller, request.generation, request.step, request.attempt)
@@ -246,17 +228,11 @@ class ComputeHandlers:
             index: [key.name(index, "backward") in self.under_way.tasks for key in keys] for index in self._steps.stages
         }
 
-        def look() -> list[StageReceipts]:
-            return [
-                StageReceipts(
-                    stage_index=index,
-                    held=to_bitmap(self._sums.holds(index, key) for key in keys),
-                    pending=to_bitmap(flags),
-                )
-                for index, flags in pending.items()
-            ]
+        def look(index: int) -> StageReceipts:
+            held = to_bitmap(self._sums.holds(index, key) for key in keys)
+            return StageReceipts(stage_index=index, held=held, pending=to_bitmap(pending[index]))
 
-        stages, _ = await self._executor.submit(FIRST, look)
+        stages, _ = await self._executor.submit(FIRST, lambda: list(map(look, pending)))
         return encode(ReceiptsReply(stages=stages))
 
     # ------------------------------------------------------------------ parts
@@ -286,14 +262,12 @@ class ComputeHandlers:
         """The version of the weights that a call is computed with."""
         return key.step if key.evaluation else self._membership.run.weights_version(key.step)
 
-    def _seed(self, key: CallKey, stage: Stage) -> int:
-        """The seed of all random draws of a call."""
-        seed = self._membership.run.manifest.seed
-        return key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
-
-    async def _fetch(self, source: Ticket, *, gradient: bool = False) -> tuple[Message, bytes]:
+    async def _fetch(
+        self, source: Ticket, *, gradient: bool = False
+    ) -> tuple[serialization.Tree, list[bool], tuple[StageReport, ...]]:
+        """Fetch what another stage computed, its flags, and the reports it comes with."""
         try:
-            return await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
+            message, report = await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
         except StageError:
             raise  # the model's own error: the trainer wants to see that one
         except TicketGone as error:  # nobody is to blame: it is computed again
@@ -302,6 +276,7 @@ class ComputeHandlers:
         except SwarmError as error:
             missing = GradientMissing if gradient else InputMissing
             raise missing(f"{source.name} did not come from {source.peer_id}: {error}") from error
+        return *from_message(message), _reports(report)
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
         try:
@@ -315,12 +290,6 @@ class ComputeHandlers:
             ) from error
 
 
-def _graph(stage: Stage, kept: CachedForward) -> SavedGraph:
-    graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
-    assert graph is not None
-    return graph
-
-
 def _checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a call must bring a pair of inputs and extras")
@@ -330,7 +299,7 @@ def _checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
 
 
 def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple[serialization.Tree, _Inputs | None]:
-    tree = serialization.unflatten(request.structure, list(tensors))
+    tree = serialization.unflatten(request.structure, tensors)
     if not isinstance(tree, tuple) or len(tree) != 2 or isinstance(tree[0], list) != (request.source is None):
         raise ProtocolError("a backward must bring the output's gradients, or say where they are, and not both")
     if tree[1] is None and request.inputs is not None:
@@ -342,8 +311,3 @@ def _reports(report: bytes) -> tuple[StageReport, ...]:
     """The reports of a call, and of the calls that its own input came with."""
     first = decode(report, CallReport)
     return (StageReport(busy_s=first.busy_s, queued=first.queued, receipt=first.receipt), *first.others)
-
-
-def _num_samples(inputs: tuple[Any, ...]) -> int:
-    """The number of samples in a microbatch, which was cut along the first dimension."""
-    return next((leaf.shape[0] for leaf in serialization.leaves(inputs) if leaf.ndim), 0)

@@ -15,19 +15,8 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Selection
 
 
-def place_overrides(optimizer: Optimizer) -> None:
-    """Register overrides by place for this optimizer's parameters, where they stand now; before each step."""
-    manager = _manager(optimizer)
-    if manager is not None:
-        manager.index2config.clear()
-        manager.register_parameters(optimizer.param_groups)
-
-
 def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let copies of parameters be optimized as the parameters are; `pairs` are of a parameter and its copy.
-
-    The optimizer must still have the parameters themselves.
-    """
+    """Let copies be optimized as the parameters are, which the optimizer still has; `pairs` are of both."""
     manager = _manager(optimizer)
     if manager is not None:
         optimizer.check_overrides()  # type: ignore[attr-defined]  # only now are those that a module named found
@@ -45,12 +34,7 @@ def _manager(optimizer: Optimizer) -> Any:
 
 
 class StageOptimizer:
-    """The user's optimizer over the whole model, cut down to the parameters of one stage; None: nothing will train.
-
-    With `clip_value` each element of a gradient is clamped to that range. With `offload`, copies of the parameters on
-    the CPU are stepped, and state is there, too. With `apart`, other objects than the parameters are stepped, which
-    share their memory: a graph of autograd refuses its backward where a parameter itself was stepped since.
-    """
+    """The user's optimizer over the whole model, cut down to the parameters of one stage; None: nothing will train."""
 
     def __init__(
         self,
@@ -62,19 +46,17 @@ class StageOptimizer:
         apart: bool = False,
     ) -> None:
         self.torch_optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
-        self._own = dict(parameters)
-        copied = _on_cpu if offload else _beside
-        self._stepped = (
-            {name: copied(parameter) for name, parameter in parameters.items()} if offload or apart else self._own
-        )
+        self._own = self._stepped = dict(parameters)
+        # With `offload`, copies on the CPU are stepped, and state is there, too. With `apart`, other objects that share
+        # the parameters' memory: a graph of autograd refuses its backward where a parameter itself was stepped since.
+        if offload or apart:
+            self._stepped = {name: _copied(parameter, offload=offload) for name, parameter in parameters.items()}
         self._offloads = offload
-        self._clip_value = clip_value
+        self._clip_value = clip_value  # each element of a gradient is clamped to this range
         self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # by the optimizer itself
         if self._stepped is not self._own:
             copy_overrides(self.torch_optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
-        before = dict(
-            self.torch_optimizer.state
-        )  # some optimizers have state before their first step, of all parameters
+        before = dict(self.torch_optimizer.state)  # some have state before their first step, of all parameters
         self.torch_optimizer.state.clear()
         self.load_state({name: before[parameter] for name, parameter in self._own.items() if parameter in before})
 
@@ -86,9 +68,7 @@ class StageOptimizer:
             groups.append(copy.deepcopy(self.torch_optimizer.defaults))
         self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
         for index, group in enumerate(groups):  # empty groups stay: records address groups by place
-            group["params"] = [
-                parameter for name, parameter in self._stepped.items() if selection.groups.get(name) == index
-            ]
+            group["params"] = [own for name, own in self._stepped.items() if selection.groups.get(name) == index]
 
     def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of new hyperparameters that cannot replace those here, of the first group that has any."""
@@ -113,7 +93,9 @@ class StageOptimizer:
         for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
             set_hyperparameters(group, {**values, **written})
         before = [dict(group) for group in groups]
-        place_overrides(self.torch_optimizer)
+        if (manager := _manager(self.torch_optimizer)) is not None:  # overrides by place, where parameters stand now
+            manager.index2config.clear()
+            manager.register_parameters(groups)
         self.torch_optimizer.step()
         for group, old, written in zip(groups, before, self._written, strict=True):
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
@@ -139,20 +121,14 @@ class StageOptimizer:
         """The state of each parameter that has some, a tree of tensors and numbers. Shared memory, not copies."""
         found = self.torch_optimizer.state
         groups = zip(self.torch_optimizer.param_groups, self._written, strict=True)
-        written = {
-            id(parameter): {GROUP: dict(values)} for group, values in groups if values for parameter in group["params"]
-        }
-        both = {
-            name: {**found.get(parameter, {}), **written.get(id(parameter), {})}
-            for name, parameter in self._stepped.items()
-        }
+        written = {id(own): {GROUP: dict(values)} for group, values in groups if values for own in group["params"]}
+        both = {name: {**found.get(own, {}), **written.get(id(own), {})} for name, own in self._stepped.items()}
         return {name: state for name, state in both.items() if state or self._stepped[name] in found}
 
     def saved_state(self) -> dict[str, dict[str, Any]]:
         """The state as the optimizer itself saves it: some do not save all that they have."""
-        return as_saved(
-            self.torch_optimizer, {id(parameter): name for name, parameter in self._stepped.items()}, self.state()
-        )
+        names = {id(parameter): name for name, parameter in self._stepped.items()}
+        return as_saved(self.torch_optimizer, names, self.state())
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of this stage's parameters, to the bit; the state before is gone."""
@@ -188,13 +164,10 @@ def _is_written(key: str, value: object) -> bool:
     return key != "params" and isinstance(value, (int, float))
 
 
-def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
-
-
-def _beside(parameter: nn.Parameter) -> nn.Parameter:
-    # Not `detach`: what that gives shares the count of changes, too.
-    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+def _copied(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
+    # Beside the parameter not by `detach`: what that gives shares the count of changes, too.
+    data = parameter.detach().to("cpu", copy=True) if offload else parameter.data
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,7 @@ class PendingWork:
     def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start work that fulfils a ticket, unless it is under way, or its result is there."""
         if self._tickets.promise(name):
-            task = self._spawn(self._guarded(name, work))
-            self.tasks[name] = task
+            task = self.tasks[name] = self._spawn(self._guarded(name, work))
             self._begun.set()
             task.add_done_callback(partial(self._ended, name))
 
@@ -82,12 +81,9 @@ class PendingWork:
             raise
 
 
-_MAX_STEP_SHARE: Final = 0.5
-"""Averaging that takes a larger part of a step has no time to wait, and none waits longer."""
-_IDLE_STEP_SHARE: Final = 0.1
-"""If no call has come for such a part of a step, none comes."""
-_MAX_TIMEOUT_SHARE: Final = 0.25
-"""The part of the timeout of the peers that wait for this server's part."""
+_MAX_STEP_SHARE: Final = 0.5  # averaging that takes a larger part of a step has no time to wait, and none waits longer
+_IDLE_STEP_SHARE: Final = 0.1  # if no call has come for such a part of a step, none comes
+_MAX_TIMEOUT_SHARE: Final = 0.25  # of the timeout of the peers that wait for this server's part
 
 
 # All microbatches of a batch go forward before the first one goes back, so links are busiest then. Averaging that has
@@ -116,13 +112,8 @@ class IdleLinkWait:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(max_wait_s, _MAX_TIMEOUT_SHARE * self._timeout)):
-                await self._until_backward(_IDLE_STEP_SHARE * step_s)
-
-    async def _until_backward(self, idle_s: float) -> None:
-        """Return when a backward comes, or no call does."""
-        while not self._under_way.of("backward"):
-            forwards = self._under_way.of("forward")
-            if forwards:
-                await asyncio.wait(forwards)
-            elif not await self._under_way.begins(within_s=idle_s):
-                return
+                while not self._under_way.of("backward"):
+                    if forwards := self._under_way.of("forward"):
+                        await asyncio.wait(forwards)
+                    elif not await self._under_way.begins(within_s=_IDLE_STEP_SHARE * step_s):
+                        return

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Server:
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
         self.donor = Donor(context, self.steps)
-        self.joiner = Joiner(context, self.admission, model, self.steps)
+        self.joiner = Joiner(context, self.admission, self.steps)
         self.snapshots = Snapshots(context, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
         StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
@@ -81,6 +82,7 @@ class Server:
         run, device = self.membership.run, self.admission.model.device
         stages = run.manifest.stages
         around = next((index for index, stage in enumerate(stages) if stage.on_trainers), None)
+        parameters_around = stages[around].parameters if around is not None else []
         num_pipelined = sum(index != around for index in self.steps.stages)
         return ServerReport(
             lead=run.manifest.lead,
@@ -93,8 +95,8 @@ class Server:
             age_s=time.monotonic() - self.steps.began_s,
             num_samples=self.calls.num_samples // max(1, num_pipelined),
             queued=self._executor.queued,
-            held=_held(self.steps.sums.stages.values(), stages),
-            around_parameters=_num_parameters(stages[around]) if around is not None else 0,
+            held=[_held(stage, stages[i]) for i, stage in self.steps.sums.stages.items() if not stage.on_trainers],
+            around_parameters=sum(math.prod(shape) for _, shape, _ in parameters_around),
             machine=_describe_machine(device),
             peak_bytes=peak_bytes(device),
             newest=_newest(run.newest),
@@ -104,10 +106,7 @@ class Server:
     # ------------------------------------------------------------------ the next generation, and out
 
     async def step_out(self, *, keeps_snapshots: bool = False) -> None:
-        """Leave the run after a record without this server: nothing is left of it but a stage to join again with.
-
-        With `keeps_snapshots` the snapshots stay, too: this server will soon be back in the same run.
-        """
+        """Leave the run after a record without this server; keep a stage to join again with, and snapshots if told."""
         run = self.membership.run_or_none
         # This server is admitted to the next run when nothing is left of this one, nor a job on the compute thread.
         async with self.admission.transition:
@@ -119,7 +118,7 @@ class Server:
             self.calls.discard_results("g")
             stages = await self.steps.leave_run()
             self.donor.enter_generation()
-            if not keeps_snapshots:
+            if not keeps_snapshots:  # else it will soon be back in the same run
                 self.snapshots.discard()
             self.joiner.keep(stages, holders)
 
@@ -129,17 +128,14 @@ class Server:
         self.membership.trains_in = None  # its peers may end this one no more
         self.voter.void_promises()
 
-    def serve_with(self, model: PeerModel) -> None:
-        """Build stages of another copy of the model from now on. Not while there is a run."""
-        self.admission.model = self.joiner.model = model
-
     async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReleaseRequest)
         if self.membership.has_run:  # else the call comes twice
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
             await self.release()
-            self.admission.note_release(request)
+            self.admission.goes_on_at = request.first_step
+            self.admission.released.set()
         else:
             self.membership.check_released_by(caller)
         return b""
@@ -176,12 +172,7 @@ async def _awaited(done: asyncio.Future[Any]) -> None:
     await done
 
 
-def _held(stages: Iterable[Stage], manifests: Sequence[StageManifest]) -> list[HeldStage]:
-    """Report the stages that microbatches go through, and what a microbatch costs there."""
-    return [_held_stage(stage, manifests[stage.index]) for stage in stages if not stage.on_trainers]
-
-
-def _held_stage(stage: Stage, manifest: StageManifest) -> HeldStage:
+def _held(stage: Stage, manifest: StageManifest) -> HeldStage:
     parameters = stage.parameters.values()
     return HeldStage(
         index=stage.index,
@@ -201,14 +192,12 @@ def _newest(record: Record | None) -> StepReport | None:
     return StepReport(num_samples=record.closing.num_samples, num_batches=len(record.closing.batches))
 
 
-def _num_parameters(stage: StageManifest) -> int:
-    return sum(math.prod(shape) for _, shape, _ in stage.parameters)
-
-
 @cache
 def _describe_machine(device: torch.device) -> MachineReport:
     """Describe the machine around a device. Its memory counts in full, whoever uses it."""
-    host_bytes = _host_bytes()
+    host_bytes: int | None = None
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system says so
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
         return MachineReport(processor="accelerator", memory_bytes=memory_bytes, host_memory_bytes=host_bytes)
@@ -218,32 +207,20 @@ def _describe_machine(device: torch.device) -> MachineReport:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most of a device's memory that this process has held at once; None: it cannot be told.
-
-    On a GPU that is what torch had allocated there. On a CPU it is all of the process, Python and libraries included.
-    """
+    """Return the most of a device's memory that this process has held at once; None: it cannot be told."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _peak_resident_bytes() if device.type == "cpu" else None
-
-
-def describe_peak(device: torch.device) -> str:
-    """Say `peak_bytes` in a sentence, after a space; an empty text where it cannot be told."""
-    num_bytes = peak_bytes(device)
-    return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""
-
-
-def _peak_resident_bytes() -> int | None:
+    if device.type != "cpu":
+        return None
     try:
-        # Not by `getrusage`: there a child begins with what its parent held.
+        # All of the process. Not by `getrusage`: there a child begins with what its parent held.
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
     except OSError:  # not Linux
         return None
 
 
-def _host_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not every system says so
-        return None
+def describe_peak(device: torch.device) -> str:
+    """Say `peak_bytes` in a sentence, after a space; an empty text where it cannot be told."""
+    num_bytes = peak_bytes(device)
+    return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""

@@ -1,7 +1,4 @@
-"""One stage on one peer: its weights, its optimizer, and the gradients of the open steps.
-
-Everything here runs on the compute thread, one call at a time.
-"""
+"""One stage on one peer: its weights, its optimizer, and the gradients of the open steps; on the compute thread."""
 
 from __future__ import annotations
 
@@ -118,18 +115,22 @@ class WeightVersions:
             self._before[name], own.data = own.data, newest
         self.has_before = True
 
-    @contextlib.contextmanager
-    def before(self) -> Iterator[None]:
+    def before(self) -> contextlib.AbstractContextManager[None]:
         """Have the parameters hold the version before inside."""
-        before = self._before | self._elsewhere
-        newest = {name: self._own[name].data for name in before}
-        try:
-            for name, tensor in before.items():
-                self._own[name].data = tensor
-            yield
-        finally:
-            for name, tensor in newest.items():
-                self._own[name].data = tensor
+        return _holding(self._own, self._before | self._elsewhere)
+
+
+@contextlib.contextmanager
+def _holding(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have tensors hold other values inside, and their own again afterwards."""
+    before = {name: own[name].data for name in values}
+    try:
+        for name, value in values.items():
+            own[name].data = value
+        yield
+    finally:
+        for name, value in before.items():
+            own[name].data = value
 
 
 @dataclass
@@ -268,11 +269,9 @@ class Stage:
     ) -> None:
         """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
 
-        The record is decided, and of this stage's version. The mean gradient ``[elements of the trainable parameters]``
-        has the same bytes on every replica; `with_statistics` may have put statistics behind it. `touched` says for
-        each trainable parameter whether any microbatch gave it a gradient: optimizers pass over the others, on one
-        machine as here. `before` are the stages here that have applied the record: parameters that they hold, too, have
-        taken its step.
+        The mean gradient has `mean_length` elements, and the same bytes on every replica. `touched` says for each
+        trainable parameter whether any microbatch gave it a gradient: optimizers pass over the others, on one machine
+        as here. `before` are the stages here that have applied the record, so that what they share has taken its step.
         """
         if record.selection is not None:
             self.select(record.selection)
@@ -281,13 +280,14 @@ class Stage:
         if statistics is not None and bool(statistics.isfinite().all()):
             self.statistics.enter(statistics, record.step)
         applies = record.outcome == "apply"
-        stepped = {name: other for other in before for name in self.trainable_names if self._shares(name, other)}
+        own, names = self.parameters, self.trainable_names
+        stepped = {name: other for other in before for name in names if other.parameters.get(name) is own[name]}
         if self._versions is not None:
             elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
-            self._versions.turn(self.trainable_names if applies else (), elsewhere)
+            self._versions.turn(names if applies else (), elsewhere)
         sum_ = self.sum_of(record.step)
         if applies:
-            views = zip(self.trainable_names, sum_.views(mean_gradient), touched, strict=True)
+            views = zip(names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
             gradients.update(dict.fromkeys(stepped))
             self.optimizer.step(gradients, record.clip_factor, record.hyperparameters)
@@ -298,10 +298,6 @@ class Stage:
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
-
-    def _shares(self, name: str, other: Stage) -> bool:
-        """Tell whether a parameter is another stage's, too."""
-        return other.parameters.get(name) is self.parameters[name]
 
     def fingerprint(self) -> int:
         """The fingerprint of weights, buffers and optimizer state at this version."""
@@ -333,8 +329,7 @@ class Stage:
         if not self.statistics:
             return mean, None
         length = self.next_sum.like.numel()
-        gradient, statistics = mean.split([length, len(mean) - length])
-        return gradient, statistics.clone().view(torch.float64)
+        return mean[:length], mean[length:].clone().view(torch.float64)
 
     # ------------------------------------------------------------------ state
 
@@ -344,15 +339,11 @@ class Stage:
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Overwrite parameters and buffers. One of another name, shape or dtype is refused, and nothing changed."""
-        own = self._check_weights(weights)
-        for name, tensor in own.items():
+        for name, tensor in self._check_weights(weights).items():
             tensor.copy_(weights[name])
 
     def borrow(self, number: int, weights: dict[str, Tensor]) -> None:
-        """Keep weights that evaluations may mean by `number`; with no weights, drop those.
-
-        Weights of other names, shapes or dtypes are refused, and nothing is changed.
-        """
+        """Keep weights that evaluations may mean by `number`; with no weights, drop those."""
         if not weights:
             self.check_borrowed(number)
             self.generation.borrowed = None
@@ -362,8 +353,7 @@ class Stage:
 
     def check_borrowed(self, number: int) -> None:
         """Refuse a call that means other lent weights than those here."""
-        borrowed = self.generation.borrowed
-        here = borrowed[0] if borrowed is not None else 0
+        here = self.generation.borrowed[0] if self.generation.borrowed is not None else 0
         if number not in (0, here):
             raise ProtocolError(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
 
@@ -375,18 +365,11 @@ class Stage:
         if number == 0 or borrowed is None:
             yield
             return
-        own = self.module.named_stage_tensors()
-        before = {name: tensor.data for name, tensor in own.items()}
-        try:
-            for name, tensor in own.items():
-                tensor.data = borrowed[1][name]
+        with _holding(self.module.named_stage_tensors(), borrowed[1]):
             yield
-        finally:
-            for name, tensor in own.items():
-                tensor.data = before[name]
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this stage's own weights, if those given are alike in name, shape and dtype."""
+        """Return this stage's own weights; those given are refused unless alike in name, shape and dtype."""
         own = self.weights()
         if own.keys() != weights.keys():
             raise ProtocolError(f"stage {self.index} has the weights {sorted(own)}, got {sorted(weights)}")
@@ -401,8 +384,7 @@ class Stage:
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over optimizer state, as `optimizer` gave it, to the bit; that of another stage is refused."""
         unknown = sorted(state.keys() - self.parameters.keys())
-        if unknown or not all(
-            isinstance(values, dict) and isinstance(values.get(GROUP, {}), dict) for values in state.values()
-        ):
+        are_dicts = (isinstance(own, dict) and isinstance(own.get(GROUP, {}), dict) for own in state.values())
+        if unknown or not all(are_dicts):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
         self.optimizer.load_state(state)

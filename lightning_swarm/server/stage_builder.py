@@ -62,17 +62,12 @@ class PeerModel:
         return partition.build_stages(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
-        """Describe the stages for the manifest.
-
-        The rosters are of these stages, then of the one on the trainers, whether the model needs it or not.
-        """
+        """Describe the stages for the manifest; the last roster is of the stage on the trainers, needed or not."""
         return [
             StageManifest(
                 first_block=blocks.start,
                 end_block=blocks.stop,
-                parameters=[
-                    (parameter.name, list(parameter.shape), parameter.dtype) for parameter in stage.spec.parameters
-                ],
+                parameters=[(own.name, list(own.shape), own.dtype) for own in stage.spec.parameters],
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
@@ -81,10 +76,8 @@ class PeerModel:
         ]
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a run of another model with a `ConfigError` that names the first field that differs.
-
-        Boundary layers are the run's: they come and go with it.
-        """
+        """Refuse a run of another model with a `ConfigError` that names the first field that differs."""
+        # Boundary layers are the run's: they come and go with it.
         adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
@@ -96,7 +89,12 @@ class PeerModel:
         if kinds[0] != kinds[1]:
             raise _other_model(f"which of its stages are on the trainers is {kinds[0]} here and {kinds[1]} there")
         for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
-            _check_alike(index, own, theirs)
+            if own.statistics != theirs.statistics:
+                numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
+                raise _other_model(f"the batch norms of stage {index} keep {numbers}")
+            if own.parameters != theirs.parameters:
+                here, there = ({(name, tuple(s), dtype) for name, s, dtype in one.parameters} for one in (own, theirs))
+                raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
@@ -109,7 +107,7 @@ class PeerModel:
             self._free_all_but(modules, served)
             # Freed for an earlier run, or never made. Their values come with the run.
             built = [module for module in modules if module.spec.index in served]
-            self._fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
+            self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
@@ -117,10 +115,6 @@ class PeerModel:
         """Free the memory of the stages that are not served any more. On the compute thread."""
         if not self._keep:
             self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
-
-    def make_whole(self) -> None:
-        """Give all freed tensors memory again: their values come from a checkpoint."""
-        self._fill(None)
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
@@ -158,23 +152,21 @@ class PeerModel:
 
     def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
-        own: set[int] = set()
-        others: set[int] = set()
-        for stage in stages:
-            ids = own if stage.spec.index in served else others
-            ids.update(id(parameter) for _, parameter in stage.named_stage_parameters())
-        foreign = others - own
-        replaced: dict[int, nn.Parameter] = {}
+        parameters = {stage.spec.index: dict(stage.named_stage_parameters()).values() for stage in stages}
+        own = {id(parameter) for index in served for parameter in parameters[index]}
+        foreign = {id(parameter): parameter for others in parameters.values() for parameter in others}
+        freed = {
+            key: nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            for key, parameter in foreign.items()
+            if key not in own
+        }
         for module in self._module.modules():
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and id(parameter) in foreign:
-                    if id(parameter) not in replaced:
-                        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                        replaced[id(parameter)] = meta
-                    module._parameters[name] = replaced[id(parameter)]
+                if id(parameter) in freed:
+                    module._parameters[name] = freed[id(parameter)]
 
-    def _fill(self, ids: Collection[int] | None) -> None:
-        """Give memory to the tensors on meta that have these ids; None: to all."""
+    def fill(self, ids: Collection[int] | None = None) -> None:
+        """Give memory to the tensors on meta that have these ids, or to all; their values are still to come."""
         replaced: dict[int, Tensor] = {}
 
         def real(tensor: Tensor) -> Tensor:
@@ -207,16 +199,3 @@ def _other_model(difference: str) -> ConfigError:
         f"every peer must build the model of the run; {difference}. "
         "Start all peers with the same script, versions and settings."
     )
-
-
-def _check_alike(index: int, own: StageManifest, theirs: StageManifest) -> None:
-    if own.statistics != theirs.statistics:
-        numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
-        raise _other_model(f"the batch norms of stage {index} keep {numbers}")
-    if own.parameters != theirs.parameters:
-        differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
-        raise _other_model(f"stage {index} differs in {differing[:5]}")
-
-
-def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, tuple(shape), dtype) for name, shape, dtype in stage.parameters]

@@ -158,7 +158,7 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
 
     def put_back(served: PeerModel) -> None:
         if not on_meta:
-            served.make_whole()
+            served.fill()
         for child, training in modes:
             child.training = training
         for name, parameter in module.named_parameters():

@@ -374,7 +374,7 @@ class FaultySwarm(Swarm):
         def applied(record: Record, gradients: dict[int, Tensor]) -> None:
             self.books.note(record)
             self.num_late += any(step > record.step for step, _ in self.books.sent)
-            rosters = server.admission.run.rosters
+            rosters = server.membership.run.rosters
             assert self.books.rosters.setdefault(record.step, rosters) == rosters, "who is in follows from the records"
             steps.append(record.step)
             apply(record, gradients)

@@ -65,7 +65,7 @@ def test_2_deciding_takes_a_majority_and_membership_changes_only_by_records() ->
     def look(_: MessagePoint) -> None:
         for swarm in swarms:
             for name in swarm.servers:
-                run = swarm.servers[name].admission.run
+                run = swarm.servers[name].membership.run
                 assert seen.setdefault(run.version, run.rosters) == run.rosters
 
     with trained(plan, look=look, made=swarms.append) as swarm:

@@ -325,7 +325,7 @@ def assert_same_rates(make: Callable[[], Any], folder: Path, *, num_restarts: in
     assert swarm.results["lr"] == approx(plain.results["lr"])
     assert swarm.results["loss"] == approx(plain.results["loss"])
     assert both.swarm.learning_rates == approx(both.plain.learning_rates)
-    assert {server.admission.run.manifest.generation for server in both.swarm.strategy.servers} == {num_restarts}
+    assert {server.membership.run.manifest.generation for server in both.swarm.strategy.servers} == {num_restarts}
     return both.plain.learning_rates, plain
 
 

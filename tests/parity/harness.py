@@ -345,7 +345,7 @@ def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
     """All replicas of a stage hold the same bits, optimizer state included."""
     by_stage: dict[int, set[int]] = {}
     for peer in _remaining(strategy):
-        if peer.server is not None and peer.server.admission.is_member:
+        if peer.server is not None and peer.server.membership.is_member:
             for index in peer.server.steps.stages:
                 by_stage.setdefault(index, set()).add(peer.server.steps.stage(index).fingerprint())
     assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
@@ -365,7 +365,7 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
     held = [
         (server, index)
         for server in strategy.servers
-        if server.admission.is_member
+        if server.membership.is_member
         for index in server.steps.stages
         if index < num_stages
     ]

@@ -162,7 +162,7 @@ class Swarm:
             for peer, one in servers.items()
             if peer != lead
         }
-        return choose_standby_lead(held, list(held), len(servers[lead].admission.run.rosters)) is not None
+        return choose_standby_lead(held, list(held), len(servers[lead].membership.run.rosters)) is not None
 
     def waited_for(self, reached: Callable[[], bool], *, within_s: float) -> bool:
         """On a peer's thread: let the others go on until they come there, if they do."""

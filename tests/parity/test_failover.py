@@ -45,7 +45,7 @@ def test_the_lead_dies_in_the_middle_of_an_epoch(at: int) -> None:
     assert_same(swarm)
 
 
-def test_the_heir_dies_too() -> None:
+def test_the_standby_dies_too() -> None:
     swarm = Swarm(2, 2, make_digits, {3: "lead", 6: "standby-0"}, options={"max_steps": STEPS}).fit()
     assert swarm.leads == ["lead", "standby-0", "standby-1"]
     assert swarm.trainers["standby-1"].global_step == STEPS
@@ -107,7 +107,7 @@ class Returning(L.Callback):
             return False
         coordinator = own.server.admission.leadership.coordinator
         waiting = {} if coordinator is None else coordinator.generation.server_membership._waiting
-        return again.server.admission.is_member or any(one.ready for one in waiting.values())
+        return again.server.membership.is_member or any(one.ready for one in waiting.values())
 
 
 def test_the_leads_program_started_again_serves_and_may_lead_once_more() -> None:

@@ -62,7 +62,7 @@ class Joining(L.Callback):
                 self.joiners.append(strategy.join(self.module))
                 if noted is not None:
                     noted(self.joiners[-1])
-        while len(self.entered_at) < sum(joiner.admission.is_member for joiner in self.joiners):
+        while len(self.entered_at) < sum(joiner.membership.is_member for joiner in self.joiners):
             self.entered_at.append(trainer.global_step)
 
 

@@ -153,9 +153,9 @@ def standby_of(seen: Seen) -> tuple[Peer, int] | None:
             host="", snapshots=one.server.snapshots.store.held, loops=one.server.snapshots.loops.versions
         )
         for peer, one in servers.items()
-        if one is not lead and one.server is not None and one.server.admission.is_member
+        if one is not lead and one.server is not None and one.server.membership.is_member
     }
-    run = lead.server.admission.run
+    run = lead.server.membership.run
     chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
     return None if chosen is None else (servers[chosen[0]], chosen[1])
 
@@ -365,14 +365,14 @@ def test_it_validates_saves_and_decides_from_there_on(alone: Seen, tmp_path: Pat
     assert names[0] == names[1]
 
 
-def test_the_heir_dies_too(alone: Seen) -> None:
+def test_the_standby_dies_too(alone: Seen) -> None:
     seen = run(4, {4: "in a batch", 9: "between batches"})
     assert len(seen.killed) == 2
     assert len(seen.went_back) == 2
     assert_right(seen, alone, gone=dead(seen))
 
 
-def test_the_lead_and_its_heir_die_at_once(alone: Seen) -> None:
+def test_the_lead_and_its_standby_die_at_once(alone: Seen) -> None:
     class Both(Several):
         @override
         def at(self, place: str) -> None:
@@ -414,7 +414,7 @@ def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1] == 7
 
 
-def test_an_heir_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has released the others, who wait for the run that it would begin."""
     begin = startup.start_as_lead
 
@@ -432,7 +432,7 @@ def test_an_heir_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytes
     assert "which was to go on with the run, has not answered for 0.5 s" in str(seen.errors[left])
 
 
-def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends the run of nobody else."""
     unpack, tried = loop_transfer.unpack, []
 
@@ -453,7 +453,7 @@ def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: p
 def is_member(seen: Seen, name: str) -> bool:
     """Whether a peer's server is in the run."""
     peer = next((one for one in seen.peers if one.transport.peer_id == name), None)
-    return peer is not None and peer.server is not None and peer.server.admission.is_member
+    return peer is not None and peer.server is not None and peer.server.membership.is_member
 
 
 def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(

@@ -170,7 +170,7 @@ def test_who_begins_alone_gives_stages_up_to_those_who_come() -> None:
     assert timeline.rate(5) > 2.5 * timeline.rate_between(0, 2)
     first = run.strategy.servers[0]
     assert first.steps.stages == (2,)
-    assert first.admission.is_member
+    assert first.membership.is_member
     assert run.rerouted["replay"] == 0
 
 

@@ -125,13 +125,13 @@ def plain(make: Callable[[], L.LightningModule] = make_digits, data: Any = None,
 
 def stages_of(fit: Fit) -> dict[str, tuple[int, ...]]:
     """What the servers of the last run held at its end."""
-    members = [server for server in fit.strategy.servers if server.admission.is_member]
-    generation = max(server.admission.run.manifest.generation for server in members)
+    members = [server for server in fit.strategy.servers if server.membership.is_member]
+    generation = max(server.membership.run.manifest.generation for server in members)
     assert generation > 0
     return {
         str(server.membership.me.peer_id): server.steps.stages
         for server in members
-        if server.admission.run.manifest.generation == generation
+        if server.membership.run.manifest.generation == generation
     }
 
 

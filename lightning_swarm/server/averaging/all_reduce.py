@@ -1,8 +1,6 @@
 """A butterfly all-reduce over tickets: each peer reduces one part and hands the same bytes to all.
 
-The roster is known, so there is no matchmaking. A round is complete or it raises: there are no partial results. The
-sums are only read; the mean goes into memory of its own. Parts may travel encoded, once each way: a peer decodes what
-it reduced itself, too, so that all have the same bits.
+A round is complete or it raises: there are no partial results. The sums are only read; the mean has its own memory.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +25,9 @@ from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.serialization import Encoded
 from lightning_swarm.protocol.tickets import TicketStore
 
+# Elements whose squares torch adds up at once: so few that it does so in one thread, so in one order; and that its copy
+# of them in float64 is no memory that Linux has to clear first.
 _BLOCK: Final = 1 << 14
-"""Elements whose squares torch adds up at once.
-
-So few that it does so in one thread, so in one order; and that its copy of them in float64 is no memory that Linux has
-to clear first.
-"""
 
 
 def squared_norm(vector: Tensor) -> float:
@@ -46,7 +41,14 @@ def squared_norm(vector: Tensor) -> float:
         return math.inf
 
 
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+_T = TypeVar("_T")
+
+
+class Compute(Protocol):
+    """Runs long work elsewhere than on the loop."""
+
+    def __call__(self, run: Callable[[], _T], /) -> Awaitable[_T]:
+        """Return what `run` returns."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,16 @@ class GroupParts:
     """Encodes and decodes the parts of one averaging round, on the compute thread."""
 
     codec: Codec | None  # None: parts travel as they are
-    compute: Compute | None  # runs long work elsewhere than on the loop; not needed without a codec
+    compute: Compute | None  # not needed without a codec
 
     async def to_message(self, part: Tensor) -> Message:
         """Encode a part for its way."""
         if self.codec is None or self.compute is None:
             return to_message(part)
-        codec = self.codec
-        message: Message = await self.compute(lambda: to_message(encoded(part, codec)))
-        return message
+        return await self.compute(lambda: to_message(encoded(part, self.codec)))
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
-        """Decode a part that has travelled, to the same bits at each peer that gets the message.
-
-        `like` has the part's dtype and the device where it is wanted. A part of another length or dtype raises a
-        `ProtocolError`.
-        """
+        """Decode a part of this length, and the dtype of `like`, to its device: the same bits at each peer."""
         tree: Any = from_message(message)[0]
         found = tree.spec if isinstance(tree, Encoded) else spec_of(tree) if isinstance(tree, Tensor) else None
         if found is None or parse_spec(found) != (like.dtype, (length,)):
@@ -83,12 +79,8 @@ class GroupParts:
 
 AS_THEY_ARE: Final = GroupParts(None, None)
 
-
-_T = TypeVar("_T")
-
 _MEANS: Final = BufferPool(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
-_SLICE: Final = 1 << 20
-"""Elements that are added before anything else may happen on the loop: a millisecond's work."""
+_SLICE: Final = 1 << 20  # elements added before anything else may happen on the loop: a millisecond's work
 
 
 class AveragingFailed(PeerError):
@@ -131,11 +123,10 @@ async def average(
     parts: GroupParts = AS_THEY_ARE,
     carried: Tensor | None = None,
 ) -> GroupMean:
-    """Sum `vector` over the roster, in roster order, and divide once by `total_weight`, of all peers together.
+    """Sum `vector` ``[n]`` over the roster, in its order, and divide once by `total_weight`, of all peers together.
 
-    The vector ``[n]`` is this peer's weighted sum, which must not change until the round's record is applied; `place`
-    is its index in the roster. `carried` ``[n]`` is what an earlier round lost: it is added to this one, and what this
-    one loses is found; None: neither. If this raises anything, like `AveragingFailed`, this peer has to `refuse`.
+    The vector must not change until the round's record is applied; `place` is this peer's in the roster. `carried`
+    ``[n]`` is what an earlier round lost: it is added, and what this one loses is found. If it raises, call `refuse`.
     """
     roster = group.roster
     bounds = group.bounds(len(vector))
@@ -160,7 +151,7 @@ async def average(
     if carried is not None:
         reduced += carried[bounds[place]]
     received = await _send(group, f"reduced{place}", reduced, parts, None if lost is None else lost[bounds[place]])
-    if received is not reduced:
+    if received is not reduced:  # encoded: all peers decode it, this one, too, so that they have the same bits
         reduced.copy_(received)
         norm = squared_norm(reduced)
 
@@ -184,19 +175,12 @@ async def _send(group: Group, name: str, part: Tensor, parts: GroupParts, lost: 
 async def taken(
     group: Group, place: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
 ) -> Tensor:
-    """Fetch what another peer of the group has to give in a round; `AveragingFailed` if it does not come.
-
-    `like` has its dtype and the device where it is wanted.
-    """
-
-    async def read(message: Message) -> Tensor:
-        return await parts.from_message(message, like=like, length=length)
-
-    return await fetched(group, place, name, read)
+    """Fetch a part, of the dtype and to the device of `like`; see `fetched`."""
+    return await fetched(group, place, name, lambda message: parts.from_message(message, like=like, length=length))
 
 
 async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
-    """Fetch what `taken` does, read by `read`."""
+    """Fetch and `read` what another peer of the group has to give in a round; `AveragingFailed` if it does not come."""
     peer = group.roster[place]
     ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
     try:
@@ -209,10 +193,7 @@ async def fetched(group: Group, place: int, name: str, read: Callable[[Message],
 
 
 def refuse(group: Group, place: int, reason: str) -> None:
-    """Give nothing more in a round, so that no peer waits for this one, or takes it for gone.
-
-    What it has given stays.
-    """
+    """Give nothing more in a round, so that no peer waits for this one, or takes it for gone; what it gave stays."""
     withhold(group, [f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
 
 

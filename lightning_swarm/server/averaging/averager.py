@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.server.averaging import all_reduce
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, GroupParts, squared_norm
+from lightning_swarm.server.averaging.all_reduce import AS_THEY_ARE, Compute, Group, GroupParts, squared_norm
 from lightning_swarm.server.averaging.powersgd import LowRank
 
 
@@ -37,43 +37,21 @@ class AveragingResult(NamedTuple):
 class Averager(ABC):
     """Averages vectors within a group. Where a peer is alone nothing travels, and nothing is lost."""
 
+    @abstractmethod
     async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
-        """Sum all peers' vectors, and what they carried, and divide once by the total weight.
-
-        See `all_reduce.average`, also for what must follow when it raises.
-        """
-        if len(group.roster) > 1:
-            return await self._average(vector, total_weight, group, place, carried)
-        return await self._alone(vector, total_weight, group, carried)
+        """Sum all peers' vectors, and what they carried, and divide once by the weight; see `all_reduce.average`."""
 
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """The mean of a round without this peer, and what the peer carries to its first round.
-
-        `like` ``[n]`` has the dtype and the device of the members' sums.
-        """
-        if len(group.roster) > 1:
-            return await self._collect(like, group)
-        return await Averager._collect(self, like, group)
-
-    async def _alone(
-        self, vector: Tensor, total_weight: float, group: Group, carried: AveragingState
-    ) -> AveragingResult:
-        """Average in a group of one."""
-        own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
-        found = await all_reduce.average(own, total_weight, group, 0)
-        return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None))
-
-    @abstractmethod
-    async def _average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
-    ) -> AveragingResult:
-        """Average in a group of several."""
-
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """Collect from a group of several."""
+        """The mean of a round without this peer, and what it carries to its first round; `like` as the sums ``[n]``."""
         return await all_reduce.collect(like, group), AveragingState()
+
+
+async def _average_alone(vector: Tensor, total_weight: float, group: Group, carried: AveragingState) -> AveragingResult:
+    own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
+    found = await all_reduce.average(own, total_weight, group, 0)
+    return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None))
 
 
 @dataclass(frozen=True)
@@ -84,36 +62,37 @@ class Butterfly(Averager):
     error_feedback: bool  # carry what the codec loses
 
     @override
-    async def _average(
+    async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
+        if len(group.roster) == 1:
+            return await _average_alone(vector, total_weight, group, carried)
         lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
         found = await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
         return AveragingResult(found.mean, found.squared_norm, AveragingState(found.lost))
 
     @override
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        return await all_reduce.collect(like, group, parts=self.parts), AveragingState()
+    async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
+        parts = self.parts if len(group.roster) > 1 else AS_THEY_ARE
+        return await all_reduce.collect(like, group, parts=parts), AveragingState()
 
 
+# A peer carries what the product lacks of its own gradients, not of their mean: nothing more has to travel for that,
+# and of a peer that dies no more is lost than it held.
 @dataclass(frozen=True)
 class PowerSGD(Averager):
-    """Averages thin matrices in two rounds: the left ones, then the right ones for the mean of the left ones.
-
-    A peer carries what the product lacks of its own gradients, not of their mean: nothing more has to travel for that,
-    and of a peer that dies no more is lost than it held.
-
-    Source: Vogels, Karimireddy, Jaggi: PowerSGD, arXiv:1905.13727, algorithm 2.
-    """
+    """Averages thin matrices in two rounds: the left ones, then the right ones (arXiv:1905.13727, algorithm 2)."""
 
     low_rank: LowRank
     error_feedback: bool  # carry what the products lack
-    compute: Compute  # runs long work elsewhere than on the loop
+    compute: Compute
 
     @override
-    async def _average(
+    async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
+        if len(group.roster) == 1:
+            return await _average_alone(vector, total_weight, group, carried)
         low_rank, left_group, right_group = self.low_rank, *_both(group)
         before = low_rank.initial_basis(vector) if carried.basis is None else carried.basis
 
@@ -137,11 +116,12 @@ class PowerSGD(Averager):
             lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
             return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, before)))
 
-        averaged: AveragingResult = await self.compute(end)
-        return averaged
+        return await self.compute(end)
 
     @override
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
+    async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
+        if len(group.roster) == 1:
+            return await super().collect(like, group)
         low_rank, left_group, right_group = self.low_rank, *_both(group)
         left_mean = await all_reduce.collect(like.new_empty(low_rank.left_length), left_group)
         right_mean = await all_reduce.collect(like.new_empty(low_rank.right_length), right_group)
@@ -150,8 +130,7 @@ class PowerSGD(Averager):
             mean = low_rank.product(low_rank.orthonormal(left_mean), right_mean)
             return mean, AveragingState(basis=low_rank.basis(right_mean, low_rank.initial_basis(like)))
 
-        found: tuple[Tensor, AveragingState] = await self.compute(end)
-        return found
+        return await self.compute(end)
 
 
 def refuse(group: Group, place: int, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -21,13 +22,11 @@ from lightning_swarm.server.averaging.averager import Averager, AveragingResult,
 FINE: Final = 2.0**-56
 COARSE: Final = 2.0**-14
 
-LIMIT: Final = 2.0**28
-"""Bound of one added number: 2**42 coarse units; what is left below one of them is 2**41 fine ones."""
-
+LIMIT: Final = 2.0**28  # of one added number: 2**42 coarse units; what is left below one of them is 2**41 fine ones
 MAX_ADDED: Final = 1 << 20
 
-_FIXED_POINT_SLICE: Final = 1 << 17
-"""Elements that are added at once: the intermediate values take several times their memory."""
+_FIXED_POINT_SLICE: Final = 1 << 17  # elements added at once: intermediate values take several times their memory
+_SLICE: Final = 1 << 18  # elements added before anything else may happen on the loop
 
 
 # Whole numbers may be added in any order, floats may not. Each element of a sum has two of 64 bits, one of coarse units
@@ -75,29 +74,15 @@ def quotient(sums: Tensor, divisor: float) -> Tensor:
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(divisor)
 
 
-_SLICE: Final = 1 << 18
-"""Elements that are added before anything else may happen on the loop."""
-
-
 @dataclass(frozen=True)
 class DeterministicAverager(Averager):
-    """Averages sums as whole numbers, and sends means as floats.
-
-    The first peer of a roster returns the squared norm of all parts, and the others return 0: norms of parts, added up,
-    depend on how many there are.
-    """
+    """Averages sums as whole numbers, and sends means as floats."""
 
     like: Tensor  # ``[n]``, of the dtype and on the device of the mean
-    compute: Compute  # runs long work elsewhere than on the loop
+    compute: Compute
 
     @override
-    async def _alone(
-        self, vector: Tensor, total_weight: float, group: Group, carried: AveragingState
-    ) -> AveragingResult:
-        return await self._average(vector, total_weight, group, 0, carried)
-
-    @override
-    async def _average(
+    async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
         bounds, counts = group.bounds(len(self.like)), vector[:, -1]
@@ -106,10 +91,7 @@ class DeterministicAverager(Averager):
             coarse, fine = vector[:, bounds[i]]
             group.tickets.offer(f"{group.prefix}/part{i}", to_message((coarse, fine, counts)))
         own = vector[:, bounds[place]]
-
-        async def read(message: Message) -> tuple[Tensor, Tensor, Tensor]:
-            return _read(message, own.shape[1])
-
+        read = partial(_read, length=own.shape[1])
         found = await gather(fetched(group, i, f"part{place}", read) for i in others)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
@@ -120,7 +102,8 @@ class DeterministicAverager(Averager):
         )
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
-        norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
+        # With the first of the roster: norms of parts, added up, depend on how many there are.
+        norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState())
 
 
@@ -141,7 +124,7 @@ async def _reduce(
         await asyncio.sleep(0)  # let the loop answer other peers meanwhile
 
 
-def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
+async def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
     tree = from_message(message)[0]
     parts = [part for part in tree if isinstance(part, Tensor)] if isinstance(tree, tuple) else []
     found = [(part.dtype, tuple(part.shape)) for part in parts]

@@ -1,10 +1,8 @@
-"""A gradient's matrices as products of two thin ones, which PowerSGD sends, and what becomes of them.
+"""A gradient's matrices as products of two thin ones, which PowerSGD (arXiv:1905.13727) sends.
 
-The vectors are flat: parameters one after another. A parameter of more than one dimension is a matrix of as many rows
-as its first dimension has, ``[rows, columns]``, written as ``left @ right.T`` with ``left`` ``[rows, rank]``, whose
-columns are orthonormal, and ``right`` ``[columns, rank]``. Vectors, and matrices too small for it to pay, stay whole.
-
-Source: Vogels, Karimireddy, Jaggi: PowerSGD, arXiv:1905.13727.
+Vectors are flat: parameters one after another. A parameter of more than one dimension is a matrix ``[rows, columns]``
+of as many rows as its first dimension has, written as ``left @ right.T`` with ``left`` ``[rows, rank]``, whose columns
+are orthonormal, and ``right`` ``[columns, rank]``. Vectors, and matrices too small for it to pay, stay whole.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from typing import Final
 import torch
 from torch import Size, Tensor
 
-_ROUNDING: Final = 1e-24
-"""Part of a squared norm; float64 rounds to about a millionth of it."""
+_ROUNDING: Final = 1e-24  # part of a squared norm; float64 rounds to about a millionth of it
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,7 @@ class _Matrix:
 
 
 class LowRank:
-    """Cuts the gradients of a stage into thin matrices.
-
-    Two vectors travel: ``[left_length]``, all that stays whole and then every matrix times its basis; then
-    ``[right_length]``, every matrix, transposed, times the orthonormal columns that come of the first one's mean.
-    """
+    """Cuts the gradients of a stage into thin matrices, which travel as two vectors: `left`, then `right`."""
 
     def __init__(self, shapes: Sequence[Size], rank: int) -> None:
         self.rank = rank
@@ -56,9 +49,8 @@ class LowRank:
             else:
                 self._whole.append(place)
         self.length = begin
-        self.num_whole = sum(place.stop - place.start for place in self._whole)
         self._matrices: list[_Matrix] = []
-        self.left_length, self.right_length = self.num_whole, 0
+        self.left_length, self.right_length = sum(place.stop - place.start for place in self._whole), 0
         for place, rows, columns in matrices:
             left = slice(self.left_length, self.left_length + rows * rank)
             right = slice(self.right_length, self.right_length + columns * rank)
@@ -72,9 +64,9 @@ class LowRank:
         return basis.to(like.device, like.dtype)
 
     def left(self, vector: Tensor, basis: Tensor) -> Tensor:
-        """The first vector that travels for gradients ``[length]``: ``[left_length]``.
+        """The first vector that travels for gradients ``[length]``: what stays whole, then matrices times their basis.
 
-        Peers need not have the same basis ``[right_length]``, but lose less if they do.
+        It is ``[left_length]``. Peers need not have the same basis ``[right_length]``, but lose less if they do.
         """
         found = vector.new_empty(self.left_length)
         for place, part in self._parts(found):
@@ -91,22 +83,20 @@ class LowRank:
         return found
 
     def right(self, vector: Tensor, left: Tensor) -> Tensor:
-        """The second vector that travels, ``[right_length]``, by the orthonormal `left`."""
+        """The second vector that travels, ``[right_length]``: transposed matrices times the orthonormal `left`."""
         found = vector.new_empty(self.right_length)
         for matrix in self._matrices:
             torch.mm(matrix.of(vector).T, self._thin(left[matrix.left]), out=self._thin(found[matrix.right]))
         return found
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """The gradients that both vectors stand for, ``[length]``: the same bits from the same bits, on every device.
-
-        Products are added one after another, element by element; a matrix product's order is its device's choice.
-        """
+        """The gradients that both vectors stand for, ``[length]``: the same bits from the same, on every device."""
         found = left.new_empty(self.length)
         for place, part in self._parts(left):
             found[place] = part
         for matrix in self._matrices:
             target, lefts, rights = matrix.of(found), self._thin(left[matrix.left]), self._thin(right[matrix.right])
+            # One product after another, element by element: a matrix product's order is its device's choice.
             torch.mul(lefts[:, 0, None], rights[None, :, 0], out=target)
             for k in range(1, self.rank):
                 target += lefts[:, k, None] * rights[None, :, k]
@@ -120,15 +110,13 @@ class LowRank:
         return found
 
     def basis(self, right: Tensor, before: Tensor) -> Tensor:
-        """A basis for the next step, ``[right_length]``: the directions of this step's mean, which change slowly.
-
-        Columns stay as in the basis before where the mean has none: a gradient of zeros has no direction.
-        """
+        """A basis for the next step, ``[right_length]``: the directions of this step's mean, which change slowly."""
         found = before.clone()
         for matrix in self._matrices:
             rights = self._thin(right[matrix.right])
             norms = torch.linalg.vector_norm(rights, dim=0)
             usable = (norms > 0.0) & (norms < math.inf)
+            # Other columns stay as they were: a gradient of zeros has no direction.
             self._thin(found[matrix.right])[:, usable] = (rights / norms)[:, usable]
         return found
 
@@ -145,10 +133,8 @@ class LowRank:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of ``[rows, rank]`` do; one that adds nothing becomes zeros.
-
-    By Gram-Schmidt, twice, in float64, of operations that round alike everywhere: NaN and infinity become NaN.
-    """
+    """Orthonormal columns that span what those of ``[rows, rank]`` do; one that adds nothing becomes zeros."""
+    # By Gram-Schmidt, twice, in float64, of operations that round alike everywhere: NaN and infinity become NaN.
     done: list[Tensor] = []
     largest = columns.abs().amax(dim=0)
     scaled = columns.to(torch.float64) / torch.where(largest == 0.0, 1.0, largest)

@@ -1,8 +1,4 @@
-"""Sums the gradients of parameters that several stages hold over these stages, at a round's end.
-
-The mean of a stage is the same on all of its replicas, so each other stage asks one of them for its share. Shares are
-added in the order of the stages, so all have the same bits.
-"""
+"""Sums the gradients of parameters that several stages hold over these stages, at a round's end."""
 
 from __future__ import annotations
 
@@ -21,12 +17,9 @@ from lightning_swarm.server.averaging.all_reduce import Compute, Group, squared_
 from lightning_swarm.server.averaging.averager import AveragingResult
 
 _SHARE: Final = "tied"
+_PATIENCE: Final = 2.0  # timeout in exchanges: the other stage may be in the middle of its own two
 
-_PATIENCE: Final = 2.0
-"""Timeout in exchanges: the other stage may be in the middle of its own two."""
-
-Shares: TypeAlias = dict[int, dict[str, Tensor]]
-"""By stage, its gradients of each parameter that other stages hold, too."""
+Shares: TypeAlias = dict[int, dict[str, Tensor]]  # by stage, its gradients of each parameter that others hold, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +29,13 @@ class TiedMeans:
     ties: TiedTensors
     trained: Collection[str]  # names of the parameters that train in the step
     group: Callable[[int], Group]  # the peers that average a stage
-    compute: Compute  # runs long work elsewhere than on the loop
+    compute: Compute
     exact: bool = False  # the norm must not depend on the number of parts: the first of a roster has all of it
 
     async def averaged(
         self, found: Mapping[int, AveragingResult], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
-        """Add the other stages' shares to the means of a replica's stages; `places` has its index in each roster.
-
-        The means in `found` stay as they are: they may still be on their way. `AveragingFailed` if a share does not
-        come.
-        """
+        """Add the other stages' shares to the means of a replica's stages; `places` has its index in each roster."""
         own = self._shares({index: result.mean for index, result in found.items()})
         for index, share in own.items():
             group = self.group(index)
@@ -57,25 +46,19 @@ class TiedMeans:
             ended = dict(found)
             for index in own:
                 mean = self._added_up(index, found[index].mean, shares)
-                norm = self._whole_norm if self.exact else self._squared_norm
-                ended[index] = found[index]._replace(mean=mean, squared_norm=norm(index, mean, places[index]))
+                norm = self._squared_norm(index, mean, places[index])
+                ended[index] = found[index]._replace(mean=mean, squared_norm=norm)
             return ended
 
-        result: dict[int, AveragingResult] = await self.compute(end)
-        return result
+        return await self.compute(end)
 
     async def collected(self, index: int, mean: Tensor, asked: int) -> Tensor:
-        """Add the other stages' shares to a stage's mean, for a peer without a part in the round.
-
-        `asked` is the place of the replica that is asked for another stage's share. `AveragingFailed` if one does not
-        come.
-        """
+        """Add the other stages' shares, as replica `asked` has them, to a mean for a peer without part in the round."""
         own = self._shares({index: mean})
         if not own:
             return mean
         shares = await self._with_others(own, asked)
-        total: Tensor = await self.compute(lambda: self._added_up(index, mean, shares))
-        return total
+        return await self.compute(lambda: self._added_up(index, mean, shares))
 
     def refuse(self, indices: Collection[int], reason: str) -> None:
         """Give no share of these stages, unless it was given by now."""
@@ -83,15 +66,15 @@ class TiedMeans:
             withhold(self.group(index), [_SHARE], reason)
 
     def _shares(self, means: Mapping[int, Tensor]) -> Shares:
-        found = {}
-        for index, mean in means.items():
-            places = self.ties.places(index, self.trained)
-            if places:
-                found[index] = {name: mean[place] for name, place in places.items()}
-        return found
+        places = {index: self.ties.places(index, self.trained) for index in means}
+        return {i: {name: means[i][place] for name, place in own.items()} for i, own in places.items() if own}
 
     async def _with_others(self, own: Shares, asked: int) -> Shares:
-        """The shares of all stages that have parameters in common with these, in the order of the stages."""
+        """The shares of all stages that have parameters in common with these, in the order of the stages.
+
+        The mean of a stage is the same on all of its replicas, so one of them is asked, with `AveragingFailed` if its
+        share does not come. All add in the same order, so they have the same bits.
+        """
         partners = {partner for index in own for partner in self.ties.partners(index, self.trained)}
         others = sorted(partners - own.keys())
         like = next((tensor for share in own.values() for tensor in share.values()), torch.empty(0))
@@ -106,7 +89,7 @@ class TiedMeans:
         return dict(zip(sizes, share.to(like.device).split(list(sizes.values())), strict=True))
 
     def _added_up(self, index: int, mean: Tensor, shares: Shares) -> Tensor:
-        total = mean.clone()
+        total = mean.clone()  # the mean itself may still be on its way
         for name, place in self.ties.places(index, self.trained).items():
             total[place] = 0.0
             for share in shares.values():
@@ -114,18 +97,14 @@ class TiedMeans:
                     total[place] += share[name]
         return total
 
-    def _whole_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of the parameters that count with this stage; with the first of its roster."""
-        if place != 0:
-            return 0.0
-        return math.fsum(squared_norm(mean[counted]) for counted in self.ties.counted(index, self.trained))
-
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of a part, of the parameters in it that count with this stage."""
+        """The squared norm of a part, or of all with the first, of the parameters in it that count with this stage."""
         part = self.group(index).bounds(len(mean))[place]
-        total = 0.0
+        if self.exact:
+            part = slice(0, len(mean) if place == 0 else 0)
+        norms = []
         for counted in self.ties.counted(index, self.trained):
             begin, end = max(counted.start, part.start), min(counted.stop, part.stop)
             if begin < end:
-                total += squared_norm(mean[begin:end])
-        return total
+                norms.append(squared_norm(mean[begin:end]))
+        return math.fsum(norms)

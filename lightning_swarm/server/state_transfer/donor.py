@@ -42,16 +42,14 @@ class Throttle:
 
     async def acquire(self, num_bytes: int) -> None:
         """Wait until so many bytes may be sent."""
-        at_s = now_s()
-        wait_s = max(self._free_s - at_s, 0.0)
+        wait_s = self._free_s - now_s()
         self.charge(num_bytes)
-        if wait_s:
+        if wait_s > 0.0:
             await asyncio.sleep(wait_s)
 
     def charge(self, num_bytes: int) -> None:
         """Count bytes that are sent at once, whatever was promised to others, which wait for longer."""
-        at_s = now_s()
-        self._free_s = max(self._free_s, at_s) + num_bytes / self._bytes_per_s
+        self._free_s = max(self._free_s, now_s()) + num_bytes / self._bytes_per_s
 
 
 @dataclass
@@ -80,9 +78,8 @@ class _DonorGeneration:
     followers: dict[PeerId, _CatchingUp] = field(default_factory=dict)
     downloads: dict[PeerId, _OutgoingCopy] = field(default_factory=dict)
     copies: dict[int, StageCopy] = field(default_factory=dict)  # the newest of each stage, while a peer downloads it
-    kept: dict[int, tuple[Record, Mapping[int, Tensor], SeatedMembers]] = field(
-        default_factory=dict
-    )  # records by step, with their mean gradients and the members before them
+    # Records by step, with their mean gradients and the members before them.
+    kept: dict[int, tuple[Record, Mapping[int, Tensor], SeatedMembers]] = field(default_factory=dict)
 
 
 class Donor:
@@ -183,7 +180,8 @@ class Donor:
         self._asked_stage(caller, request.stage_index)
         download = self._state.downloads.get(caller)
         copy = download.copy if download is not None else None
-        if download is None or copy is None or not copy.is_of(request.stage_index, request.version):
+        asked = (request.stage_index, request.version)
+        if download is None or copy is None or (copy.head.snapshot.stage_index, copy.version) != asked:
             raise TicketGone("nothing of that version is held here for this peer (any more); it has to begin again")
         if start == stop:
             self._end_download(caller)
@@ -250,30 +248,24 @@ class Donor:
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
         """Count the peers that download, and those that follow the records: each is sent a gradient with every step."""
         self._give_up_idle()
-        oldest_s = now_s() - _IDLE_S
-        following = {
-            peer
-            for peer, follower in self._state.followers.items()
-            if not follower.entered and follower.last_heard_s >= oldest_s
-        } - {caller}
-        return len(self._state.downloads.keys() | (set() if helps else following))
+        busy, oldest_s = set(self._state.downloads), now_s() - _IDLE_S
+        for peer, follower in self._state.followers.items() if not helps else ():
+            if peer != caller and not follower.entered and follower.last_heard_s >= oldest_s:
+                busy.add(peer)
+        return len(busy)
 
     def _give_up_idle(self) -> None:
         oldest_s = now_s() - _IDLE_S
-        idle = [
-            peer
-            for peer, download in self._state.downloads.items()
-            if download.copy is not None and not download.num_pieces and download.last_heard_s < oldest_s
-        ]
-        for peer in idle:
-            self._end_download(peer)
+        for peer, download in list(self._state.downloads.items()):
+            if download.copy is not None and not download.num_pieces and download.last_heard_s < oldest_s:
+                self._end_download(peer)
 
     def _end_download(self, peer: PeerId) -> None:
         """End a download; its copy is dropped with the last peer that wants it."""
         self._state.downloads.pop(peer, None)
-        if all(download.copy is not None for download in self._state.downloads.values()):
-            wanted = {id(download.copy) for download in self._state.downloads.values()}
-            self._state.copies = {index: copy for index, copy in self._state.copies.items() if id(copy) in wanted}
+        wanted = [download.copy for download in self._state.downloads.values()]
+        if None not in wanted:
+            self._state.copies = {index: copy for index, copy in self._state.copies.items() if copy in wanted}
         self._notify()
 
     def _notify(self) -> None:

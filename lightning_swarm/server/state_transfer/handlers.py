@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -22,20 +22,14 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
 
+# Of folders that servers write to. A server that sees one with such a number shares the lead's file system.
 FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
-"""Names of folders that servers write to. A server that sees one with such a number shares the lead's file system."""
 
 
 class StateHandlers:
     """Answers the calls that bring the state of this server's stages, and those that read or write it."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        steps: StepHandlers,
-        *,
-        on_loaded: Callable[[int], None],
-    ) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers, *, on_loaded: Callable[[int], None]) -> None:
         self._compute = context.compute
         self._membership = context.membership
         self._steps = steps
@@ -62,7 +56,7 @@ class StateHandlers:
                 "the first step; from then on records change them"
             )
         if state.optimizer:
-            values = serialization.unflatten(state.structure, list(message.tensors))
+            values = serialization.unflatten(state.structure, message.tensors)
             await self._compute(lambda: stage.load_optimizer_state(named(state.names, values)))
         else:
             await self._compute(lambda: stage.load_weights(named(state.names, message.tensors)))
@@ -96,9 +90,7 @@ class StateHandlers:
         self._membership.run.check_generation(request.generation)
         if not await asyncio.to_thread(folder.is_dir):
             return Message(encode(WriteReply(here=False, written=[])))
-        stage, parts = await self._read(
-            request, lambda stage: _content(stage, optimizer=request.optimizer, without=request.without)
-        )
+        stage, parts = await self._read(request, lambda stage: _content(stage, request))
         try:
             # Shared, not copied: the lead waits, and no record is applied meanwhile.
             written = await asyncio.to_thread(sharded_format.write, folder, stage.index, parts)
@@ -121,33 +113,29 @@ class StateHandlers:
         return stage, await self._compute(read_at_version)
 
 
-def _content(stage: Stage, *, optimizer: bool, without: Collection[str]) -> dict[str, Any]:
+def _content(stage: Stage, request: WriteRequest) -> dict[str, Any]:
     """The content of a stage's checkpoint. Shared memory, not copies."""
-    left_out = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(without)
-    found = {sharded_format.WEIGHTS: _all_but(left_out, stage.weights())}
-    if optimizer:
-        found[sharded_format.OPTIMIZER] = {"state": _all_but(left_out, stage.optimizer.saved_state())}
+    left_out = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(request.without)
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in left_out}
+
+    found = {sharded_format.WEIGHTS: kept(stage.weights())}
+    if request.optimizer:
+        found[sharded_format.OPTIMIZER] = {"state": kept(stage.optimizer.saved_state())}
     return found
 
 
-def _all_but(names: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
-
-
 def _state(stage: Stage, request: StateRequest) -> Message:
-    structure: serialization.Structure = None
     state: Mapping[str, Any] = stage.optimizer.state() if request.optimizer else stage.weights()
-    if request.optimizer:
-        structure, tensors = serialization.flatten(list(state.values()))
-    else:
-        tensors = list(state.values())
+    structure, tensors = serialization.flatten(list(state.values()))
     reply = StageState(
         stage_index=stage.index,
         step=request.step,
         generation=request.generation,
         optimizer=request.optimizer,
         names=list(state),
-        structure=structure,
+        structure=structure if request.optimizer else None,
     )
     # Shared, not copied: the lead reads, and no record is applied meanwhile.
     return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))

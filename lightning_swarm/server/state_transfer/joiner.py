@@ -29,7 +29,6 @@ from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.state_transfer.stage_copy import StageDownload
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -45,14 +44,13 @@ _FIRST_PAUSE_S: Final = 1.0
 class Joiner:
     """Takes a server into a run that is under way."""
 
-    def __init__(self, context: ServerContext, admission: Admission, model: PeerModel, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, admission: Admission, steps: StepHandlers) -> None:
         self._transport = context.transport
         self._compute = context.compute
         self._limits = context.limits
         self._timeout = min(context.limits.call_timeout, 30.0)
         self._admission = admission
         self._membership = context.membership
-        self.model = model
         self._steps = steps
         self._stage: Stage | None = None
         self._joined_at = 0  # the version of the run then
@@ -62,10 +60,7 @@ class Joiner:
         context.transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
-        """Join with a stage that this server has built for a run that it left: of several the one that the fewest hold.
-
-        `holders` has the number of servers of each stage of that run.
-        """
+        """Join with the stage of fewest `holders`, of those that this server has built for a run that it left."""
         self._target = self._former = None
         self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
 
@@ -74,10 +69,10 @@ class Joiner:
         self._stage, self._target, self._former = None, stage_index, former
 
     async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
-        """Come into a run: be admitted at its beginning, or join it. There may be none for long.
+        """Come into a run: be admitted at its beginning, or join it, by a coordinator that `find` makes reachable.
 
-        `find` names coordinators of runs that may be under way, and makes their servers reachable. Raises `ConfigError`
-        if this peer's model or version is not the run's, and `PeerError` if the run does not let this peer in.
+        There may be no run for long. Raises `ConfigError` if this peer's model or version is not the run's, and
+        `PeerError` if the run does not let this peer in.
         """
         while not self._done:
             coordinator = await self._find_coordinator(find)
@@ -89,25 +84,18 @@ class Joiner:
             await asyncio.sleep(_POLL_S)
 
     async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
-        """Find the coordinator of the run that is under way, if there is one."""
+        """Ask announced coordinators which peer coordinates the run by now; announcements outlive runs."""
         for announced in await find():
-            coordinator = await self._ask_for_coordinator(announced)
-            if coordinator is not None:
-                return coordinator
+            try:
+                hello = await queries.greet(self._transport, announced, timeout=self._timeout)
+                there = hello.greeting.protocol_version
+                if there == PROTOCOL_VERSION:  # else its answer may not be readable here
+                    return PeerId((await self._view(announced)).term[1])
+            except SwarmError as error:
+                _log.info("No run at %s: %s", announced, error)
+                continue
+            check_protocol_version(there, there="in the run", here="here")
         return None
-
-    async def _ask_for_coordinator(self, announced: PeerId) -> PeerId | None:
-        """Ask an announced coordinator which peer coordinates the run by now; announcements outlive runs."""
-        coordinator = announced
-        try:
-            there = (await queries.greet(self._transport, announced, timeout=self._timeout)).greeting.protocol_version
-            if there == PROTOCOL_VERSION:  # else its answer may not be readable here
-                coordinator = PeerId((await self._view(announced)).term[1])
-        except SwarmError as error:
-            _log.info("No run at %s: %s", announced, error)
-            return None
-        check_protocol_version(there, there="in the run", here="here")
-        return coordinator
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
@@ -149,7 +137,7 @@ class Joiner:
             _log.warning("Stage %s is not to be had: this peer goes back to stage %s.", self._target, self._former)
             self._stage, self._target = None, self._former
         if self._stage is None:
-            self.model.check(view.manifest)  # before any peer is asked for anything
+            self._admission.model.check(view.manifest)  # before any peer is asked for anything
         request = JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             boot_id=self._membership.me.boot_id,
@@ -158,7 +146,7 @@ class Joiner:
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
         if self._stage is None:
-            stages = await self._compute(lambda: self.model.build(view.manifest, [reply.stage_index]))
+            stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners of one stage go round its replicas, and so do the attempts of one joiner: a replica may be gone.
@@ -183,16 +171,15 @@ class Joiner:
             stage.load_optimizer_state(state)
             return stage.fingerprint()
 
-        version_hash = await self._compute(load)
-        if version_hash != snapshot.version_hash and download.helpers:
+        if await self._compute(load) == snapshot.version_hash:
+            return donor, snapshot.version
+        if download.helpers:
             self._alone = True
             raise PeerError(f"the state that {donor} and {download.helpers} sent in pieces is not that of one version")
-        if version_hash != snapshot.version_hash:
-            raise ConfigError(
-                f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
-                f"{donor} sent. Use the run's precision, optimizer and versions here."
-            )
-        return donor, snapshot.version
+        raise ConfigError(
+            f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
+            f"{donor} sent. Use the run's precision, optimizer and versions here."
+        )
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Apply the records of the replica that sent the state, until one of them makes this server a member."""
@@ -239,8 +226,6 @@ class Joiner:
         if version <= self._joined_at:
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
         self._membership.run.set_members(replace(seats, rosters=rosters))
-
-    # ------------------------------------------------------------------ a round
 
     async def _handle_listen(self, caller: PeerId, body: bytes) -> bytes:
         """Collect and hold a round's mean gradient, so that its record may let this server in."""

@@ -41,11 +41,7 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 
 class KeptLoops:
-    """States of the lead's loop that this peer keeps, one for each snapshot, so that it could lead the run.
-
-    A state comes from the lead, and only this peer reads it. It is checked when it comes, so that one that cannot be
-    read is refused then.
-    """
+    """States of the lead's loop that this peer keeps, one for each snapshot, so that it could lead the run."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers, ordered: Callable[[], set[int]]) -> None:
         self._membership = context.membership
@@ -76,7 +72,7 @@ class KeptLoops:
         self._check(caller, head)
         if head.version not in self._ordered():
             raise ProtocolError(f"nobody said that there is a snapshot of version {head.version}")
-        TravellingLoop.read(plain_values.unpack(message.tensors))
+        TravellingLoop.read(plain_values.unpack(message.tensors))  # refuses one that could not be read when needed
         self._kept[head.version] = message
         self.prune()
         return Message()
@@ -107,9 +103,8 @@ def copied(stage: Stage, generation: int) -> Message:
         selection=stage.selection,
     )
     # Copied: it may take long to send, and records go on changing the original.
-    return Message(
-        encode(head), tuple(tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors])
-    )
+    copies = (tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors])
+    return Message(encode(head), tuple(copies))
 
 
 @dataclass
@@ -117,7 +112,6 @@ class _StoredSnapshot:
     head: Snapshot
     tensors: Sequence[Tensor]
     file: IO[bytes] | None = None  # has the tensors, if they are not here
-    num_bytes: int = 0  # in memory
 
     def close(self) -> None:
         if self.file is not None:
@@ -142,16 +136,12 @@ class SnapshotStore:
     @property
     def used_bytes(self) -> int:
         """The bytes of the snapshots in memory."""
-        return sum(snapshot.num_bytes for snapshot in self._kept.values())
+        return sum(num_bytes(snapshot.tensors) for snapshot in self._kept.values())
 
     async def put(self, head: Snapshot, tensors: Sequence[Tensor], *, wanted: Callable[[], bool]) -> None:
-        """Keep a snapshot if it is still `wanted` once it is written. Its tensors must not change any more.
-
-        Raises `OSError` if there is no room for it on the disk.
-        """
-        size = num_bytes(tensors)
-        kept = _StoredSnapshot(head, tensors, num_bytes=size)
-        if self.used_bytes + size > self._max_bytes:
+        """Keep a snapshot, which must not change any more, if it is still `wanted` once written; `OSError`: no room."""
+        kept = _StoredSnapshot(head, tensors)
+        if self.used_bytes + num_bytes(tensors) > self._max_bytes:
             kept = _StoredSnapshot(head, (), await asyncio.to_thread(_written, tensors))
         if not wanted():
             kept.close()
@@ -256,10 +246,7 @@ class Snapshots:
         return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
 
     async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
-        """Copy stages as they are now, before the next record, and send those whose first replica is here.
-
-        The run may roll back, or go on without this server, at any moment: then nobody wants the rest.
-        """
+        """Copy stages as they are now, before the next record, and send those whose first replica is here."""
         taken: dict[int, Message] = {}
         for stage in stages:
             message = await self._compute(partial(copied, stage, order.generation))
@@ -268,14 +255,13 @@ class Snapshots:
                 taken[stage.index] = message
         for index in sorted(first & taken.keys()):
             keeper = order.keepers[index] if index < len(order.keepers) else None
-            if keeper is not None and self._order is order:
-                await self._send(keeper, taken[index])
-
-    async def _send(self, keeper: PeerId, message: Message) -> None:
-        try:
-            await self._transport.stream(keeper, KEEP, message, timeout=self._limits.join_timeout, max_bytes=0)
-        except SwarmError as error:
-            _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
+            if keeper is None or self._order is not order:  # the run may roll back, or go on without this server
+                continue
+            try:
+                timeout = self._limits.join_timeout
+                await self._transport.stream(keeper, KEEP, taken[index], timeout=timeout, max_bytes=0)
+            except SwarmError as error:
+                _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
     async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
         """Keep a snapshot; false if there is no room, or if another order has come meanwhile."""
@@ -294,8 +280,7 @@ class Snapshots:
             raise ProtocolError(f"{HELD} takes no arguments, got {len(body)} bytes")
         if caller not in (*run.trainers, *run.servers):
             raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
-        addresses = await self._transport.addresses()
-        host = host_of(addresses)[:100]
+        host = host_of(await self._transport.addresses())[:100]
         return encode(HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions or UNSET))
 
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:

@@ -27,13 +27,9 @@ from lightning_swarm.server.state_transfer.snapshots import copied
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 4 << 20
-"""The bytes that are asked for at once; a donor may send less."""
-
+PIECE_BYTES: Final = 4 << 20  # asked for at once; a donor may send less
+_PULLS: Final = 2  # pieces that are asked of a donor at once, so that its link is never idle
 _MAX_HELPERS: Final = 3
-_PULLS: Final = 2
-"""Pieces that are asked of a donor at once, so that its link is never idle."""
-
 _BUSY_S: Final = 1.0
 _HOLD_S: Final = 15.0  # for a place, at all replicas together
 _RELEASE_S: Final = 2.0
@@ -59,10 +55,6 @@ class StageCopy:
         """The version of the weights."""
         return self.head.snapshot.version
 
-    def is_of(self, stage_index: int, version: int) -> bool:
-        """Tell whether this is the copy of that stage at that version."""
-        return (self.head.snapshot.stage_index, self.version) == (stage_index, version)
-
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors together."""
@@ -74,10 +66,7 @@ class StageCopy:
 
 
 class IncomingSnapshot:
-    """A snapshot that is filled in piece by piece.
-
-    One that is none of `stage`, or larger than `max_bytes`, raises a `ProtocolError`, before anything is allocated.
-    """
+    """A snapshot of `stage` that is filled in piece by piece."""
 
     def __init__(self, head: FollowReply, stage: Stage, *, max_bytes: int) -> None:
         own = [(list(tensor.shape), _name(tensor)) for tensor in stage.weights().values()]
@@ -91,6 +80,7 @@ class IncomingSnapshot:
                 "Raise it, or cut the model into more stages."
             )
         self.head = head
+        # Not before: the head was of this stage, and within bounds.
         self._tensors = [torch.empty(layout.shape, dtype=_dtype(layout)) for layout in head.layouts]
 
     def fill(self, start: int, parts: Sequence[Tensor], *, at_most: int) -> int:
@@ -158,7 +148,7 @@ class StageDownload:
         """Download all of a stage; returns also the replica that keeps the records from its version on.
 
         The donors are asked in their order; with `alone`, one of them sends everything. Raises `PeerError` if the donor
-        is gone, or no longer holds the copy, and `DeadlineExceeded` after `Limits.join_timeout`.
+        is gone, or no longer holds the copy.
         """
         try:
             async with asyncio.timeout(self._limits.join_timeout):
@@ -249,16 +239,14 @@ class StageDownload:
     def _next_piece(self, peer: PeerId, *, to_the_end: bool) -> int | None:
         free = (start for start in self._missing if not self._asked.get(start))
         owed = (start for start in self._missing if to_the_end and peer not in self._asked.get(start, ()))
-        return next(free, None) if not to_the_end else next(free, next(owed, None))
+        return next(free, next(owed, None))
 
     async def _piece(self, peer: PeerId, incoming: IncomingSnapshot, start: int, stop: int) -> Message:
         request = PieceRequest(
             stage_index=self._stage.index, version=incoming.head.snapshot.version, start=start, stop=stop
         )
-        timeout = self._limits.call_timeout if stop > start else _RELEASE_S
-        return await self._transport.stream(
-            peer, PIECE, Message(encode(request)), timeout=timeout, max_bytes=stop - start
-        )
+        timeout, message = self._limits.call_timeout if stop > start else _RELEASE_S, Message(encode(request))
+        return await self._transport.stream(peer, PIECE, message, timeout=timeout, max_bytes=stop - start)
 
     async def _release(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
         try:

@@ -87,7 +87,7 @@ def test_it_goes_back_again_and_again(make_swarm: MakeSwarm) -> None:
     for generation in range(1, 4):
         swarm.run(step(swarm, 5))
         go_back(swarm)
-        assert {server.admission.run.manifest.generation for server in swarm.servers.values()} == {generation}
+        assert {server.membership.run.manifest.generation for server in swarm.servers.values()} == {generation}
     assert_trains_as_from_the_beginning(swarm)
 
 
@@ -115,7 +115,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
         one[APPLY] = apply[peer]
     swarm.rosters = [[A], [B, J]]
     assert_trains_as_from_the_beginning(swarm)
-    assert all(server.admission.run.seats == swarm.steps.run.seats for server in swarm.servers.values())
+    assert all(server.membership.run.seats == swarm.steps.run.seats for server in swarm.servers.values())
     assert swarm.rosters_now == [[swarm.members[A]], [swarm.members[B], swarm.servers[J].membership.me]]
     assert [swarm.servers[peer].steps.stages for peer in (A, B, J)] == [(0,), (1,), (1,)]
     assert not swarm.servers[A].events.counts["gone"]

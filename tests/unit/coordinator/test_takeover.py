@@ -351,7 +351,7 @@ def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
 
     async def slow(self: Coordinator) -> None:
         monkeypatch.setattr(Coordinator, "start", start)
-        await other.leadership._take_over(other.run, "test")
+        await other.leadership._take_over(other.membership.run, "test")
         await start(self)
 
     monkeypatch.setattr(Coordinator, "start", slow)
@@ -669,7 +669,7 @@ def test_a_coordinator_that_is_admitted_last_is_waited_for(
     async def begin() -> None:
         admitting = asyncio.create_task(discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1e3))
         await asyncio.sleep(30.0)
-        assert [name for name, server in swarm.servers.items() if not server.admission.has_run] == [A]
+        assert [name for name, server in swarm.servers.items() if not server.membership.has_run] == [A]
         await admitting
 
     swarm.run(begin())

@@ -116,7 +116,7 @@ def test_a_server_works_ahead_where_it_will_be_asked(make_swarm: MakeSwarm) -> N
     joiner = swarm.join("j")
     assert is_asked(joiner), "before it is a member"
     swarm.run(swarm.step(rows(2), rows(3)))
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
     assert [is_asked(server) for server in both] == [True, True], "somebody was joining"
     swarm.run(swarm.step(rows(4), rows(5)))
     joined = joiner.steps.stages[0]

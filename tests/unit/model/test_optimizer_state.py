@@ -45,7 +45,7 @@ def assert_one_joins(swarm: Swarm) -> None:
     joiner = swarm.join("j")
     swarm.run(swarm.step(rows(2), rows(3)))
     swarm.run(asyncio.sleep(1.0))
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
     swarm.run(swarm.step(rows(4), rows(5)))
     stage = joiner.steps.stage(0)
     assert stage.optimizer.state()

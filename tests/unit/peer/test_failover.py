@@ -90,7 +90,7 @@ def test_nothing_is_left_of_the_run(make_swarm: MakeSwarm) -> None:
     assert all(server.snapshots.store.held for server in swarm.servers.values())
     assert release(swarm) == [A, B]
     for server in swarm.servers.values():
-        assert not server.admission.has_run
+        assert not server.membership.has_run
         assert not server.admission.left.is_set(), "it is not the run's end"
         assert server.snapshots.store.held == []
         assert server.steps.stages == ()
@@ -110,7 +110,7 @@ def test_only_the_lead_releases_and_only_from_its_run(make_swarm: MakeSwarm) -> 
         swarm.run(swarm.servers[A]._transport.call(B, RELEASE, request, timeout=1.0))
     with pytest.raises(ProtocolError, match="generation"):
         swarm.run(swarm.trainer.call(B, RELEASE, encode(ReleaseRequest(generation=1)), timeout=1.0))
-    assert swarm.servers[B].admission.has_run
+    assert swarm.servers[B].membership.has_run
 
 
 def test_who_is_gone_is_not_released(make_swarm: MakeSwarm) -> None:

@@ -181,7 +181,7 @@ def keep(swarm: Swarm, standby: PeerId, *, by: PeerId = LEAD, value: Any = STATE
     swarm.run(transport.stream(standby, KEEP_LOOP, message, timeout=5.0, max_bytes=0))
 
 
-def test_an_heir_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm) -> None:
+def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm, Limits(call_timeout=30.0, snapshot_interval=0.001))
     loops = swarm.servers[B].snapshots.loops
     keep(swarm, B)
@@ -210,7 +210,7 @@ def test_an_heir_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm)
         ({"value": travelling(added={7: ([METRIC], [])})}, "made of 2 tensors, got 0"),
     ],
 )
-def test_what_an_heir_does_not_keep(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
+def test_what_a_standby_does_not_keep(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
     """Of another peer than the lead, of another version, or too large."""
     swarm = begun(make_swarm)
     with pytest.raises(ProtocolError, match=refusal):
@@ -294,7 +294,7 @@ def release(swarm: Swarm, by: PeerId, peer: PeerId) -> None:
     swarm.run(transport.call(peer, RELEASE, encode(ReleaseRequest(generation=0, first_step=1)), timeout=5.0))
 
 
-def test_only_who_coordinates_names_an_heir_and_only_one_that_can(make_swarm: MakeSwarm) -> None:
+def test_only_who_coordinates_names_a_standby_and_only_one_that_can(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     with pytest.raises(SwarmError, match="steps are led by the coordinator a"):
         inherit(swarm, B, C, by=B)
@@ -302,10 +302,10 @@ def test_only_who_coordinates_names_an_heir_and_only_one_that_can(make_swarm: Ma
         inherit(swarm, B, B)
     with pytest.raises(ProtocolError, match="inherited by a server"):
         inherit(swarm, LEAD, C)
-    assert {server.admission.run.manifest.lead for server in swarm.servers.values()} == {LEAD}
+    assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {LEAD}
     keep(swarm, B)
     inherit(swarm, B, C, B)
-    assert {name for name, one in swarm.servers.items() if one.admission.run.manifest.lead == B} == {B, C}
+    assert {name for name, one in swarm.servers.items() if one.membership.run.manifest.lead == B} == {B, C}
     assert swarm.servers[B].admission.inherits.is_set()
 
 
@@ -323,14 +323,14 @@ def test_a_former_lead_is_told_and_releases_nobody(make_swarm: MakeSwarm) -> Non
         release(swarm, LEAD, C)
 
 
-def test_the_other_trainers_are_the_heirs_too(make_swarm: MakeSwarm) -> None:
+def test_the_other_trainers_are_the_standby_too(make_swarm: MakeSwarm) -> None:
     """And are told to come again, for nothing that they bring counts any more."""
     swarm = begun(make_swarm)
     for server in swarm.servers.values():
-        server.admission.run.trainers = [LEAD, D, B]
+        server.membership.run.trainers = [LEAD, D, B]
     keep(swarm, B)
     inherit(swarm, B, A, C, D, B)
-    run = swarm.servers[A].admission.run
+    run = swarm.servers[A].membership.run
     assert run.trainers == run.manifest.trainers == [B, D]
     with pytest.raises(Busy, match="b leads the run by now, and is about to send it back"):
         swarm.run(swarm.servers[D]._transport.call(A, RENEW, b"", timeout=5.0))
@@ -340,15 +340,15 @@ def told_to_inherit(swarm: Swarm) -> list[PeerId]:
     return [name for name, server in swarm.servers.items() if server.admission.inherits.is_set()]
 
 
-def test_a_majority_lets_one_heir_take_the_run_over(make_swarm: MakeSwarm) -> None:
+def test_a_majority_lets_one_standby_take_the_run_over(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     for standby in (B, D):
         keep(swarm, standby)
-    run = swarm.servers[A].admission.run
+    run = swarm.servers[A].membership.run
     assert seniority(run) == [A, C, B, D]
     assert swarm.run(appoint(swarm.servers[A]._transport, run, timeout=5.0)) == ""
     assert told_to_inherit(swarm) == [B]
-    assert {server.admission.run.manifest.lead for server in swarm.servers.values()} == {B}
+    assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {B}
 
 
 def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
@@ -356,13 +356,13 @@ def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
     keep(swarm, D)
     for peer in (B, C):
         swarm.network.freeze(peer)
-    run = swarm.servers[A].admission.run
+    run = swarm.servers[A].membership.run
     why = swarm.run(appoint(swarm.servers[A]._transport, run, timeout=5.0))
     assert "no majority of the 3 voters" in why
     assert told_to_inherit(swarm) == []
 
 
-def test_a_silent_lead_is_done_without_sooner_where_there_is_an_standby(make_swarm: MakeSwarm) -> None:
+def test_a_silent_lead_is_done_without_sooner_where_there_is_a_standby(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     keep(swarm, B)
 
@@ -376,7 +376,7 @@ def test_a_silent_lead_is_done_without_sooner_where_there_is_an_standby(make_swa
     swarm.run(go())
 
 
-def test_a_dead_heir_is_followed_by_the_next(make_swarm: MakeSwarm) -> None:
+def test_a_dead_standby_is_followed_by_the_next(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     for standby in (B, D):
         keep(swarm, standby)
@@ -386,8 +386,8 @@ def test_a_dead_heir_is_followed_by_the_next(make_swarm: MakeSwarm) -> None:
         await asyncio.sleep(LIMITS.revive_timeout + 3 * LIMITS.silence_timeout)
         swarm.network.freeze(B)  # before it released anyone
         await asyncio.sleep(LIMITS.revive_timeout + 4 * LIMITS.silence_timeout)
-        assert swarm.servers[C].admission.run.manifest.lead == D
-        assert swarm.servers[C].admission.run.manifest.former_leads == [LEAD, B]
+        assert swarm.servers[C].membership.run.manifest.lead == D
+        assert swarm.servers[C].membership.run.manifest.former_leads == [LEAD, B]
 
     swarm.run(go())
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_swarm.server.compute import ActivationCache, CachedForward, SavedGraph
+from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, SavedGraph
 from tests.unit.swarm import MODE
 
-GRAPH = SavedGraph([], [], has_drawn=False, seen=None, again=lambda: GRAPH)
+CALL = ForwardCall((), {}, [], MODE, 0)
+GRAPH = SavedGraph([], [], has_drawn=False, seen=None, call=CALL)
 
 
 def kept(input_bytes: int, graph_bytes: int) -> CachedForward:
-    return CachedForward((), {}, [], MODE, 0, graph=GRAPH, graph_bytes=graph_bytes, input_bytes=input_bytes)
+    return CachedForward(CALL, graph=GRAPH, graph_bytes=graph_bytes, input_bytes=input_bytes)
 
 
 def test_what_is_kept_is_counted_and_taken_once() -> None:

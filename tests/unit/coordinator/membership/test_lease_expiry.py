@@ -389,7 +389,7 @@ def test_a_single_trainer_is_waited_for(make_swarm: MakeSwarm) -> None:
     """Nobody would take its places."""
     run = Run(make_swarm)
     for server in run.servers.values():
-        server.admission.run.trainers[:] = [run.manifest.lead]
+        server.membership.run.trainers[:] = [run.manifest.lead]
 
     async def go() -> Record:
         grant = await run.steps.grant(2)

@@ -69,7 +69,7 @@ def assert_plain(swarm: Swarm, *batches: Sequence[int]) -> None:
     module = make_module(len(swarm.rosters))
     plain_steps(module, [[rows(seed) for seed in seeds] for seeds in batches], divisors=[1.0] * len(batches))
     expected = module.state_dict()
-    members = {peer: swarm.servers[peer] for peer in swarm.servers[A].admission.run.servers}
+    members = {peer: swarm.servers[peer] for peer in swarm.servers[A].membership.run.servers}
     assert {index for server in members.values() for index in server.steps.stages} == set(range(len(swarm.rosters)))
     for server in members.values():
         for index in server.steps.stages:
@@ -374,7 +374,7 @@ def test_a_server_that_was_left_out_joins_again(
     async def back() -> None:
         assert swarm.names_after(await step(swarm, 6, among="a")) == ["ab", "c"]
         await asyncio.sleep(1.0)
-        assert swarm.servers[B].admission.is_member
+        assert swarm.servers[B].membership.is_member
         assert swarm.names_after(await step(swarm, 7, 8)) == ["ab", "c"]
 
     swarm.run(back())
@@ -417,7 +417,7 @@ def test_the_lead_ends_a_server_that_is_on_its_way_back(make_swarm: MakeSwarm, m
             assert swarm.names_after(await step(swarm, 2, 3)) == ["a", "c"]
         while not b.events.counts["left"]:  # noqa: ASYNC110 - it tells nobody here
             await asyncio.sleep(0.5)
-        assert not swarm.servers[B].admission.is_member
+        assert not swarm.servers[B].membership.is_member
         await swarm.servers[B].step_out()  # the moment between two attempts
         with pytest.raises(ProtocolError, match="is ended by"):
             await swarm.servers[C]._transport.call(B, LEAVE, b"", timeout=1.0)
@@ -448,7 +448,7 @@ def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeyp
 
     async def go() -> None:
         while not b.task.done():
-            gone = [B] if swarm.servers[B].admission.is_member else []
+            gone = [B] if swarm.servers[B].membership.is_member else []
             with leaving_out(monkeypatch, gone):
                 seeds.append([len(seeds)])
                 await step(swarm, *seeds[-1], among="a")

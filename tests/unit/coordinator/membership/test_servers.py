@@ -69,7 +69,7 @@ def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
     swarm.run(go())
     assert len(asked_s) == 8
     assert asked_s[-1] - asked_s[0] == pytest.approx(127.0, abs=1.0)
-    assert not joiner.admission.is_member
+    assert not joiner.membership.is_member
 
 
 # ---------------------------------------------------------------------- announcements outlive runs
@@ -105,7 +105,7 @@ def test_an_admission_does_not_wait_for_a_join(make_swarm: MakeSwarm) -> None:
         swarm.network.thaw(B)
         await asyncio.sleep(10.0)
         await swarm.step(rows(0))
-        assert joiner.admission.is_member
+        assert joiner.membership.is_member
 
     swarm.run(go())
 
@@ -150,7 +150,7 @@ def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: 
             await swarm.batch(rows(2))
             await batch(swarm, other, 3)
             await swarm.record(1)
-        assert joiner.admission.is_member == (what != "dies")
+        assert joiner.membership.is_member == (what != "dies")
 
     swarm.run(go())
 
@@ -195,7 +195,7 @@ def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(
     assert waiting.asked is None
     record = swarm.run(swarm.step(rows(1)))
     assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
 
 
 def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_swarm: MakeSwarm) -> None:
@@ -246,7 +246,7 @@ def test_ready_may_arrive_after_the_record_that_lets_it_in(make_swarm: MakeSwarm
     async def go() -> None:
         await held.wait()
         await swarm.step(rows(0), rows(1))
-        assert joiner.admission.is_member
+        assert joiner.membership.is_member
         await asyncio.wait_for(swarm.joining[0], 10.0)
 
     swarm.run(go())
@@ -292,7 +292,7 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
             await asyncio.sleep(0.013)
         assert ahead, "it was quicker than the coordinator"
         await asyncio.wait_for(task, 10.0)
-        assert joiner.admission.is_member
+        assert joiner.membership.is_member
 
     swarm.run(go())
 
@@ -326,10 +326,10 @@ def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) ->
         while not task.done():
             await swarm.step(rows(0), rows(1))
             await asyncio.sleep(1.0)
-        assert joiner.admission.is_member
-        assert joiner.admission.run.seats == swarm.steps.run.seats
+        assert joiner.membership.is_member
+        assert joiner.membership.run.seats == swarm.steps.run.seats
         await swarm.step(rows(0), rows(1))
-        assert joiner.admission.run.seats == swarm.steps.run.seats
+        assert joiner.membership.run.seats == swarm.steps.run.seats
         assert swarm.loop.time() < 60.0
 
     swarm.run(go())
@@ -433,8 +433,8 @@ def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm) ->
     entering(swarm, late)
     swarm.run(asyncio.sleep(200.0))
     swarm.run(swarm.step(rows(0)))
-    assert late.admission.is_member
-    assert slow.admission.is_member
+    assert late.membership.is_member
+    assert slow.membership.is_member
     assert num_downloads == 2
 
 
@@ -469,7 +469,7 @@ def test_who_is_joining_when_the_run_goes_back_begins_anew(make_swarm: MakeSwarm
     swarm.run(restart_step(swarm, 1, 11))
     swarm.run(asyncio.sleep(60.0))
     swarm.run(restart_step(swarm, 2, 12))
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
     swarm.run(restart_step(swarm, 3, 13))
     module = make_module(2)
     plain_steps(module, [[rows(seed), rows(seed + 10)] for seed in (1, 2, 3)], divisors=[1.0] * 3)
@@ -536,7 +536,7 @@ def test_a_donor_that_freezes_does_not_hold_its_joiner(make_swarm: MakeSwarm) ->
     swarm.run(asyncio.sleep(60.0))
     assert len({peer for peer, _ in asked}) == 2, "it went on to another one"
     swarm.run(swarm.step(rows(0), rows(1)))
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
 
 
 # ---------------------------------------------------------------------- those that move
@@ -566,7 +566,7 @@ def test_a_mover_takes_its_former_stage_where_the_other_is_not_to_be_had(
             await asyncio.sleep(5.0)
             await swarm.step(rows(number))
         await task
-        assert joiner.admission.is_member
+        assert joiner.membership.is_member
         assert joiner.steps.stages == ((0,) if to_be_had else (1,))
         assert len(refused) == (0 if to_be_had else 3)
 

@@ -102,7 +102,7 @@ class Run:
 
     @property
     def trainers(self) -> list[PeerId]:
-        (found,) = {tuple(server.admission.run.trainers) for server in self.swarm.servers.values()}
+        (found,) = {tuple(server.membership.run.trainers) for server in self.swarm.servers.values()}
         assert list(found) == self.lead.run.trainers
         return list(found)
 

@@ -18,6 +18,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import balanced_ranges, build_stages, find_blocks, parameter_costs
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom, checkpoint_contexts
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.server.compute import ForwardCall
 from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
 
@@ -144,7 +145,7 @@ class Trial:
     def run(self, seed: int = 5, *, training: bool = True) -> tuple[Tensor, list[Tensor | None]]:
         """Output, and gradients of the parameters."""
         mode = ComputeMode(training=training, grad=True)
-        done = self.stage.computation.forward((X,), {}, [False], mode, seed)
+        done = self.stage.computation.forward(ForwardCall((X,), {}, [False], mode, seed))
         assert done.graph is not None
         return done.output, self.stage.computation.backward(done.graph, [torch.ones(8, 8)], mode)[1]
 

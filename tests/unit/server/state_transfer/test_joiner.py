@@ -166,7 +166,7 @@ def joined(swarm: Swarm) -> Server:
     swarm.run(swarm.step(rows(0), rows(1)))
     joiner = swarm.join(J)
     swarm.run(swarm.step(rows(2), rows(3)))
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
     swarm.weights()  # all replicas have the same
     return joiner
 
@@ -221,7 +221,7 @@ def test_a_helper_that_dies_is_done_without(make_swarm: MakeSwarm, monkeypatch: 
     swarm.run(asyncio.sleep(1.0))
     swarm.run(swarm.step(rows(2), rows(3)))
     assert num_pieces >= 3
-    assert swarm.servers[J].admission.is_member
+    assert swarm.servers[J].membership.is_member
     assert sent_pieces(swarm)[first] > 0.5 * STATE_BYTES
     swarm.weights()
 
@@ -246,7 +246,7 @@ def test_a_helper_that_sends_something_else_is_asked_no_more(
     sent = sent_pieces(swarm)
     swarm.run(asyncio.sleep(10.0))
     swarm.run(swarm.step(rows(2), rows(3)))
-    assert swarm.servers[J].admission.is_member
+    assert swarm.servers[J].membership.is_member
     again = sent_pieces(swarm) - sent
     assert len(again) == 1, "one member alone sent it the second time"
     swarm.weights()
@@ -280,7 +280,7 @@ def test_members_at_another_version_do_not_help(make_swarm: MakeSwarm, monkeypat
     assert refused == ["stage 0 is at version 2 here"]
     assert len(sent_pieces(swarm)) == 1
     swarm.run(swarm.step(rows(4), rows(5)))
-    assert joiner.admission.is_member
+    assert joiner.membership.is_member
     swarm.weights()
 
 
@@ -301,7 +301,7 @@ def test_what_joiners_download_keeps_to_the_rate(make_swarm: MakeSwarm, monkeypa
     swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find)))
 
     async def caught_up() -> None:
-        while not joiner.admission.has_run:  # noqa: ASYNC110 - the clock is virtual
+        while not joiner.membership.has_run:  # noqa: ASYNC110 - the clock is virtual
             await asyncio.sleep(0.1)
 
     swarm.run(caught_up())
