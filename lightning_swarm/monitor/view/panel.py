@@ -58,17 +58,13 @@ _FIXED_LINES: Final = 9  # border, headline, the table's own, and what stands be
 
 
 class Terminal:
-    """Shows what `render` returns, until it is closed.
-
-    A thread of its own calls `render`, and `on_failure` with what `render`, or drawing its result, raised.
-    `on_failure` must not print.
-    """
+    """Shows what `render` returns, which a thread of its own calls until it is closed."""
 
     def __init__(
         self,
         console: Console,
         render: Callable[[], RenderableType],
-        on_failure: Callable[[Exception], None],
+        on_failure: Callable[[Exception], None],  # with what `render` or drawing raised; must not print
         *,
         refresh_per_second: float,
     ) -> None:
