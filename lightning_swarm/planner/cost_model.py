@@ -31,14 +31,10 @@ Source: Korthikanti et al., arXiv:2205.05198, section 4."""
 
 
 def block(width: int, sequence: int, element_bytes: int = 4) -> BlockProfile:
-    """Count a block of attention and a feed-forward network of four times the width.
-
-    Its matrix products take 2 flop a parameter and token, attention 4 a feature and pair of tokens; the backward
-    takes twice as much as the forward.
-    """
-    parameters = 12 * width * width + 13 * width
+    """Count a block of attention and a feed-forward network of four times the width."""
     return BlockProfile(
-        parameters=parameters,
+        parameters=12 * width * width + 13 * width,
+        # Products take 2 flop a parameter and token, attention 4 a feature and pair of tokens; backward twice that.
         flop=3.0 * sequence * (2.0 * 12 * width * width + 4.0 * sequence * width),
         output_bytes=sequence * width * element_bytes,
         graph_bytes=_GRAPH_PER_WIDTH * sequence * width * element_bytes,
@@ -151,12 +147,9 @@ def sum_bytes(model: ModelProfile) -> int:
 
 
 def state_bytes(model: ModelProfile, parameters: int) -> float:
-    """Bytes that a server keeps where it computes, for that many parameters, without activations.
-
-    They are the weights, the optimizer's state, the gradients of one microbatch, their sum over the step, and the mean;
-    with error feedback also what encoding lost of the sum. Snapshots are not counted: beyond `Limits.snapshot_bytes`
-    they are in files.
-    """
+    """Bytes that a server keeps where it computes, for that many parameters, without activations and snapshots."""
+    # The gradients' sum over the step, the mean, and with error feedback what encoding lost of the sum. Beside them are
+    # the weights, the gradients of a microbatch and the optimizer's state.
     sums = 2 + model.wire.error_feedback
     return float(parameters * ((2 + ADAM) * model.weight_bytes + sums * sum_bytes(model)))
 
@@ -236,16 +229,13 @@ def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePha
 
 
 def sample_time(machine: Machine, phase: StagePhase, microbatch_size: int) -> PhaseTime:
-    """The time that a machine needs for a sample.
-
-    Its link and its processor take turns: all microbatches under way share the link, so most of them arrive late, and
-    then there is much to compute at once.
-    """
+    """The time that a machine needs for a sample."""
     computing_s = phase.flop / machine.flop_per_s
     computing_s += phase.parameters * MICROBATCH_S_PER_PARAMETER[machine.processor] / microbatch_size
     handling_s = (phase.received_bytes + phase.sent_bytes) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size
     both_s = computing_s + phase.coding_s + handling_s
     busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
+    # Link and processor take turns: the microbatches under way share the link, so most arrive late, many at once.
     line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
     return PhaseTime(line_s + busy_s, line_s, machine.name)
 
@@ -287,12 +277,9 @@ class Swarm:
         return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
 
     def phase(self, index: int, number: int, direction: int, batch_size: int) -> StagePhase:
-        """A sample's forward (0) or backward (1) at a machine of a stage.
-
-        The starter's server and trainer share a machine: nothing goes over the link between them.
-        """
+        """A sample's forward (0) or backward (1) at a machine of a stage."""
         stage = self.stages[index]
-        if number == 0:
+        if number == 0:  # the starter's server and trainer share a machine: nothing goes over the link between them
             alone = len(self.stages) == 1
             stage = replace(
                 stage,

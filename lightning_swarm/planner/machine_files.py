@@ -46,7 +46,10 @@ class TransferCost:
         """The sizes of encoded tensors. A codec of unknown size counts as none, and is named."""
         compression = self.compression or Compression()
         codecs = compression.activations, compression.gradients, compression.averaging
-        activations, gradients, averaging = map(_code, codecs)
+        activations, gradients, averaging = (
+            Code(bits=CODECS[name].bits, cpu_s=_CPU_S[name], smallest=SMALLEST) if name in CODECS else None
+            for name in codecs
+        )
         return WireFormat(
             activations=activations,
             gradients=gradients,
@@ -62,12 +65,6 @@ class TransferCost:
 
 
 NOT_GIVEN: Final = TransferCost()
-
-
-def _code(name: str) -> Code | None:
-    if name not in CODECS:
-        return None
-    return Code(bits=CODECS[name].bits, cpu_s=_CPU_S[name], smallest=SMALLEST)
 
 
 HERE: Final = "here"
@@ -103,10 +100,9 @@ _KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
 
 
 def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None) -> list[Machine]:
-    """Read the machines of a YAML file, the starter first, and repeat each by its `count`.
+    """Read the machines of a YAML file, the starter first; `flop_per_sample` of the model converts rates in samples/s.
 
-    The file has a list under `machines`, or nothing but the list. `flop_per_sample`, of the whole model, converts rates
-    in samples/s; `here_flop_per_s` measures this machine for rates that are ``here``; None: it was not asked to.
+    `here_flop_per_s` measures this machine, for rates that are ``here``; None: it was not asked to.
     """
     content = _content(path)
     listed = content.get("machines") if isinstance(content, Mapping) else content

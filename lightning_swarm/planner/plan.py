@@ -43,17 +43,8 @@ from lightning_swarm.planner.records import (
 _RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice
 
 
-def fastest_alone(model: ModelProfile, machines: Iterable[Machine], batch_size: int) -> OneMachine | None:
-    """Predict the fastest machine by itself, or None if none holds the model in any memory."""
-    possible = filter(None, (alone(model, machine, batch_size) for machine in machines))
-    return max(possible, key=lambda machine: machine.samples_per_s, default=None)
-
-
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
-    """Predict a machine by itself, with steps of `batch_size` samples, or None if it cannot hold the model.
-
-    Where it offloads the result is an upper bound, for its bus never waits.
-    """
+    """Predict a machine by itself, with steps of `batch_size` samples, or None if it cannot hold the model."""
     # Weights, their gradients and the optimizer's state, beside a sample at a time if need be.
     held_bytes = float(model.parameters * (2 + ADAM) * model.weight_bytes)
     if held_bytes + model.graph_bytes <= machine.memory_bytes:
@@ -68,16 +59,12 @@ def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine 
     computing_s = _RECOMPUTING * model.flop * batch_size / machine.flop_per_s
     # Weights come for the forward and for the backward, gradients go, of each part and for each microbatch.
     moved_bytes = 2 * model.parameters * model.weight_bytes * batch_size / size
-    bus_s = moved_bytes / machine.bus_bytes_per_s
+    bus_s = moved_bytes / machine.bus_bytes_per_s  # at least, for a bus that never waits
     return OneMachine(name=machine.name, samples_per_s=batch_size / max(computing_s, bus_s), offloads=True)
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
-    """Assign machines to stages, so that the slowest stage is about as fast as can be; as `rebalancing.policy` does.
-
-    `rates` are the machines' samples/s at a stage, all above 0, the starter's first. Returns indices of `rates` by
-    stage. The starter is in the last stage, as in a run.
-    """
+    """Assign machines of these samples/s to stages, as `rebalancing.policy` does; returns their indices by stage."""
     totals = [(0.0, index) for index in range(num_stages)]
     stages = StageRates(num_stages)
     for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
@@ -93,6 +80,7 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
         place = stages.stage_of(PeerId(str(number)))
         assert place is not None  # it was put there above
         held[place].append(number)
+    # The starter, whose number is 0, is in the last stage, as in a run.
     starters = next(index for index, numbers in enumerate(held) if 0 in numbers)
     held[starters], held[-1] = held[-1], held[starters]
     return held
@@ -108,19 +96,15 @@ STEP_TRIPS: Final = 6
 # A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
 # Stages work at the same time; a machine's link and its processor take turns.
 class Predictor:
-    """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches.
-
-    Of `machines`, which begin with the starter, it takes the starter and the fastest others that can hold a stage,
-    `num_machines` in all; None: all of these.
-    """
+    """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches."""
 
     def __init__(
         self,
         model: ModelProfile,
-        machines: Sequence[Machine],
+        machines: Sequence[Machine],  # the starter first
         num_stages: int,
         limits: Limits,
-        num_machines: int | None = None,
+        num_machines: int | None = None,  # the starter and the fastest others that can hold a stage; None: all of these
     ) -> None:
         self._machines = machines
         self._stages = stage_profiles(model, num_stages)
@@ -288,18 +272,17 @@ def make_plan(
     largest_batch_size: int = LARGEST_BATCH,
     limits: Limits | None = None,
 ) -> Plan:
-    """Choose the best setting, and the best machine alone; the first of `machines` is the starter.
-
-    Without a `target_batch_size` it is the smallest that is nearly as fast as any up to `largest_batch_size`.
-    """
+    """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
+    # If none is given, the smallest target that is nearly as fast as any up to the largest is best.
     sizes = [target_batch_size] if target_batch_size else list(_powers(largest_batch_size))
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
     size = best.setting.target_batch_size if best else sizes[-1]
     compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
+    possible = filter(None, (alone(model, machine, size) for machine in machines))
     return Plan(
         best=best,
-        alone=fastest_alone(model, machines, size),
+        alone=max(possible, key=lambda machine: machine.samples_per_s, default=None),
         by_stages=tuple((prediction.setting.num_stages, prediction.samples_per_s) for prediction in compared),
     )
 

@@ -1,7 +1,4 @@
-"""Simulates a swarm as rates: peers come, go and move, and in between the pipeline is as fast as its slowest stage.
-
-Microbatches, queues and steps are not simulated; moves are decided by the policy of real swarms.
-"""
+"""Simulates a swarm as rates, with the policy of real swarms: between events it is as fast as its slowest stage."""
 
 from __future__ import annotations
 
@@ -190,12 +187,10 @@ class _Swarm:
         elif change.at_s == self._begin_s:  # dealt out, from the last stage on: no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
-            self._send(peer, self._stage_for_newcomer(), change.at_s + self._scenario.join_s)
-
-    def _stage_for_newcomer(self) -> int:
-        if self._scenario.rule == "none":  # without moves, rates are not measured
-            return min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
-        return stage_for(self._stages)
+            stage = stage_for(self._stages)
+            if self._scenario.rule == "none":  # without moves, rates are not measured
+                stage = min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
+            self._send(peer, stage, change.at_s + self._scenario.join_s)
 
     def _send(self, peer: PeerId, stage: int, arrives_s: float) -> None:
         self._stages.expect(peer, stage, self._alive[peer])
@@ -210,10 +205,7 @@ class _Swarm:
         return []
 
     def _plan_as_paper(self) -> list[Move]:
-        """Plan by queue lengths, with each stage's queue as long as the stage is slow.
-
-        That is how queues are where every stage gets what the slowest one passes on.
-        """
+        """Plan by queue lengths: where each stage gets what the slowest passes on, it queues as long as it is slow."""
         queues = [
             {peer: 1.0 / rate for rate, peer in self._stages.serving(index)}
             for index in range(self._scenario.num_stages)
