@@ -20,7 +20,6 @@ from lightning_swarm.core.process import LOG, follow_environment
 from lightning_swarm.core.readable import printable
 from lightning_swarm.model.export import export_file, export_safetensors
 from lightning_swarm.monitor import doctor, survey
-from lightning_swarm.monitor.checks import Finding
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner import report
 from lightning_swarm.planner.simulator import microbatches
@@ -122,18 +121,12 @@ def main() -> int:
             os.environ[LOG] = _LEVELS[sys.argv.pop(1)]
         follow_environment()
         return _command(sys.argv[1:] or ["--help"])()
-    except ConfigError as error:
-        return _complain(error, 2)
     except SwarmError as error:
-        return _complain(error, 1)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"lightning-swarm: error: {text}", file=sys.stderr)  # noqa: T201 - a command
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C
-
-
-def _complain(error: SwarmError, status: int) -> int:
-    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    print(f"lightning-swarm: error: {text}", file=sys.stderr)  # noqa: T201 - a command
-    return status
 
 
 def _command(arguments: Sequence[str]) -> Callable[[], int]:
@@ -224,7 +217,9 @@ def _run(arguments: argparse.Namespace) -> int:
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
-        print(_line(finding), flush=True)  # noqa: T201 - a command
+        # Other peers have sent some of it.
+        line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
+        print(line if finding.ok else f"{line}\n       -> {finding.remedy}", flush=True)  # noqa: T201 - a command
         num_wrong += not finding.ok
     print(f"{num_wrong} to mend." if num_wrong else "This machine can be a peer.")  # noqa: T201 - a command
     return 1 if num_wrong else 0
@@ -259,9 +254,3 @@ def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
         for rule, scenario in runs.scenarios(seed):
             found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
     return found
-
-
-def _line(finding: Finding) -> str:
-    # Other peers have sent some of it.
-    line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
-    return line if finding.ok else f"{line}\n       -> {finding.remedy}"
