@@ -22,7 +22,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.rebase import written_once
-from lightning_swarm.core.tasks import TaskOwner, gather
+from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.simulated_link import SimulatedLink
@@ -202,7 +202,8 @@ class InMemoryStrategy(_SwarmStrategy):
         finally:
             if self._shared_loop is not None:
                 self._shared_loop.run_until_complete(self._side_tasks.close())
-                self._shared_loop.run_until_complete(gather(_ended(task) for task in self._ending_tasks))
+                for task in self._ending_tasks:
+                    self._shared_loop.run_until_complete(task)
             for peer in self.peers:
                 peer.close()
             if self._shared_loop is not None:
@@ -261,10 +262,6 @@ def _name(number: int) -> PeerId:
 async def _end(server: Server) -> None:
     with contextlib.suppress(Exception):  # the server is cut off in the middle of its work
         await server.close()
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    await task
 
 
 def _copy(module: LightningModule) -> LightningModule:
