@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from msgspec import UNSET
@@ -39,9 +38,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
 _MAX_NAMED: Final = 5
-
-IsOver = Callable[[], bool]
-"""Tells whether this peer's server has heard that the run is over, so that the other peers are free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +133,14 @@ def make_manifest(
 class Lead:
     """A peer's part in runs that it leads: begins them, rolls them back, and ends them."""
 
-    def __init__(self, runtime: Runtime, directory: RunDirectory, config: SwarmConfig, *, is_over: IsOver) -> None:
+    def __init__(
+        self, runtime: Runtime, directory: RunDirectory, config: SwarmConfig, *, is_over: Callable[[], bool]
+    ) -> None:
         self._runtime = runtime
         self._directory = directory
         self._transport = directory.transport
         self._config = config
-        self._is_over = is_over
+        self._is_over = is_over  # whether this peer's server has heard that the run is over
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
@@ -214,7 +212,7 @@ class Lead:
             return
         for stage in self.stages:
             weights = self._initial_weights(stage)  # not on the event loop, which has to answer meanwhile
-            sending = discovery.hand_out(self._transport, run, [stage], partial(_same, weights), timeout=timeout)
+            sending = discovery.hand_out(self._transport, run, [stage], {stage: weights}.__getitem__, timeout=timeout)
             self._runtime.run(sending)
             del weights, sending  # before the next stage's are made
 
@@ -333,16 +331,13 @@ class Lead:
 
     def replaced_by(self) -> str:
         """Why another peer leads the run by now, or may come to because it sees most voters; empty if none does."""
-        return "" if self.run is None else self._runtime.run(self._replaced_by(self.run))
-
-    async def _replaced_by(self, run: RunState) -> str:
-        timeout, standbys = self._config.limits.silence_timeout, set(self._standbys.holding)
-        if not standbys:
+        run, timeout, standbys = self.run, self._config.limits.silence_timeout, set(self._standbys.holding)
+        if run is None or not standbys:
             return ""
-        newer = await failover.newer_run(self._transport, run, timeout=timeout)
+        newer = self._runtime.run(failover.newer_run(self._transport, run, timeout=timeout))
         if newer is not None:
             return replaced_by(newer)
-        alive = list(await ask_held(self._transport, run.servers, timeout=timeout))
+        alive = list(self._runtime.run(ask_held(self._transport, run.servers, timeout=timeout)))
         if standbys <= set(alive) or has_majority(run, alive):
             return ""
         return (
@@ -376,7 +371,3 @@ def _warn_of_batch_norms(names: Sequence[str], size: int | None) -> None:
         ", ..." if len(names) > _MAX_NAMED else "",
         f"of {size} samples" if size is not None else "a part of the batch, for `microbatch_size` is None",
     )
-
-
-def _same(weights: Mapping[str, Tensor], stage: StageModule) -> Mapping[str, Tensor]:
-    return weights
