@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -140,12 +141,13 @@ def _command(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lightning-swarm",
         usage="lightning-swarm COMMAND ...",
         description=_DESCRIPTION,
         epilog="lightning-swarm COMMAND --help says more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(
@@ -155,10 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=line, add_help=False)  # to be listed; they are parsed elsewhere
 
     def add(name: str, what: str, description: str) -> argparse.ArgumentParser:
-        description = description.format(what=what)
-        return commands.add_parser(
-            name, help=what, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        return commands.add_parser(name, help=what, description=description.format(what=what), formatter_class=raw)
 
     check = add("doctor", "Check whether this machine can be a peer: what is wrong, and what to do.", _DOCTOR)
     check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
@@ -227,13 +226,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _show_status(arguments: argparse.Namespace) -> int:
     reports = survey.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
-    try:
+    with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
         for look in reports:
             print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command
-    except KeyboardInterrupt:
-        pass  # how --watch ends
-    finally:
-        reports.close()
     return 0
 
 

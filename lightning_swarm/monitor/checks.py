@@ -10,18 +10,15 @@ from typing import Final
 from packaging.specifiers import SpecifierSet
 
 SUPPORTED_PYTHON: Final = ">=3.11"
+# Repeats the package's requirements: pip does not enforce them on what is installed later.
 SUPPORTED: Final[Mapping[str, str]] = {
     "lightning": ">=2.5,<2.7",
     "torch": ">=2.4",
     "hivemind": ">=1.1.12,<1.2",
     "numpy": "<2.4",
 }
-"""Repeats the package's requirements: pip does not enforce them on what is installed later."""
-
 LEAST_FREE_BYTES: Final = 1 << 30
-
-MOST_SKEW_S: Final = 3.0
-"""hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock."""
+MOST_SKEW_S: Final = 3.0  # hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock
 
 
 @dataclass(frozen=True)

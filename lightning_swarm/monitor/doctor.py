@@ -26,8 +26,7 @@ from lightning_swarm.protocol.queries import GreetingResult, installed_version
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
 _SOCKETS: Final = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
-_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"
-"""What two libp2p peers say first, each to the other, with its length before it."""
+_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # what libp2p peers say first, with its length before it
 
 
 def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:

@@ -29,8 +29,7 @@ _HEADS: Final = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out"
 
 _BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
 
-KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
-"""Looks up the servers that a peer has heard of, with their addresses."""
+KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # those heard of, with their addresses
 
 
 @dataclass(frozen=True)
@@ -66,34 +65,31 @@ async def look(transport: Transport, first: PeerId, address: str, *, timeout: fl
     """Ask a connected peer, the `first`, and then all servers that it has heard of at once, which may be silent."""
     body = await transport.call(first, OTHERS, b"", timeout=timeout)
     places = {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
-    own = await _ask(transport, first, (address,), timeout)
+    own = await _ask(transport, first, (address,), timeout, connected=True)
     rest = {peer: places[peer] for peer in sorted(places) if peer != first}
-    return [own, *await gather(_reach(transport, peer, where, timeout) for peer, where in rest.items())]
+    return [own, *await gather(_ask(transport, peer, where, timeout) for peer, where in rest.items())]
 
 
 async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
     """The id of a peer's run; None if the peer does not answer."""
-    report = (await _ask(transport, peer, (), timeout)).report
+    report = (await _ask(transport, peer, (), timeout, connected=True)).report
     return report.run_id if report is not None else None
 
 
-async def _reach(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
+async def _ask(
+    transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float, *, connected: bool = False
+) -> Sighting:
+    report = problem = None
     try:
-        async with asyncio.timeout(timeout):
-            await transport.connect([address for address in addresses if address.endswith(peer)])
-    except TimeoutError:
-        return Sighting(peer, _place(addresses), None, f"did not answer within {timeout:g} s")
-    except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, shorten(str(error)))
-    return await _ask(transport, peer, addresses, timeout)
-
-
-async def _ask(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
-    try:
+        if not connected:
+            async with asyncio.timeout(timeout):
+                await transport.connect([address for address in addresses if address.endswith(peer)])
         report = decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport)
     except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, shorten(str(error)))
-    return Sighting(peer, _place(addresses), report)
+        problem = shorten(str(error))
+    except TimeoutError:
+        problem = f"did not answer within {timeout:g} s"
+    return Sighting(peer, _place(addresses), report, problem)
 
 
 def _place(addresses: Sequence[str]) -> str:

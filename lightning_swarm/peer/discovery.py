@@ -96,9 +96,7 @@ class RunDirectory:
 
     async def announce_starter(self, *, timeout: float) -> None:
         """Announce that this program would begin a run."""
-        addresses = list(await self.transport.addresses())
-        value = encode(ServerAnnouncement(boot_id=0, addresses=addresses, trains=True))
-        await self._publish(f"{self.run_id}.starters", value, timeout=timeout)
+        await self.announce(0, timeout=timeout, trains=True, among="starters")
 
     async def find_starters(self) -> list[PeerId]:
         """The programs that announced that they would begin a run, and can be reached."""
@@ -111,13 +109,13 @@ class RunDirectory:
             await self.connect_all()
         return sorted({run.coordinator for run in found.values()})
 
-    async def announce(self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False) -> None:
+    async def announce(
+        self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False, among: str = "servers"
+    ) -> None:
         """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
-        addresses = list(await self.transport.addresses())
-        value = encode(
-            ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
-        )
-        await self._publish(f"{self.run_id}.servers", value, timeout=timeout)
+        where, heir = list(await self.transport.addresses()), inherits or UNSET
+        server = ServerAnnouncement(boot_id=boot_id, addresses=where, trains=trains, inherits=heir)
+        await self._publish(f"{self.run_id}.{among}", encode(server), timeout=timeout)
 
     async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
         """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read theirs."""

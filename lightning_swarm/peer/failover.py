@@ -31,20 +31,15 @@ _log = logging.getLogger(__name__)
 # loops could continue. Servers hear of the choice when it releases them, and trainers from the server in their process.
 LOOP: Final = "trainer.loop"
 
-_NUM_STANDBYS: Final = 3
-"""How many peers keep the loop's state: one that dies takes its copy along."""
-
-_MAX_TRIED: Final = 4 * _NUM_STANDBYS
-"""How many peers are tried for one snapshot; those that failed come after all others for the next one."""
-
+_NUM_STANDBYS: Final = 3  # peers that keep the loop's state: one that dies takes its copy along
+_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # for one snapshot; those that failed come last for the next one
 _POLL_S: Final = 1.0
 _POLL_START_S: Final = 0.1
 
+# Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
-"""Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent."""
-
+# Whether a loop could continue at a version; the second argument tells whether a step's record counts batches.
 CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
-"""True if a loop could continue at a version. The second argument tells whether a step's record counts batches."""
 
 
 @dataclass(eq=False)

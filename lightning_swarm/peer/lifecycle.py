@@ -25,25 +25,15 @@ from lightning_swarm.server.server import Server, describe_peak
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_LOOK_S: Final = 20.0
-"""How often a server looks whether the run goes on, and with it, if it has no reason to look at once."""
-
-_SILENCE_S: Final = 600.0
-"""When nobody of the run has answered for so long, the run is over and nobody could say so."""
-
-_ASK_S: Final = 5.0
-"""How often a server asks to be let go: another peer may have become the coordinator."""
-
-_LINGER_S: Final = 1.0
-"""How long a server that was let go still answers requests of its last step."""
-
+_LOOK_S: Final = 20.0  # between two looks whether the run goes on, and with this server, if nothing prompts one
+_SILENCE_S: Final = 600.0  # without an answer of anybody in the run: it is over, and nobody could say so
+_ASK_S: Final = 5.0  # between two requests to be let go: another peer may have become the coordinator
+_LINGER_S: Final = 1.0  # for which a server that was let go still answers requests of its last step
+_SOON_S: Final = 600.0  # a server that is left out again so soon after it came back counts as one that cannot stay
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
-_SOON_S: Final = 600.0
-"""A server that is left out again so soon after it came back counts as one that cannot stay."""
 
-Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]
-"""Why a server is in its run no more."""
+Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]  # why a server is in its run no more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,10 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 
+# Without a microbatch size: with M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
 _MICROBATCHES_PER_STAGE: Final = 4
-"""Without a microbatch size: with M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time."""
-
+# A trainer that is started again may have its former id, and must not be given its former places in a step.
 _NUMBER_BITS: Final = 40
-"""A trainer that is started again may have its former id, and must not be given its former places in a step."""
 
 
 @dataclass(eq=False)

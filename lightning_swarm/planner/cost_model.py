@@ -21,13 +21,13 @@ from lightning_swarm.planner.records import (
     encoded_size,
 )
 
+# Place of embeddings and head: in the first and the last stage (which computes the loss, too), or around all.
 Ends: TypeAlias = Literal["stages", "trainer"]
-"""Place of embeddings and head: in the first and the last stage (which computes the loss, too), or around all."""
 
 _TOKEN_BYTES: Final = 8
+# Numbers that a block's backward needs of a token, as a multiple of its width, if no attention matrix is kept.
+# Source: Korthikanti et al., arXiv:2205.05198, section 4.
 _GRAPH_PER_WIDTH: Final = 17
-"""Numbers that a block's backward needs of a token, as a multiple of its width, if no attention matrix is kept.
-Source: Korthikanti et al., arXiv:2205.05198, section 4."""
 
 
 def block(width: int, sequence: int, element_bytes: int = 4) -> BlockProfile:
@@ -47,30 +47,21 @@ def transformer(
 ) -> ModelProfile:
     """Count a transformer of equal blocks; with a vocabulary of 0 its samples are ``[sequence, width]``."""
     middle = (block(width, sequence, element_bytes),) * layers
-    hidden = sequence * width * element_bytes
-    if vocabulary and ends == "stages":
-        embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
-        tokens = sequence * _TOKEN_BYTES
-        return ModelProfile(
-            blocks=(embeddings, *middle, head),
-            input_bytes=tokens,
-            input_gradient=False,
-            extra_bytes=tokens,
-            weight_bytes=element_bytes,
-            input_number_bytes=0,
-        )
-    around = BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
-    if vocabulary:
-        embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
-        around = replace(head, parameters=embeddings.parameters + head.parameters, output_bytes=0, number_bytes=4)
-    return ModelProfile(
+    plain = ModelProfile(
         blocks=middle,
-        input_bytes=hidden,
-        input_gradient=bool(vocabulary),
-        around=around,
+        input_bytes=sequence * width * element_bytes,
+        input_gradient=False,
         weight_bytes=element_bytes,
         input_number_bytes=element_bytes,
     )
+    if not vocabulary:
+        return plain
+    embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
+    if ends == "trainer":
+        around = replace(head, parameters=embeddings.parameters + head.parameters, output_bytes=0, number_bytes=4)
+        return replace(plain, input_gradient=True, around=around)
+    blocks, tokens = (embeddings, *middle, head), sequence * _TOKEN_BYTES
+    return replace(plain, blocks=blocks, input_bytes=tokens, extra_bytes=tokens, input_number_bytes=0)
 
 
 def _embeddings_and_head(
@@ -94,11 +85,8 @@ def _embeddings_and_head(
     return embeddings, head
 
 
-FLOAT32: Final = 4
-"""Bytes; sums of gradients have at least float32."""
-
-ADAM: Final = 2
-"""Numbers that Adam keeps for each parameter, the most that is usual of an optimizer."""
+FLOAT32: Final = 4  # bytes; sums of gradients have at least float32
+ADAM: Final = 2  # numbers that Adam keeps for each parameter, the most that is usual of an optimizer
 
 
 def stage_profiles(model: ModelProfile, num_stages: int) -> tuple[StageProfile, ...]:
@@ -115,7 +103,6 @@ def _stage_profile(model: ModelProfile, indices: range) -> StageProfile:
         gradient = TransferSize(0.0, 0.0)
     parameters = sum(block.parameters for block in blocks)
     return StageProfile(
-        blocks=len(blocks),
         parameters=parameters,
         flop=sum(block.flop for block in blocks),
         input_bytes=incoming.num_bytes,
@@ -159,22 +146,13 @@ def graph_capacity(stage: StageProfile, machine: Machine) -> float:
     return (machine.memory_bytes - stage.state_bytes) / max(1, stage.graph_bytes)
 
 
-def kept_samples(stage: StageProfile, machine: Machine, limits: Limits) -> float:
-    """The number of samples whose graphs a server keeps until backward; it computes the forward of others again."""
-    return min(graph_capacity(stage, machine), limits.cache_bytes / max(1, stage.graph_bytes))
-
-
 # ---------------------------------------------------------------------- the time of a batch
 
+# Seconds of a core for a microbatch's calls at a stage, forward and backward: as many at its server as at the trainer.
+# It is 1.6 ms of wall time where two cores do both, `python -m benchmarks.hops`.
 CALL_S: Final = 0.0016
-"""Seconds of a core for a microbatch's calls at a stage, forward and backward: as many at its server as at the trainer.
-It is 1.6 ms of wall time where two cores do both, `python -m benchmarks.hops`."""
-
-HANDLING_S_PER_BYTE: Final = 2.4e-9
-"""Seconds of a core for each byte sent or received: half of what both ends and their daemons take."""
-
-GOODPUT: Final = 0.94
-"""Share of a link's bytes that are tensors, and not headers, encryption or acknowledgements."""
+HANDLING_S_PER_BYTE: Final = 2.4e-9  # of a core, sent or received: half of what both ends and their daemons take
+GOODPUT: Final = 0.94  # share of a link's bytes that are tensors, and not headers, encryption or acknowledgements
 
 MICROBATCH_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 2e-9, "accelerator": 5e-11}
 """Seconds for each backward beyond what its samples take: a gradient of each weight is written and added up, and few
@@ -273,8 +251,10 @@ class Swarm:
     def recomputed(self, index: int, batch_size: int) -> float:
         """The share of forwards whose graph does not fit, of the worst machine of a stage."""
         stage = self.stages[index]
-        kept = (kept_samples(stage, self.machines[same[0]], self.limits) for same in self.kinds[index])
-        return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
+        # Samples whose graphs a server keeps until backward; it computes the forward of others again.
+        kept = min(graph_capacity(stage, self.machines[same[0]]) for same in self.kinds[index])
+        kept = min(kept, self.limits.cache_bytes / max(1, stage.graph_bytes))
+        return max(0.0, 1.0 - kept * len(self.held[index]) / batch_size)
 
     def phase(self, index: int, number: int, direction: int, batch_size: int) -> StagePhase:
         """A sample's forward (0) or backward (1) at a machine of a stage."""

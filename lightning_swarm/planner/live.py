@@ -171,8 +171,7 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
 
 _UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
 _FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believed
-_MOST_ROUND_TRIP: Final = 8.0
-"""A transfer counts as at least its duration divided by this, however much of it was the round trip."""
+_MOST_ROUND_TRIP: Final = 8.0  # a transfer counts as at least this part of its duration, whatever the round trip
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: Assumption) -> Machine:
@@ -232,9 +231,6 @@ def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], f
                 ends = frozenset((peer, link.peer_id))
                 found[ends] = min(link.round_trip_s, found.get(ends, link.round_trip_s))
     return found
-
-
-# ---------------------------------------------------------------------- the setting
 
 
 def _setting(servers: Iterable[ServerReport], num_stages: int) -> Setting | None:

@@ -86,11 +86,8 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
     return held
 
 
-STEP_S: Final = 0.042
-"""Seconds to close a step of four peers that have next to nothing to average, `python -m benchmarks.steps`."""
-
-STEP_TRIPS: Final = 6
-"""Successive round trips of a step: grant, freeze, two of the averaging, accept, decided."""
+STEP_S: Final = 0.042  # to close a step of four peers with next to nothing to average, `python -m benchmarks.steps`
+STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of the averaging, accept, decided
 
 
 # A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
@@ -116,8 +113,10 @@ class Predictor:
         self._left_out = tuple(
             machine.name for machine, capacity in zip(machines, capacities, strict=True) if capacity < 1.0
         )
-        # Enough machines can hold a stage, and the starter is one of them.
-        self.possible = len(fit) >= num_stages and capacities[0] >= 1.0 and _trains(model, machines[0])
+        # Enough machines can hold a stage; the starter is one, and can hold what is around them, with a sample.
+        around_bytes = state_bytes(model, model.around.parameters) + model.around.graph_bytes
+        trains = capacities[0] >= 1.0 and around_bytes <= machines[0].memory_bytes
+        self.possible = len(fit) >= num_stages and trains
         if self.possible:
             used, rates = _fastest_first(fit, max(self._stages, key=lambda stage: stage.flop))
             self.counts = _counts(rates, num_stages)
@@ -150,6 +149,7 @@ class Predictor:
     def predict(self, setting: Setting) -> Prediction:
         """Predict the swarm's speed, traffic and memory with a setting of this number of stages."""
         swarm, times, size = self._swarm, self.times(setting), setting.target_batch_size
+        microbatch, inner = setting.microbatch_size, self._stages[:-1]
         sent = sent_bytes(swarm, size)
         slowest = max((one_way.slowest for one_way in self._both_ways(setting)), key=lambda time: time.seconds)
         flop_per_s = sum(machine.flop_per_s for machine in self._machines)
@@ -163,10 +163,8 @@ class Predictor:
             stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
             left_out=self._left_out,
             spared=self._spared,
-            boundary_bytes=tuple(round(stage.output_bytes * setting.microbatch_size) for stage in swarm.stages[:-1]),
-            boundary_gradient_bytes=tuple(
-                round(stage.output_gradient_bytes * setting.microbatch_size) for stage in swarm.stages[:-1]
-            ),
+            boundary_bytes=tuple(round(stage.output_bytes * microbatch) for stage in inner),
+            boundary_gradient_bytes=tuple(round(stage.output_gradient_bytes * microbatch) for stage in inner),
             step_bytes=_by_name(swarm, sent),
             sent_bytes_per_s=sum(sent) / times.step_s + _snapshot_bytes_per_s(swarm),
             state_bytes=self._largest_bytes,
@@ -190,12 +188,6 @@ def _counts(rates: Sequence[float], num_stages: int) -> list[int]:
     kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
     halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
     return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
-
-
-def _trains(model: ModelProfile, starter: Machine) -> bool:
-    """Return whether the starter can hold what is around the stages, with a microbatch of one sample."""
-    around = state_bytes(model, model.around.parameters)
-    return around + model.around.graph_bytes <= starter.memory_bytes
 
 
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
@@ -251,12 +243,8 @@ def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
     return found
 
 
-LARGEST_BATCH: Final = 4096
-"""Most samples of a step, unless another number is given."""
-
-_ENOUGH: Final = 0.9
-"""Share of the best rate of any batch: a larger batch than needed for that is not worth its fewer steps."""
-
+LARGEST_BATCH: Final = 4096  # most samples of a step, unless another number is given
+_ENOUGH: Final = 0.9  # share of the best rate of any batch: larger batches than needed are not worth their fewer steps
 _SAME: Final = 0.98  # share of a rate that counts as the same rate: no reason for more stages, or larger microbatches
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
@@ -274,7 +262,7 @@ def make_plan(
 ) -> Plan:
     """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
     # If none is given, the smallest target that is nearly as fast as any up to the largest is best.
-    sizes = [target_batch_size] if target_batch_size else list(_powers(largest_batch_size))
+    sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
     size = best.setting.target_batch_size if best else sizes[-1]
@@ -295,11 +283,8 @@ def predict(
     return predictor.predict(setting).samples_per_s if predictor.possible else None
 
 
-def _powers(largest: int) -> Iterable[int]:
-    size = 1
-    while size <= largest:
-        yield size
-        size *= 2
+def _powers(largest: int) -> list[int]:
+    return [1 << power for power in range(largest.bit_length())]  # of 2, up to the largest
 
 
 def _predictions(

@@ -8,7 +8,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
@@ -78,9 +77,7 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 
 # ---------------------------------------------------------------------- the square-cube law
 
-WIDTHS: Final = tuple(2**power for power in range(7, 15))
-"""Features of a token, from 128 to 16384."""
-
+WIDTHS: Final = tuple(2**power for power in range(7, 15))  # features of a token, from 128 to 16384
 _LINKS_MBIT: Final = (20, 100, 500, 1000)
 _LATENCIES_MS: Final = (0, 50, 200)
 
@@ -284,23 +281,25 @@ def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
 # ---------------------------------------------------------------------- simulated swarms
 
 _POINTS: Final = 400  # points of a curve, each an average
-_SPAN_HEAD: Final = (
-    "rule",
-    "samples/s",
-    "% of best",
-    "first hour",
-    "last hour",
-    "moves/hour",
-    "hours below half of best",
-)
+_SPAN_COLUMNS: Final[Mapping[str, tuple[int, Callable[[Sequence[Span]], float]]]] = {  # with their decimal places
+    "samples/s": (2, lambda spans: _num_samples(spans) / _length_s(spans)),
+    "% of best": (1, lambda spans: 100.0 * share_of_best(spans)),
+    "first hour": (1, lambda spans: 100.0 * share_of_best(spans, spans[0].begin_s, spans[0].begin_s + HOUR_S)),
+    "last hour": (1, lambda spans: 100.0 * share_of_best(spans, spans[-1].end_s - HOUR_S, spans[-1].end_s)),
+    "moves/hour": (1, lambda spans: HOUR_S * sum(span.num_moves for span in spans) / _length_s(spans)),
+    "hours below half of best": (
+        2,
+        lambda spans: sum(span.length_s for span in spans if span.samples_per_s < 0.5 * span.best) / HOUR_S,
+    ),
+}
 _MICROBATCH_HEAD: Final = ("queued", "MB a sample")
-_MICROBATCH_CURVES: Final = MappingProxyType({"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"})
-"""Fields of a span, and their labels."""
+_MICROBATCH_CURVES: Final = {"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"}  # fields of a span
 
 
 def span_table(results: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
     """Write a table of means over the seeds, from the spans of each rule and seed."""
-    rows: list[tuple[str, ...]] = [_SPAN_HEAD, *((rule, *_span_cells(runs)) for rule, runs in results.items())]
+    rows: list[tuple[str, ...]] = [("rule", *_SPAN_COLUMNS)]
+    rows += [(rule, *(_mean(runs, *column) for column in _SPAN_COLUMNS.values())) for rule, runs in results.items()]
     if all(span.sent_bytes is not None for runs in results.values() for spans in runs for span in spans):
         more = [_MICROBATCH_HEAD, *map(_microbatch_cells, results.values())]
         rows = [row + cells for row, cells in zip(rows, more, strict=True)]
@@ -313,22 +312,9 @@ def _microbatch_cells(runs: Sequence[Sequence[Span]]) -> tuple[str, ...]:
     return f"{queued:.1f}", f"{sum(span.sent_bytes or 0 for span in spans) / _num_samples(spans) / 1e6:.3g}"
 
 
-def _span_cells(runs: Sequence[Sequence[Span]]) -> list[str]:
-    def mean(digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
-        known = [value for value in map(value_of, runs) if not math.isnan(value)]
-        return f"{statistics.fmean(known):.{digits}f}" if known else "-"
-
-    def low_hours(spans: Sequence[Span]) -> float:
-        return sum(span.length_s for span in spans if span.samples_per_s < 0.5 * span.best) / HOUR_S
-
-    return [
-        mean(2, lambda spans: _num_samples(spans) / _length_s(spans)),
-        mean(1, lambda spans: 100.0 * share_of_best(spans)),
-        mean(1, lambda spans: 100.0 * share_of_best(spans, spans[0].begin_s, spans[0].begin_s + HOUR_S)),
-        mean(1, lambda spans: 100.0 * share_of_best(spans, spans[-1].end_s - HOUR_S, spans[-1].end_s)),
-        mean(1, lambda spans: HOUR_S * sum(span.num_moves for span in spans) / _length_s(spans)),
-        mean(2, low_hours),
-    ]
+def _mean(runs: Sequence[Sequence[Span]], digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
+    known = [value for value in map(value_of, runs) if not math.isnan(value)]
+    return f"{statistics.fmean(known):.{digits}f}" if known else "-"
 
 
 def _num_samples(spans: Sequence[Span]) -> float:

@@ -215,19 +215,10 @@ class InMemoryStrategy(_SwarmStrategy):
         assert self._shared_loop is not None
         runtime = InlineRuntime(self._shared_loop)
         transport = self.network.transport(_name(number))
-        return Peer(
-            runtime,
-            transport,
-            self.network.directory(transport),
-            executor=partial(PacedExecutor, partial(self._microbatch_s_of, number))
-            if self.microbatch_s
-            else InlineExecutor,
-            config=self.config,
-            rng=self._rng,
-        )
-
-    def _microbatch_s_of(self, number: int) -> float:
-        return self.microbatch_s[min(number, len(self.microbatch_s) - 1)]
+        directory = self.network.directory(transport)
+        paced = partial(PacedExecutor, lambda: self.microbatch_s[min(number, len(self.microbatch_s) - 1)])
+        executor = paced if self.microbatch_s else InlineExecutor
+        return Peer(runtime, transport, directory, executor=executor, config=self.config, rng=self._rng)
 
 
 class _InlineLauncher(_Launcher):
