@@ -192,7 +192,10 @@ class InMemoryStrategy(_SwarmStrategy):
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
-        _poison(module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.fill_(float("nan"))  # so that a weight which nobody hands out is noticed
         return self._models.served(module)
 
     @override
@@ -262,14 +265,6 @@ def _copy(module: LightningModule) -> LightningModule:
     finally:
         module._trainer = trainer
     return twin
-
-
-def _poison(module: LightningModule) -> None:
-    """Make every weight NaN, so that a weight which nobody hands out is noticed."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.fill_(float("nan"))
 
 
 QUIET: Final[dict[str, Any]] = {
