@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from lightning_swarm.core.process import LOG, follow_environment
 from lightning_swarm.core.readable import printable
 from lightning_swarm.model.export import export_file, export_safetensors
 from lightning_swarm.monitor import doctor, survey
-from lightning_swarm.monitor.checks import Finding
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner import report
 from lightning_swarm.planner.simulator import microbatches
@@ -122,18 +122,12 @@ def main() -> int:
             os.environ[LOG] = _LEVELS[sys.argv.pop(1)]
         follow_environment()
         return _command(sys.argv[1:] or ["--help"])()
-    except ConfigError as error:
-        return _complain(error, 2)
     except SwarmError as error:
-        return _complain(error, 1)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"lightning-swarm: error: {text}", file=sys.stderr)  # noqa: T201 - a command
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130  # as shells report Ctrl-C
-
-
-def _complain(error: SwarmError, status: int) -> int:
-    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    print(f"lightning-swarm: error: {text}", file=sys.stderr)  # noqa: T201 - a command
-    return status
 
 
 def _command(arguments: Sequence[str]) -> Callable[[], int]:
@@ -147,12 +141,13 @@ def _command(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lightning-swarm",
         usage="lightning-swarm COMMAND ...",
         description=_DESCRIPTION,
         epilog="lightning-swarm COMMAND --help says more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(
@@ -162,10 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=line, add_help=False)  # to be listed; they are parsed elsewhere
 
     def add(name: str, what: str, description: str) -> argparse.ArgumentParser:
-        description = description.format(what=what)
-        return commands.add_parser(
-            name, help=what, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        return commands.add_parser(name, help=what, description=description.format(what=what), formatter_class=raw)
 
     check = add("doctor", "Check whether this machine can be a peer: what is wrong, and what to do.", _DOCTOR)
     check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
@@ -224,7 +216,9 @@ def _run(arguments: argparse.Namespace) -> int:
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
-        print(_line(finding), flush=True)  # noqa: T201 - a command
+        # Other peers have sent some of it.
+        line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
+        print(line if finding.ok else f"{line}\n       -> {finding.remedy}", flush=True)  # noqa: T201 - a command
         num_wrong += not finding.ok
     print(f"{num_wrong} to mend." if num_wrong else "This machine can be a peer.")  # noqa: T201 - a command
     return 1 if num_wrong else 0
@@ -232,13 +226,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _show_status(arguments: argparse.Namespace) -> int:
     reports = survey.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
-    try:
+    with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
         for look in reports:
             print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command
-    except KeyboardInterrupt:
-        pass  # how --watch ends
-    finally:
-        reports.close()
     return 0
 
 
@@ -259,9 +249,3 @@ def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
         for rule, scenario in runs.scenarios(seed):
             found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
     return found
-
-
-def _line(finding: Finding) -> str:
-    # Other peers have sent some of it.
-    line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
-    return line if finding.ok else f"{line}\n       -> {finding.remedy}"

@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
-from lightning_swarm.cli import pytorch_lightning, swarm_cli
-from lightning_swarm.cli.programs import choose_framework, require_jsonargparse
+from lightning_swarm.cli.programs import cli_module, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.planner import probe
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
 from lightning_swarm.planner.machine_files import NOT_GIVEN, TransferCost, read_compression, read_machines
@@ -27,7 +26,6 @@ from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import Machine, ModelProfile, Plan
 from lightning_swarm.planner.report import describe, describe_now, draw
 from lightning_swarm.protocol.settings import CodecName, Compression
-from lightning_swarm.strategy.framework import LIGHTNING
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _NAMES: Final = [field.name for field in fields(Compression)]
@@ -105,10 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, and print the plan; returns the exit status: 1 if nothing can train, 0 even if the swarm does not pay.
-
-    Raises a ConfigError for impossible arguments.
-    """
+    """Plan, and print the plan; returns the exit status: 1 if nothing can train, 0 even if the swarm does not pay."""
     _check_numbers(arguments)
     if arguments.swarm:
         return _run_live(arguments)
@@ -162,32 +157,20 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 def _of_numbers(arguments: argparse.Namespace) -> _Subject:
     width, sequence = arguments.width, arguments.sequence
-
-    def measure() -> float:
-        from lightning_swarm.planner.probe import measure_transformer  # torch, which the rest does without
-
-        return measure_transformer(width, sequence)
-
     model = transformer(arguments.layers, width, sequence, arguments.vocabulary, ends=arguments.ends)
-    return _Subject(model, measure, sequence, width)
+    return _Subject(model, lambda: probe.measure_transformer(width, sequence), sequence, width)
 
 
 def _of_file(path: Path, *, measured: bool) -> _Subject:
     """The model of a file that `fit` takes; its Trainer and data are built, too, and not used."""
-    from lightning_swarm.planner import probe
-
     require_jsonargparse("plan --config")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     given = ["--config", str(path)]
-    tree = swarm_cli if choose_framework(given, []) is LIGHTNING else pytorch_lightning
+    tree = cli_module(given, [])
     try:
         cli = tree.SwarmCLI(run=False, save_config_callback=None, args=given, parser_kwargs={"exit_on_error": False})
     except (argparse.ArgumentError, OSError) as error:
         raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
-    module: Any = cli.model
-    strategy = cli.trainer.strategy
+    module, strategy = cli.model, cli.trainer.strategy
     swarm = strategy.config if isinstance(strategy, written_part(SwarmStrategy)) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
@@ -227,49 +210,29 @@ def _value(text: str) -> object:
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
-    live.add_argument(
-        "--over", type=float, default=10.0, metavar="SECONDS", help="time to see its rates in (default: %(default)g)"
-    )
-    live.add_argument(
-        "--line-mbit",
-        type=float,
-        default=100.0,
-        metavar="MBIT",
-        help="Mb/s, each way, of peers whose links were not measured (default: %(default)g)",
-    )
-    live.add_argument(
-        "--bus-gb-per-s",
-        type=float,
-        default=12.0,
-        metavar="GB",
-        help="between a GPU and its host, for training alone with offloading (default: %(default)g)",
-    )
-    live.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
-    )
+    for option, default, unit, meaning in (
+        ("--over", 10.0, "SECONDS", "time to see its rates in"),
+        ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
+        ("--bus-gb-per-s", 12.0, "GB", "between a GPU and its host, for training alone with offloading"),
+        ("--timeout", 10.0, "SECONDS", "for each peer"),
+    ):
+        live.add_argument(option, type=float, default=default, metavar=unit, help=f"{meaning} (default: %(default)g)")
 
 
 def _run_live(arguments: argparse.Namespace) -> int:
-    """Look at the swarm twice, plan, and print the plan; returns the exit status, as `run`.
-
-    Raises a ConfigError for impossible options, and another SwarmError if the peer does not answer or too little is
-    measured yet.
-    """
+    """Look at the swarm twice, plan, and print the plan; returns the exit status, as `run`."""
     _check_live(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
     assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
     chosen = _chosen_travel(arguments)
     live = _look(arguments, assumed)
-    current = TransferCost(live.compression)
+    current, now = TransferCost(live.compression), live.now
     travel = chosen.filled_from(current)
     model = replace(live.model, wire=travel.wire)
     plan = _plan(arguments, model, live.machines)
-    setting = live.now.setting
-    if setting is None:
-        now = live.now
-    else:
-        predicted = predict(replace(live.model, wire=current.wire), live.machines, setting)
-        now = replace(live.now, predicted_samples_per_s=predicted)
+    if now.setting is not None:
+        predicted = predict(replace(live.model, wire=current.wire), live.machines, now.setting)
+        now = replace(now, predicted_samples_per_s=predicted)
     if arguments.json:
         print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
     else:
@@ -301,10 +264,8 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 
 def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
-    address = Address.parse(arguments.swarm)
-    with contextlib.closing(
-        survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout)
-    ) as looks:
+    looks = survey.look_repeatedly(Address.parse(arguments.swarm), every_s=arguments.over, timeout=arguments.timeout)
+    with contextlib.closing(looks):
         before, now = next(looks), next(looks)
     observed = {PeerId(peer.peer_id): peer for peer in survey.summarize(now, before).peers}
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}

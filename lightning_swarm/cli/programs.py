@@ -1,8 +1,4 @@
-"""The commands that run a user's program.
-
-`fit`, `validate`, `test` and `predict` build a Trainer. `join` and `serve` run the program of a run's starter, as
-another peer of the run.
-"""
+"""The commands that run a user's program: `fit` and its like as a Trainer, `join` and `serve` as another peer."""
 
 from __future__ import annotations
 
@@ -57,6 +53,7 @@ _NOTES: Final = {
     "writes it.\n\n"
 }
 
+# Begins lines of jsonargparse's errors with the types that it tried in vain.
 _NOISE: Final = (
     "Does not validate against any",
     "Subtypes:",
@@ -77,13 +74,11 @@ Classes are named by their import path from the current folder, like my_project.
 
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
-    """The import tree whose Trainer can run a command line, which begins with one of `commands`.
-
-    A file or class that cannot be read or imported decides nothing: the real parser reports what is wrong with it.
-    Raises a ConfigError if the data module is from another tree than the model.
-    """
+    """The import tree whose Trainer can run a command line, which begins with one of `commands`."""
     named: dict[str, Any] = {}
-    for option, value in _options(arguments):
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        option, equals, text = argument.partition("=")
+        value = text if equals else following
         if option in ("-c", "--config"):
             named.update(_named_in_file(value, [*arguments, *commands], commands))
         for name in _CLASSES:
@@ -97,16 +92,10 @@ def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> Impor
     return next((tree for tree in trees.values() if tree is not None), LIGHTNING)
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    for argument, following in zip_longest(arguments, arguments[1:]):
-        option, equals, value = argument.partition("=")
-        yield option, value if equals else following
-
-
 def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequence[str]) -> Iterator[tuple[str, Any]]:
     try:
         content = yaml.safe_load(Path(path or "").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):  # the real parser reports what is wrong with it
         return
     # A file that is named before the command has a section for each command.
     sections = (_at(content, name) for name in candidates if name in commands)
@@ -132,6 +121,14 @@ def _imported(path: Any) -> Any:
         return None
 
 
+def cli_module(arguments: Sequence[str], commands: Sequence[str]) -> Any:
+    """The module whose `SwarmCLI` can run a command line, which may name classes of the current folder."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
+    return swarm_cli if choose_framework(arguments, commands) is LIGHTNING else pytorch_lightning
+
+
 def run_trainer() -> int:
     """Run `fit` or another Trainer command with the process's arguments; returns the exit status."""
     require_jsonargparse(*TRAINER_COMMANDS)
@@ -140,11 +137,8 @@ def run_trainer() -> int:
     class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
         """Keeps the line breaks of descriptions."""
 
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
-    framework = choose_framework(sys.argv[1:], [*TRAINER_COMMANDS])
-    tree = swarm_cli if framework is LIGHTNING else pytorch_lightning
+    tree = cli_module(sys.argv[1:], [*TRAINER_COMMANDS])
+    strategy_path = tree.SwarmCLI.strategy_class.framework.strategy_path
     parsers: dict[str, dict[str, Any]] = {
         name: {
             "exit_on_error": False,
@@ -156,7 +150,7 @@ def run_trainer() -> int:
                 # Untrained weights are of no use to the other commands.
                 weights="" if name == "fit" else " --ckpt_path last.ckpt",
                 note=_NOTES.get(name, ""),
-                strategy=framework.strategy_path,
+                strategy=strategy_path,
             ),
         }
         for name, line in TRAINER_COMMANDS.items()
@@ -166,15 +160,9 @@ def run_trainer() -> int:
         tree.SwarmCLI(save_config_callback=tree.SaveConfig, parser_kwargs={**own, **parsers})
     except argparse.ArgumentError as error:
         name = sys.argv[1] if sys.argv[1] in TRAINER_COMMANDS else "fit"
-        hint = _HINT.format(name=name, strategy=framework.strategy_path)
-        raise ConfigError(_shortened(str(error)) + hint) from error
+        lines = [line for line in str(error).splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
+        raise ConfigError("\n".join(lines) + _HINT.format(name=name, strategy=strategy_path)) from error
     return 0
-
-
-def _shortened(message: str) -> str:
-    """Jsonargparse's error about an option, without the types that it tried in vain."""
-    lines = [line for line in message.splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
-    return "\n".join(lines)
 
 
 def require_jsonargparse(*commands: str) -> None:
@@ -228,10 +216,7 @@ As `join`, but whatever `role` the program's strategy has, it reads no data and 
 
 
 def run_peer(name: str, arguments: Sequence[str]) -> int:
-    """Run `join` or `serve`; returns the exit status, unless the program ends the process with one of its own.
-
-    Raises a ConfigError if the program cannot be found, or trains on no swarm.
-    """
+    """Run `join` or `serve`; returns the exit status, unless the program ends the process with one of its own."""
     own, program = _split(arguments, address_first=name == "join")
     parser = _parser(name)
     environment = _environment(name, parser.parse_args(own))
@@ -305,15 +290,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
     """The environment variables that make the program join."""
-    variables = {}
-    if chosen.address:
-        variables[JOIN] = str(Address.parse(chosen.address))
-    if chosen.listen:
-        variables[LISTEN] = str(HostPort.to_listen(chosen.listen))
-    if chosen.identity:
-        variables[IDENTITY] = chosen.identity
-    if chosen.preemption:
-        variables[PREEMPTION] = chosen.preemption
-    if name == "serve":
-        variables[ROLE] = "server"
-    return variables
+    variables = {
+        JOIN: str(Address.parse(chosen.address)) if chosen.address else None,
+        LISTEN: str(HostPort.to_listen(chosen.listen)) if chosen.listen else None,
+        IDENTITY: chosen.identity,
+        PREEMPTION: chosen.preemption,
+        ROLE: "server" if name == "serve" else None,
+    }
+    return {variable: value for variable, value in variables.items() if value}

@@ -67,15 +67,9 @@ class SwarmCLI(_LightningCLI):
             super().parse_arguments(parser, args)
 
     def _with_class_path(self, arguments: Sequence[str]) -> list[str]:
-        """Replace the strategy's short name by its class: only a class can have further options.
-
-        This lets `--trainer.strategy=swarm --trainer.strategy.num_stages=2` work.
-        """
-        option, name, path = (
-            "--trainer.strategy",
-            self.strategy_class.strategy_name,
-            self.strategy_class.framework.strategy_path,
-        )
+        """Replace the strategy's short name by its class: only a class can have further options."""
+        option, name = "--trainer.strategy", self.strategy_class.strategy_name
+        path = self.strategy_class.framework.strategy_path
         given: list[str] = []
         for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
             if argument == f"{option}.help" and following.startswith("-"):

@@ -10,21 +10,18 @@ from typing import Final
 from packaging.specifiers import SpecifierSet
 
 SUPPORTED_PYTHON: Final = ">=3.11"
+# Repeats the package's requirements: pip does not enforce them on what is installed later.
 SUPPORTED: Final[Mapping[str, str]] = {
     "lightning": ">=2.5,<2.7",
     "torch": ">=2.4",
     "hivemind": ">=1.1.12,<1.2",
     "numpy": "<2.4",
 }
-"""Repeats the package's requirements: pip does not enforce them on what is installed later."""
-
 LEAST_FREE_BYTES: Final = 1 << 30
-
-MOST_SKEW_S: Final = 3.0
-"""hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock."""
+MOST_SKEW_S: Final = 3.0  # hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """The outcome of one check."""
 
@@ -38,21 +35,11 @@ class Finding:
         return self.remedy is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FolderReport:
-    """A folder that a swarm keeps files in."""
-
-    path: str
-    purpose: str  # what a swarm keeps there
-    problem: str | None  # why no file can be written; None if one can
-    free_bytes: int  # on its disk; 0 if that is not known
-
-
 def check_python(version: str) -> Finding:
     """The interpreter is new enough."""
     fits = SpecifierSet(SUPPORTED_PYTHON).contains(version, prereleases=True)
     remedy = None if fits else f"Use a Python {SUPPORTED_PYTHON}."
-    return Finding(check="Python", found=version, remedy=remedy)
+    return Finding("Python", version, remedy)
 
 
 def check_version(package: str, version: str | None) -> Finding:
@@ -60,77 +47,63 @@ def check_version(package: str, version: str | None) -> Finding:
     supported = SUPPORTED[package]
     install = f'Run: pip install "{package}{supported}"'
     if version is None:
-        return Finding(check=package, found="not installed", remedy=install)
+        return Finding(package, "not installed", install)
     if not SpecifierSet(supported).contains(version, prereleases=True):
-        return Finding(check=package, found=f"{version}, but {supported} is needed", remedy=install)
-    return Finding(check=package, found=version)
+        return Finding(package, f"{version}, but {supported} is needed", install)
+    return Finding(package, version)
 
 
 def check_binary(path: str | None, *, executable: bool) -> Finding:
     """libp2p's daemon, which carries all connections, is there and can be run."""
     reinstall = f'Run: pip install --force-reinstall --no-deps "hivemind{SUPPORTED["hivemind"]}"'
     if path is None:
-        return Finding(check="daemon's file", found="hivemind was installed without its program p2pd", remedy=reinstall)
+        return Finding("daemon's file", "hivemind was installed without its program p2pd", reinstall)
     if not executable:
-        return Finding(check="daemon's file", found=f"{path} must not be run", remedy=f"Run: chmod +x {path}")
-    return Finding(check="daemon's file", found=path)
+        return Finding("daemon's file", f"{path} must not be run", f"Run: chmod +x {path}")
+    return Finding("daemon's file", path)
 
 
 def check_port(host: str, port: int, problem: str | None) -> Finding:
     """This machine can listen on an address and a port (0 for any)."""
     where = f"{host}, {f'port {port}' if port else 'any port'}"
     if problem is None:
-        return Finding(check="port", found=f"{where}: free")
+        return Finding("port", f"{where}: free")
     if not 0 <= port < 1 << 16:
-        return Finding(check="port", found=f"{where}: {problem}", remedy="Take a port of 1 to 65535, or 0 for any.")
+        return Finding("port", f"{where}: {problem}", "Take a port of 1 to 65535, or 0 for any.")
     remedy = (
         f"End the program that listens there (`ss -ltnp 'sport = :{port}'` names it), or take another port."
         if port
         else "Take an address of this machine: 127.0.0.1 for itself only, 0.0.0.0 for all of its networks."
     )
-    return Finding(check="port", found=f"{where}: {problem}", remedy=remedy)
+    return Finding("port", f"{where}: {problem}", remedy)
 
 
 def check_daemon(problem: str | None, start_s: float) -> Finding:
     """The daemon starts."""
     if problem is None:
-        return Finding(check="daemon", found=f"starts in {start_s:.1f} s")
-    return Finding(
-        check="daemon",
-        found=f"does not start: {problem}",
-        remedy="Mend what is named above first. Else: a firewall or a container may forbid it to run or to listen.",
-    )
+        return Finding("daemon", f"starts in {start_s:.1f} s")
+    remedy = "Mend what is named above first. Else: a firewall or a container may forbid it to run or to listen."
+    return Finding("daemon", f"does not start: {problem}", remedy)
 
 
-def check_folder(folder: FolderReport) -> Finding:
-    """A folder can be written to and has room."""
-    check = f"folder for {folder.purpose}"
-    if folder.problem is not None:
-        return Finding(
-            check=check,
-            found=f"{folder.path}: {folder.problem}",
-            remedy=f"Make {folder.path} a folder that this user may write to.",
-        )
-    free = f"{folder.path}, {folder.free_bytes / (1 << 30):.1f} GiB free"
-    if folder.free_bytes < LEAST_FREE_BYTES:
-        return Finding(
-            check=check,
-            found=free,
-            remedy=f"Make room on the disk of {folder.path}: at least {LEAST_FREE_BYTES >> 30} GiB.",
-        )
-    return Finding(check=check, found=free)
+def check_folder(path: str, purpose: str, problem: str | None, free_bytes: int) -> Finding:
+    """A folder, for what `purpose` says, can be written to and has room."""
+    check = f"folder for {purpose}"
+    if problem is not None:
+        return Finding(check, f"{path}: {problem}", f"Make {path} a folder that this user may write to.")
+    free = f"{path}, {free_bytes / (1 << 30):.1f} GiB free"
+    if free_bytes < LEAST_FREE_BYTES:
+        return Finding(check, free, f"Make room on the disk of {path}: at least {LEAST_FREE_BYTES >> 30} GiB.")
+    return Finding(check, free)
 
 
 def check_threads(num_threads: int, num_cores: int) -> Finding:
     """Torch's threads do not outnumber the cores that this process may use."""
     found = f"{num_threads} on {num_cores} core{'s' if num_cores > 1 else ''}"
     if num_threads <= num_cores:
-        return Finding(check="torch's threads", found=found)
-    return Finding(
-        check="torch's threads",
-        found=f"{found}: they wait for each other",
-        remedy=f"Run: export OMP_NUM_THREADS={num_cores} (divided by the number of peers on this machine)",
-    )
+        return Finding("torch's threads", found)
+    remedy = f"Run: export OMP_NUM_THREADS={num_cores} (divided by the number of peers on this machine)"
+    return Finding("torch's threads", f"{found}: they wait for each other", remedy)
 
 
 class Obstacle(Enum):
@@ -161,7 +134,7 @@ class Obstacle(Enum):
         self.remedy = remedy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DialResult:
     """The outcome of an attempt to reach a peer."""
 
@@ -175,10 +148,10 @@ def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Findin
     check = f"peer {dialed.address}"
     if dialed.obstacle is not None:
         detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
-        return Finding(check=check, found=f"{dialed.obstacle.what}{detail}", remedy=dialed.obstacle.remedy)
+        return Finding(check, f"{dialed.obstacle.what}{detail}", dialed.obstacle.remedy)
     if round_trip_s is None:
-        return Finding(check=check, found="libp2p answers there; who it is needs a daemon here")
-    return Finding(check=check, found=f"reachable, round trip {round_trip_s * 1e3:.1f} ms")
+        return Finding(check, "libp2p answers there; who it is needs a daemon here")
+    return Finding(check, f"reachable, round trip {round_trip_s * 1e3:.1f} ms")
 
 
 def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
@@ -186,11 +159,11 @@ def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
     way = "ahead of" if ahead_s > 0 else "behind"
     found = f"{address} is {abs(ahead_s):.2f} s {way} this machine"
     if abs(ahead_s) <= MOST_SKEW_S + round_trip_s / 2:
-        return Finding(check="clock", found=found)
+        return Finding("clock", found)
     return Finding(
-        check="clock",
-        found=f"{found}, at most {MOST_SKEW_S:g} s are allowed",
-        remedy="Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true "
+        "clock",
+        f"{found}, at most {MOST_SKEW_S:g} s are allowed",
+        "Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true "
         "(on macOS: sudo sntp -sS pool.ntp.org)",
     )
 
@@ -198,12 +171,9 @@ def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
 def check_protocol(address: str, here: int, there: int) -> Finding:
     """A peer speaks the same version of the protocol."""
     if here == there:
-        return Finding(check="protocol", found=f"version {here} here and at {address}")
-    return Finding(
-        check="protocol",
-        found=f"version {here} here, {there} at {address}",
-        remedy="Install the same version of lightning_swarm on both sides.",
-    )
+        return Finding("protocol", f"version {here} here and at {address}")
+    remedy = "Install the same version of lightning_swarm on both sides."
+    return Finding("protocol", f"version {here} here, {there} at {address}", remedy)
 
 
 def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
@@ -216,4 +186,4 @@ def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, 
     ]
     same = ", ".join(f"{name} {version}" for name, version in here.items())
     found = f"differ, which works: {'; '.join(others)}" if others else f"{same}, as here"
-    return Finding(check=f"versions at {address}", found=found)
+    return Finding(f"versions at {address}", found)

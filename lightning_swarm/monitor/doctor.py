@@ -12,11 +12,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
+from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.monitor import checks
-from lightning_swarm.monitor.checks import DialResult, Finding, FolderReport, Obstacle
+from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.network import Transport
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol import queries
@@ -25,29 +26,25 @@ from lightning_swarm.protocol.queries import GreetingResult, installed_version
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
 _SOCKETS: Final = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
-_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"
-"""What two libp2p peers say first, each to the other, with its length before it."""
+_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # what libp2p peers say first, with its length before it
 
 
 def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
-    """Look whether libp2p answers at an address, without libp2p, so whatever its peer id is.
-
-    `timeout` is in seconds, for each attempt to connect or to read.
-    """
+    """Look whether libp2p answers at an address, without libp2p, so whatever its peer id is."""
     at = str(address.place)
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        return DialResult(address=at, obstacle=Obstacle.NAME, detail=str(error))
+        return DialResult(at, Obstacle.NAME, str(error))
     try:
         with socket.create_connection((address.host, address.port), timeout) as connection:
-            return DialResult(address=at, obstacle=_obstacle_to_libp2p(connection))
+            return DialResult(at, _obstacle_to_libp2p(connection))
     except ConnectionRefusedError as error:
-        return DialResult(address=at, obstacle=Obstacle.REFUSED, detail=str(error))
+        return DialResult(at, Obstacle.REFUSED, str(error))
     except TimeoutError:
-        return DialResult(address=at, obstacle=Obstacle.SILENCE, detail=f"no answer within {timeout:g} s")
+        return DialResult(at, Obstacle.SILENCE, f"no answer within {timeout:g} s")
     except OSError as error:
-        return DialResult(address=at, obstacle=Obstacle.ROUTE, detail=str(error))
+        return DialResult(at, Obstacle.ROUTE, str(error))
 
 
 def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
@@ -59,19 +56,26 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
     return None if received == _MULTISTREAM else Obstacle.PROTOCOL
 
 
-def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, GreetingResult | None]]:
-    """Connect to addresses where libp2p answers, and ask the peers there who they are."""
+@contextlib.contextmanager
+def visit(name: str, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
+    """Be on the network for a while, in no run; `options` are those of `hivemind.start`."""
     from lightning_swarm.core.event_loop import ThreadRuntime
     from lightning_swarm.network import hivemind  # a second, and only needed here
 
-    with contextlib.closing(ThreadRuntime("doctor")) as runtime:
-        transport, directory = runtime.run(hivemind.start(startup_timeout=_TIMEOUT_S))
+    with contextlib.closing(ThreadRuntime(name)) as runtime:
+        transport, directory = runtime.run(hivemind.start(**options))
         try:
-            for address in addresses:
-                yield runtime.run(_meet(transport, address))
+            yield runtime, transport
         finally:
             runtime.run(directory.close())
             runtime.run(transport.close())
+
+
+def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, GreetingResult | None]]:
+    """Connect to addresses where libp2p answers, and ask the peers there who they are."""
+    with visit("doctor", startup_timeout=_TIMEOUT_S) as (runtime, transport):
+        for address in addresses:
+            yield runtime.run(_meet(transport, address))
 
 
 async def _meet(transport: Transport, address: Address) -> tuple[DialResult, GreetingResult | None]:
@@ -79,11 +83,11 @@ async def _meet(transport: Transport, address: Address) -> tuple[DialResult, Gre
     try:
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER
-        return DialResult(address=at), await queries.greet(transport, address.peer_id, timeout=_TIMEOUT_S)
+        return DialResult(at), await queries.greet(transport, address.peer_id, timeout=_TIMEOUT_S)
     except DeadlineExceeded as error:
-        return DialResult(address=at, obstacle=Obstacle.SILENCE, detail=str(error)), None
+        return DialResult(at, Obstacle.SILENCE, str(error)), None
     except SwarmError as error:
-        return DialResult(address=at, obstacle=obstacle, detail=str(error)), None
+        return DialResult(at, obstacle, str(error)), None
 
 
 def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Address] = ()) -> Iterator[Finding]:
@@ -92,7 +96,7 @@ def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Addre
     versions = [checks.check_version(name, installed_version(name)) for name in checks.SUPPORTED]
     yield from versions
     for path, purpose in ((Path.cwd(), "checkpoints and logs"), (_SOCKETS, "the daemon's sockets")):
-        yield checks.check_folder(look_at_folder(path, purpose))
+        yield checks.check_folder(str(path), purpose, *look_at_folder(path))
     if all(finding.ok for finding in versions if finding.check == "torch"):
         yield checks.check_threads(_num_threads(), _num_cores())
     daemon = find_daemon()
@@ -156,30 +160,23 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
     """Start and end a daemon; returns why it did not start, or None, and the seconds that it took."""
     begin_s = time.monotonic()
     try:
-        from lightning_swarm.core.event_loop import ThreadRuntime
-        from lightning_swarm.network import hivemind
-
-        with contextlib.closing(ThreadRuntime("doctor")) as runtime:
-            listen = HostPort(host, port)
-            transport, directory = runtime.run(hivemind.start(listen=listen, startup_timeout=_START_TIMEOUT_S))
+        with visit("doctor", listen=HostPort(host, port), startup_timeout=_START_TIMEOUT_S):
             took_s = time.monotonic() - begin_s
-            runtime.run(directory.close())
-            runtime.run(transport.close())
     except Exception as error:  # noqa: BLE001 - whatever it is, the doctor reports it
         return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
     return None, took_s
 
 
-def look_at_folder(path: Path, purpose: str) -> FolderReport:
-    """Write a file there, and ask for the free space."""
+def look_at_folder(path: Path) -> tuple[str | None, int]:
+    """Write a file there; returns why that is impossible, or None, and the free bytes of its disk, or 0."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"x")
             file.flush()
         free_bytes = shutil.disk_usage(path).free
     except OSError as error:
-        return FolderReport(path=str(path), purpose=purpose, problem=error.strerror or str(error), free_bytes=0)
-    return FolderReport(path=str(path), purpose=purpose, problem=None, free_bytes=free_bytes)
+        return error.strerror or str(error), 0
+    return None, free_bytes
 
 
 def _num_threads() -> int:

@@ -1,8 +1,4 @@
-"""A live swarm, seen by anyone who can reach its peers: they are asked, and nothing is changed.
-
-The first part asks peers and answers them; the second one, from `ObservedPeer` on, makes a report and a table; the
-third one, from `watch` on, looks from outside the swarm, once or again and again.
-"""
+"""A live swarm, seen by anyone who can reach its peers: they are asked, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -10,17 +6,17 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
-from lightning_swarm.monitor.doctor import knock
+from lightning_swarm.monitor.doctor import knock, visit
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
-from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport
+from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
 from lightning_swarm.protocol.messages.wire import decode, encode
 
 REPORT: Final = "peer.report"
@@ -31,8 +27,9 @@ _MAX_OTHERS: Final = 1024
 _MAX_ADDRESSES: Final = 16
 _HEADS: Final = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
 
-KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
-"""Looks up the servers that a peer has heard of, with their addresses."""
+_BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
+
+KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # those heard of, with their addresses
 
 
 @dataclass(frozen=True)
@@ -65,40 +62,34 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
 
 
 async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
-    """Ask a connected peer at `address`, and then all servers that it has heard of at once, `timeout` seconds each.
-
-    The `first` peer's answer comes first. Raises a `SwarmError` if it does not answer; the others may be silent.
-    """
+    """Ask a connected peer, the `first`, and then all servers that it has heard of at once, which may be silent."""
     body = await transport.call(first, OTHERS, b"", timeout=timeout)
     places = {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
-    own = await _ask(transport, first, (address,), timeout)
+    own = await _ask(transport, first, (address,), timeout, connected=True)
     rest = {peer: places[peer] for peer in sorted(places) if peer != first}
-    return [own, *await gather(_reach(transport, peer, where, timeout) for peer, where in rest.items())]
+    return [own, *await gather(_ask(transport, peer, where, timeout) for peer, where in rest.items())]
 
 
 async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
     """The id of a peer's run; None if the peer does not answer."""
-    report = (await _ask(transport, peer, (), timeout)).report
+    report = (await _ask(transport, peer, (), timeout, connected=True)).report
     return report.run_id if report is not None else None
 
 
-async def _reach(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
+async def _ask(
+    transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float, *, connected: bool = False
+) -> Sighting:
+    report = problem = None
     try:
-        async with asyncio.timeout(timeout):
-            await transport.connect([address for address in addresses if address.endswith(peer)])
-    except TimeoutError:
-        return Sighting(peer, _place(addresses), None, f"did not answer within {timeout:g} s")
-    except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, shorten(str(error)))
-    return await _ask(transport, peer, addresses, timeout)
-
-
-async def _ask(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:
-    try:
+        if not connected:
+            async with asyncio.timeout(timeout):
+                await transport.connect([address for address in addresses if address.endswith(peer)])
         report = decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport)
     except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, shorten(str(error)))
-    return Sighting(peer, _place(addresses), report)
+        problem = shorten(str(error))
+    except TimeoutError:
+        problem = f"did not answer within {timeout:g} s"
+    return Sighting(peer, _place(addresses), report, problem)
 
 
 def _place(addresses: Sequence[str]) -> str:
@@ -147,17 +138,18 @@ class SwarmReport:
 
 def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
     """A report of what peers answered now, with rates since the previous look if there was one."""
-    reports = _reports(sightings)
-    earlier = _reports(before)
-    peers = tuple(_peer(sighting, earlier) for sighting in sightings)
-    num_stages = max((report.server.num_stages for report in reports.values() if report.server), default=0)
-    coordinator = next((peer.peer_id for peer in peers if peer.coordinator), None)
+    reports, earlier = _reports(sightings), _reports(before)
+    servers = {peer: report.server for peer, report in reports.items() if report.server}
+    past = {peer: _same_life(report, earlier.get(peer)) for peer, report in reports.items()}
+    peers = tuple(_peer(sighting, past.get(sighting.peer_id, _BEGINNING)) for sighting in sightings)
+    num_stages = max((server.num_stages for server in servers.values()), default=0)
+    coordinator = next((peer for peer, server in servers.items() if server.coordinator == peer), None)
     return SwarmReport(
         run_id=next((report.run_id for report in reports.values()), ""),
-        step=next((peer.step for peer in peers if peer.coordinator), None),
-        steps_per_minute=_steps_per_minute(coordinator, reports, earlier),
+        step=servers[coordinator].step if coordinator else None,
+        steps_per_minute=_rates(servers[coordinator], past[coordinator].server)[1] if coordinator else 0.0,
         stages=tuple(tuple(peer.peer_id for peer in peers if index in peer.stages) for index in range(num_stages)),
-        trainers_stage=next((report.server.trainers_stage for report in reports.values() if report.server), None),
+        trainers_stage=next((server.trainers_stage for server in servers.values()), None),
         peers=peers,
     )
 
@@ -166,61 +158,48 @@ def _reports(sightings: Sequence[Sighting]) -> dict[PeerId, PeerReport]:
     return {sighting.peer_id: sighting.report for sighting in sightings if sighting.report is not None}
 
 
-def _peer(sighting: Sighting, earlier: Mapping[PeerId, PeerReport]) -> ObservedPeer:
+def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
     report, peer = sighting.report, sighting.peer_id
+    found = ObservedPeer(peer_id=peer, place=sighting.place, problem=sighting.problem)
     if report is None:
-        return ObservedPeer(peer_id=peer, place=sighting.place, problem=sighting.problem)
-    old = _same_life(report, earlier.get(peer))
-    elapsed_s = report.age_s - (old.age_s if old else 0.0)
-    sent_bytes = report.sent_bytes - (old.sent_bytes if old else 0)
-    received_bytes = report.received_bytes - (old.received_bytes if old else 0)
-    server = report.server
-    return ObservedPeer(
-        peer_id=peer,
-        place=sighting.place,
-        problem=None,
-        stages=tuple(server.stages) if server else (),
-        lead=bool(server and server.lead == peer),
-        coordinator=bool(server and server.coordinator == peer),
-        step=server.step if server else None,
-        samples_per_s=_samples_per_s(report, old),
-        queued=server.queued if server else 0,
-        sent_gb_per_hour=_per(sent_bytes, elapsed_s) * 3600 / 1e9,
-        received_gb_per_hour=_per(received_bytes, elapsed_s) * 3600 / 1e9,
-        peak_gb=server.peak_bytes / 1e9 if server and server.peak_bytes is not None else None,
+        return found
+    elapsed_s = report.age_s - old.age_s
+    found = replace(
+        found,
+        sent_gb_per_hour=_per(report.sent_bytes - old.sent_bytes, elapsed_s) * 3600 / 1e9,
+        received_gb_per_hour=_per(report.received_bytes - old.received_bytes, elapsed_s) * 3600 / 1e9,
         age_s=report.age_s,
+    )
+    server = report.server
+    if server is None:
+        return found
+    return replace(
+        found,
+        stages=tuple(server.stages),
+        lead=server.lead == peer,
+        coordinator=server.coordinator == peer,
+        step=server.step,
+        samples_per_s=_rates(server, old.server)[0],
+        queued=server.queued,
+        peak_gb=server.peak_bytes / 1e9 if server.peak_bytes is not None else None,
     )
 
 
-def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport | None:
-    """The earlier report, unless the peer was started again since, or joined another run."""
+def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
+    """The earlier report, or the peer's beginning if it was started again since, or joined another run."""
     if before is None or before.age_s >= now.age_s or before.sent_bytes > now.sent_bytes:
-        return None
+        return _BEGINNING
     if now.server and before.server and before.server.age_s >= now.server.age_s:
-        return None
+        return _BEGINNING
     return before
 
 
-def _samples_per_s(report: PeerReport, old: PeerReport | None) -> float:
-    if report.server is None:
-        return 0.0
-    past = old.server if old else None
-    num_samples = report.server.num_samples - (past.num_samples if past else 0)
-    return _per(num_samples, report.server.age_s - (past.age_s if past else 0.0))
-
-
-def _steps_per_minute(
-    coordinator: str | None, reports: Mapping[PeerId, PeerReport], earlier: Mapping[PeerId, PeerReport]
-) -> float:
-    if coordinator is None:
-        return 0.0
-    report = reports[PeerId(coordinator)]
-    now = report.server
-    assert now is not None
-    old = _same_life(report, earlier.get(PeerId(coordinator)))
-    past = old.server if old else None
+def _rates(now: ServerReport, past: ServerReport | None) -> tuple[float, float]:
+    """Samples/s and steps a minute since an earlier report or, without one, since the server joined its run."""
+    elapsed_s = now.age_s - (past.age_s if past else 0.0)
+    num_samples = now.num_samples - (past.num_samples if past else 0)
     num_steps = now.step - (past.step if past else now.first_step)
-    return 60 * _per(num_steps, now.age_s - (past.age_s if past else 0.0))
+    return _per(num_samples, elapsed_s), 60 * _per(num_steps, elapsed_s)
 
 
 def _per(count: float, elapsed_s: float) -> float:
@@ -238,9 +217,7 @@ def table(swarm: SwarmReport) -> str:
     rows += [_row(None, peer) for peer in swarm.peers if not peer.stages]
     widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
-    for index, peers in enumerate(swarm.stages):
-        if not peers:
-            lines.append(f"stage {index}: nobody who answers holds it")
+    lines += [f"stage {index}: nobody who answers holds it" for index, peers in enumerate(swarm.stages) if not peers]
     lines += [
         f"{short_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}"
         for peer in swarm.peers
@@ -299,40 +276,29 @@ def watch(address: Address, *, every_s: float | None, timeout: float) -> Generat
 
 
 def look_repeatedly(address: Address, *, every_s: float | None, timeout: float) -> Generator[Sequence[Sighting]]:
-    """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once.
-
-    Raises a ConfigError for impossible seconds, and `Unreachable` if the peer does not answer within `timeout`.
-    """
+    """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once."""
     for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
         if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
             raise ConfigError(
                 f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
             )
-    from lightning_swarm.core.event_loop import ThreadRuntime
-    from lightning_swarm.network import hivemind  # takes a second, and only this needs it
-
-    with contextlib.closing(ThreadRuntime("status")) as runtime:
-        transport, directory = runtime.run(hivemind.start(startup_timeout=_START_TIMEOUT_S))
-        try:
-            while True:
-                try:
-                    runtime.run(transport.connect([address.maddr]))
-                except PeerError as error:
-                    raise Unreachable(_explain(address, timeout)) from error
-                try:
-                    now = runtime.run(look(transport, address.peer_id, address.maddr, timeout=timeout))
-                except PeerError as error:
-                    raise Unreachable(
-                        f"{address} does not answer: {shorten(str(error))} Ask another peer of the run, or find out "
-                        f"what is in the way: lightning-swarm doctor --peer {address}"
-                    ) from error
-                yield now
-                if every_s is None:
-                    return
-                threading.Event().wait(every_s)
-        finally:
-            runtime.run(directory.close())
-            runtime.run(transport.close())
+    with visit("status", startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
+        while True:
+            try:
+                runtime.run(transport.connect([address.maddr]))
+            except PeerError as error:
+                raise Unreachable(_explain(address, timeout)) from error
+            try:
+                now = runtime.run(look(transport, address.peer_id, address.maddr, timeout=timeout))
+            except PeerError as error:
+                raise Unreachable(
+                    f"{address} does not answer: {shorten(str(error))} Ask another peer of the run, or find out what "
+                    f"is in the way: lightning-swarm doctor --peer {address}"
+                ) from error
+            yield now
+            if every_s is None:
+                return
+            threading.Event().wait(every_s)
 
 
 def _explain(address: Address, timeout: float) -> str:

@@ -1,8 +1,4 @@
-"""Runs a script, or ``-m module``, in a process that ends when its parent ends.
-
-It is started by its path, so that it watches the parent before anything slow is imported. The parent holds the other
-end of standard input and never writes, so end of file means that the parent is gone, even by `kill -9`.
-"""
+"""Runs a script, or ``-m module``, in a process that ends when its parent ends."""
 
 import os
 import runpy
@@ -11,6 +7,8 @@ import threading
 from pathlib import Path
 
 
+# Started by its path, this watches before anything slow is imported. The parent holds the other end of standard input
+# and never writes, so end of file means that the parent is gone, even by `kill -9`.
 def _watch(pipe: int) -> None:
     while os.read(pipe, 1):
         pass

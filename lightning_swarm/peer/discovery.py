@@ -48,18 +48,13 @@ _Announcement = TypeVar("_Announcement", ServerAnnouncement, RunAnnouncement)
 
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
-    """Assign servers to stages: the roster of each stage, a pure function.
-
-    Servers go round from the last stage to the first, so that no stage has two more than another. With fewer servers
-    than stages each takes neighbouring stages, so that as few boundaries as possible cross the network.
-
-    The first server, which is the starter's own if it serves, gets the last stage: the outputs of that stage travel to
-    the trainer and their gradients back, while the first stage's inputs, being data, travel one way only.
-    """
-    if len(servers) >= num_stages:
+    """Assign servers to stages: the roster of each stage, a pure function."""
+    if len(servers) >= num_stages:  # round and round, so that no stage has two more than another
         rosters = [list(servers[index::num_stages]) for index in range(num_stages)]
-    else:
+    else:  # neighbouring stages to each, so that as few boundaries as possible cross the network
         rosters = [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
+    # The first server, the starter's own if it serves, has the last stage: its outputs travel to the trainer and their
+    # gradients back, while the first stage's inputs, being data, travel one way only.
     return rosters[::-1]
 
 
@@ -101,9 +96,7 @@ class RunDirectory:
 
     async def announce_starter(self, *, timeout: float) -> None:
         """Announce that this program would begin a run."""
-        addresses = list(await self.transport.addresses())
-        value = encode(ServerAnnouncement(boot_id=0, addresses=addresses, trains=True))
-        await self._publish(f"{self.run_id}.starters", value, timeout=timeout)
+        await self.announce(0, timeout=timeout, trains=True, among="starters")
 
     async def find_starters(self) -> list[PeerId]:
         """The programs that announced that they would begin a run, and can be reached."""
@@ -116,19 +109,16 @@ class RunDirectory:
             await self.connect_all()
         return sorted({run.coordinator for run in found.values()})
 
-    async def announce(self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False) -> None:
+    async def announce(
+        self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False, among: str = "servers"
+    ) -> None:
         """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
-        addresses = list(await self.transport.addresses())
-        value = encode(
-            ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
-        )
-        await self._publish(f"{self.run_id}.servers", value, timeout=timeout)
+        where, heir = list(await self.transport.addresses()), inherits or UNSET
+        server = ServerAnnouncement(boot_id=boot_id, addresses=where, trains=trains, inherits=heir)
+        await self._publish(f"{self.run_id}.{among}", encode(server), timeout=timeout)
 
     async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
-        """At the starter: announce that `prepare_data` is done, so that the other trainers may read their data.
-
-        Only trainers of the same launch are meant: the directory may have outlived another run of the same id.
-        """
+        """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read theirs."""
         await self._publish(self._prepared(launch_id), b"yes", timeout=timeout)
 
     async def await_prepared(self, launch_id: str, *, timeout: float) -> None:
@@ -142,7 +132,7 @@ class RunDirectory:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _prepared(self, launch_id: str) -> str:
+    def _prepared(self, launch_id: str) -> str:  # the directory may have outlived another run of the same id
         return f"{self.run_id}.prepared.{launch_id}"
 
     async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:
@@ -159,14 +149,10 @@ class RunDirectory:
                 return
 
     async def find_servers(self, wanted: WantedServers, *, timeout: float, check: Callable[[], None]) -> list[Member]:
-        """Wait until enough servers have announced themselves, and take all that have.
-
-        `check` is called again and again, and raises when waiting has become pointless. Raises `DeadlineExceeded` with
-        the number of servers that came.
-        """
+        """Wait until enough servers have announced themselves, and take all that have."""
         deadline = now_s() + timeout
         while True:
-            check()
+            check()  # raises when waiting has become pointless
             found = await self.announced()
             if wanted.among is not None:
                 found = {peer: server for peer, server in found.items() if peer in wanted.among}
@@ -206,7 +192,7 @@ class RunDirectory:
             return True
 
         reached = await gather(reaches(peer, server) for peer, server in servers.items())
-        return {peer: server for (peer, server), ok in zip(servers.items(), reached, strict=True) if ok}
+        return {peer: servers[peer] for peer, ok in zip(servers, reached, strict=True) if ok}
 
     async def known_standbys(self) -> set[PeerId]:
         """Servers that could lead the run if the lead died; some may be gone."""
@@ -235,23 +221,16 @@ class RunDirectory:
 
 
 async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:
-    """Send record 0 to all servers, then the initial weights of `stages` to their rosters.
-
-    Raises a `ConfigError` if a server's model is not the starter's, and a `PeerError` if a server left.
-    """
-    body = encode(manifest)
-    run = RunState(manifest)
+    """Send record 0 to all servers, which check it against their models, then the weights of `stages`."""
+    body, run = encode(manifest), RunState(manifest)
     await gather(transport.call(peer, ADMIT, body, timeout=timeout) for peer in run.servers)
     await hand_out(transport, run, stages, timeout=timeout)
 
 
 async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
-    """Have all servers roll back to the step of `request`, whose weights `hand_out` sends next.
-
-    When this returns, no server holds anything of an older generation, and all refuse its calls. Raises a `PeerError`
-    if a server left.
-    """
+    """Have all servers roll back to the step of `request`, whose weights `hand_out` sends next."""
     body = encode(request)
+    # Afterwards no server holds anything of an older generation, and all refuse its calls.
     await gather(transport.call(peer, RESTART, body, timeout=timeout) for peer in run.servers)
 
 
@@ -263,10 +242,7 @@ async def hand_out(
     *,
     timeout: float,
 ) -> None:
-    """Before the first step of a generation: send the weights of some stages to their rosters.
-
-    `weights` gives a stage's parameters and buffers. Raises a `PeerError` if a server left.
-    """
+    """Before the first step of a generation: send some stages' `weights`, with their buffers, to their rosters."""
     await gather(
         transport.stream(member.peer_id, LOAD, message, timeout=timeout)
         for stage, message in [(stage, _weights(stage, weights(stage), run.manifest)) for stage in stages]

@@ -1,16 +1,11 @@
-"""Rollback with the peers that are left of a run, and standbys that take the run over if its lead dies.
-
-The lead decides that a run rolls back, and to which version. Of the versions that it could roll back to, it asks the
-other trainers at which their loops could continue (`LOOP`), and it names the chosen one to all servers when it releases
-them. A trainer is in the same process as its server, and learns it there. The next generation begins when the released
-trainers wait for it.
-"""
+"""Rollback with the peers that are left of a run, and standbys that take the run over if its lead dies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
@@ -32,39 +27,31 @@ from lightning_swarm.server.admission import Admission
 
 _log = logging.getLogger(__name__)
 
+# The lead decides the version to which a run rolls back, and asks the other trainers by this method at which ones their
+# loops could continue. Servers hear of the choice when it releases them, and trainers from the server in their process.
 LOOP: Final = "trainer.loop"
 
-_NUM_STANDBYS: Final = 3
-"""How many peers keep the loop's state: one that dies takes its copy along."""
-
-_MAX_TRIED: Final = 4 * _NUM_STANDBYS
-"""How many peers are tried for one snapshot; those that failed come after all others for the next one."""
-
+_NUM_STANDBYS: Final = 3  # peers that keep the loop's state: one that dies takes its copy along
+_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # for one snapshot; those that failed come last for the next one
 _POLL_S: Final = 1.0
 _POLL_START_S: Final = 0.1
 
+# Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
-"""Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent."""
-
+# Whether a loop could continue at a version; the second argument tells whether a step's record counts batches.
 CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
-"""True if a loop could continue at a version. The second argument tells whether a step's record counts batches."""
 
 
+@dataclass(eq=False)
 class StandbyLeads:
-    """The lead's view of the run's standbys, to which it sends the state of its loop.
+    """The lead's view of the run's standbys, to which it sends the state of its loop."""
 
-    `candidates` names the peers that announced that they could take a run over.
-    """
-
-    def __init__(
-        self, transport: Transport, candidates: Callable[[], Awaitable[Collection[PeerId]]], *, limits: Limits
-    ) -> None:
-        self._transport = transport
-        self._candidates = candidates
-        self._limits = limits
-        self._warned = False
-        self._unresponsive: set[PeerId] = set()  # did not take the state that they were sent last
-        self.holding: Collection[PeerId] = ()  # have the newest state
+    _transport: Transport
+    _candidates: Callable[[], Awaitable[Collection[PeerId]]]  # peers that announced that they could take a run over
+    _limits: Limits
+    _warned: bool = field(default=False, init=False)
+    _unresponsive: set[PeerId] = field(default_factory=set, init=False)  # did not take the state they were sent last
+    holding: Collection[PeerId] = field(default=(), init=False)  # have the newest state
 
     async def send(self, run: RunState, version: int, pack: PackLoop) -> None:
         """Send the loop's state at this version of the weights; a peer that does not take it is no standby."""
@@ -133,16 +120,14 @@ async def release(transport: Transport, run: RunState, first_step: int, *, timeo
 async def what_is_lost(
     transport: Transport, run: RunState, num_known_dead: Callable[[], int], *, timeout: float, silence_s: float
 ) -> str:
-    """Say what a run lacks to go on: a stage, or a majority of voters. Empty if it can go on.
-
-    Missing peers get `timeout` seconds to come back, except for processes of this machine that are known to have ended.
-    """
+    """Say what a run lacks to go on, a stage or a majority of voters, if it does not come back within `timeout`."""
     deadline = now_s() + timeout
     while True:
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
         # A server that was started again answers, too, but is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
         found = lost(run, alive)
+        # Nobody waits for processes of this machine that are known to have ended.
         if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
             return found
         await asyncio.sleep(_POLL_S)
@@ -188,14 +173,11 @@ async def loops_at(
 async def await_loops(
     transport: Transport, trainers: Iterable[PeerId], *, timeout: float, check: Callable[[], None]
 ) -> None:
-    """Wait until all these released trainers wait for the next run; raises a `PeerError` if one is gone or late.
-
-    `check` is called again and again, and raises when waiting has become pointless.
-    """
+    """Wait until all these released trainers wait for the next run; raises a `PeerError` if one is gone or late."""
     deadline_s = now_s() + timeout
     late = list(trainers)
     while late:
-        check()
+        check()  # raises when waiting has become pointless
         trainer, request = late[-1], encode(LoopRequest(versions=[]))
         if decode(await transport.call(trainer, LOOP, request, timeout=timeout), LoopReply).waits:
             late.pop()
@@ -215,7 +197,6 @@ class StandbyLead:
         self._transport = transport
         self._admission = admission
         self._limits = limits
-        self._lead: PeerId | None = None
         self.could_go_on: CouldGoOn = lambda *_: False  # called on the swarm's loop
         self.waits = False  # for a run to begin
         self.run: RunState | None = None  # None: it has been in none yet
@@ -223,12 +204,16 @@ class StandbyLead:
 
     def enter_run(self, run: RunState) -> None:
         """Note the run that this trainer is in."""
-        self.run, self._lead, self.waits = run, run.manifest.lead, False
+        self.run, self.waits = run, False
 
     def leave_run(self) -> None:
         """Forget the run before asking for a new one, in which this trainer's server may be, and be released, first."""
-        self.run = self._lead = None
+        self.run = None
         self.could_go_on = lambda *_: False
+
+    @property
+    def _lead(self) -> PeerId | None:
+        return self.run.manifest.lead if self.run is not None else None
 
     async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, LoopRequest)
@@ -258,20 +243,14 @@ class StandbyLead:
 
     async def _while_rollback_possible(self) -> None:
         """Return when the run lacks nothing, or its lead is gone or has rolled back without this trainer."""
-        limits = self._limits
-        assert self.run is not None
-        if not await what_is_lost(
-            self._transport, self.run, lambda: 0, timeout=limits.revive_timeout, silence_s=limits.silence_timeout
-        ):
+        run, timeout = self.run, self._limits.silence_timeout
+        assert run is not None
+        wait_s = self._limits.revive_timeout
+        if not await what_is_lost(self._transport, run, lambda: 0, timeout=wait_s, silence_s=timeout):
             return
-        deadline_s = now_s() + limits.lead_timeout
-        lead = self.run.manifest.lead
-        while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=limits.silence_timeout):
-            if await self._has_newer_generation(lead):
+        deadline_s, lead = now_s() + self._limits.lead_timeout, run.manifest.lead
+        while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=timeout):
+            view = await ask_view(self._transport, lead, timeout=timeout)
+            if view is not None and view.manifest.generation > run.manifest.generation:
                 return
             await asyncio.sleep(_POLL_S)
-
-    async def _has_newer_generation(self, lead: PeerId) -> bool:
-        assert self.run is not None
-        view = await ask_view(self._transport, lead, timeout=self._limits.silence_timeout)
-        return view is not None and view.manifest.generation > self.run.manifest.generation

@@ -61,12 +61,7 @@ def check(view: RunView, config: SwarmConfig) -> None:
 
 
 class Claim:
-    """A program's claim to begin a run, which exactly one program does.
-
-    A program announces that it would begin the run, and asks all others that did. It gives way to one that begins
-    already, or has the lower id; of any two, at least one has heard of the other. A program that gave way waits for the
-    run, and claims it anew when nothing comes of it.
-    """
+    """A program's claim to begin a run: of all that announce that they would, exactly one does."""
 
     def __init__(self, directory: RunDirectory, config: SwarmConfig) -> None:
         self._directory = directory
@@ -77,15 +72,13 @@ class Claim:
         self._transport.handle_call(CLAIM, self._handle_claim)
 
     async def settle(self) -> RunView | None:
-        """Wait for the run that another program begins; None: this program begins it.
-
-        Raises `DeadlineExceeded` if another program was to begin the run, and did not.
-        """
+        """Wait for the run that another program begins; None: this one does. Raises `DeadlineExceeded` if none did."""
         view = await find_run(self._directory, self._config)
         if view is not None:
             return view
         timeout = self._config.limits.start_timeout
         deadline_s = now_s() + timeout
+        # Each announces itself before it asks: of any two, at least one has heard of the other.
         await self._directory.announce_starter(timeout=timeout)
         while not await self._wins():
             await asyncio.sleep(_POLL_S)
@@ -103,7 +96,7 @@ class Claim:
         self._gave_way = False
         self._rivals |= set(await self._directory.find_starters())
         self._rivals.discard(self._transport.peer_id)
-        answers = await gather(map(self._gives_way, sorted(self._rivals)))
+        answers = await gather(map(self._gives_way, sorted(self._rivals)))  # also if it gave way before
         # Nothing is awaited from here on, so the next rival that asks finds this decided.
         self._begins = all(answers) and not self._gave_way
         return self._begins
@@ -118,7 +111,7 @@ class Claim:
     async def _handle_claim(self, caller: PeerId, body: bytes) -> bytes:
         if body:
             raise ProtocolError(f"{CLAIM} takes no arguments, got {len(body)} bytes")
-        gives_way = not self._begins and caller < self._transport.peer_id
+        gives_way = not self._begins and caller < self._transport.peer_id  # to the lower id
         self._gave_way |= gives_way
         return encode(ClaimReply(gives_way=gives_way))
 
@@ -137,10 +130,7 @@ class Follower:
     # ------------------------------------------------------------------ a run under way
 
     def find_run(self) -> RunView | None:
-        """The run to train in; None: this peer is the one of all that would begin the run which does.
-
-        Raises a `ConfigError` if the run's settings differ from this peer's.
-        """
+        """The run to train in, with the settings of this peer; None: this peer is the one that begins it."""
         view = self._runtime.run(Claim(self._directory, self._config).settle())
         if view is not None:
             check(view, self._config)
@@ -153,14 +143,9 @@ class Follower:
     def train_in(
         self, seen: RunView, model: PeerModel, server: PeerModel | None, device: torch.device, *, inherits: bool
     ) -> tuple[Session, int]:
-        """Open a session in a run under way, from one of its next steps on; returns it and the lead loop's epoch.
-
-        With a `server` model this peer's server joins a stage meanwhile, and with `inherits` this peer may take the run
-        over. Raises a `ConfigError` if the model is not the run's or the run takes no trainers, and `RunOver` if the
-        run ended first.
-        """
+        """Open a session in a run under way, from one of its next steps on; returns it and the lead loop's epoch."""
         model.check(seen.manifest)
-        if server is not None:
+        if server is not None:  # it joins a stage meanwhile
             self._runtime.run(self._host.serve(server, trains=True, inherits=inherits))
         else:
             self._runtime.run(self._host.start(model))  # unannounced: it holds no stage, but hears of the run's end
@@ -171,15 +156,10 @@ class Follower:
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
         if server is not None:
             self._runtime.run(self._host.keep_joined(run))
-        view, epoch = runtime.run(
-            coordinator_client.enter(
-                self._directory.transport,
-                run,
-                coordinator_client.Patience(
-                    answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
-                ),
-            )
+        patience = coordinator_client.Patience(
+            answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
         )
+        view, epoch = runtime.run(coordinator_client.enter(self._directory.transport, run, patience))
         run = admission.membership.trains_in = RunState.from_view(view, view.version)
         standby.enter_run(run)
         return self._open(run, model, device, runtime), epoch
@@ -198,10 +178,7 @@ class Follower:
         self._runtime.run(self._directory.await_prepared(launch_id, timeout=timeout))
 
     def join_run(self, model: PeerModel, server: PeerModel, device: torch.device) -> Session:
-        """Serve, and open a session in the run as soon as the starter has begun it.
-
-        Raises `DeadlineExceeded` if the starter did not begin, and `RunOver` if the run ended before.
-        """
+        """Serve, and open a session in the run as soon as the starter has begun it."""
         self._runtime.run(self._host.serve(server, trains=True, inherits=self._host.could_lead))
         limits = self._config.limits
         standby, released = self._become_standby(), self._host.admission.released
@@ -250,9 +227,8 @@ class Follower:
 
     def _become_standby(self) -> failover.StandbyLead:
         if self._standby is None:
-            self._standby = failover.StandbyLead(
-                self._directory.transport, self._host.admission, limits=self._config.limits
-            )
+            limits = self._config.limits
+            self._standby = failover.StandbyLead(self._directory.transport, self._host.admission, limits=limits)
         return self._standby
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:

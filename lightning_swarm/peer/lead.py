@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from msgspec import UNSET
@@ -39,9 +38,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
 _MAX_NAMED: Final = 5
-
-IsOver = Callable[[], bool]
-"""Tells whether this peer's server has heard that the run is over, so that the other peers are free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +100,7 @@ def make_manifest(
     others: Sequence[Member],
     hosts: Mapping[PeerId, str],
 ) -> Manifest:
-    """Record 0 of a run that `me`, the starter, leads, and in which `others` train, too.
-
-    `hosts` says on which machines the servers are, where that is known.
-    """
+    """Record 0 of a run that `me`, the starter, leads, and in which `others` train; `hosts`: the servers' machines."""
     # The starter's own server coordinates: its trainer's control calls then cross no network.
     servers = sorted(servers, key=lambda member: member.peer_id != me.peer_id)
     trainers = [me, *(member for member in others if member != me)]
@@ -140,12 +133,14 @@ def make_manifest(
 class Lead:
     """A peer's part in runs that it leads: begins them, rolls them back, and ends them."""
 
-    def __init__(self, runtime: Runtime, directory: RunDirectory, config: SwarmConfig, *, is_over: IsOver) -> None:
+    def __init__(
+        self, runtime: Runtime, directory: RunDirectory, config: SwarmConfig, *, is_over: Callable[[], bool]
+    ) -> None:
         self._runtime = runtime
         self._directory = directory
         self._transport = directory.transport
         self._config = config
-        self._is_over = is_over
+        self._is_over = is_over  # whether this peer's server has heard that the run is over
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
@@ -156,25 +151,21 @@ class Lead:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
-        self._standbys = StandbyLeads(directory.transport, directory.known_standbys, limits=config.limits)
+        self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
 
     # ------------------------------------------------------------------ beginning a run
 
     def check_first(self) -> None:
-        """Before this peer announces itself: raise a ConfigError if a run of this id is under way.
-
-        Two would take each other's servers.
-        """
-        if self._config.initial_peers and self._survivors is None:
-            self._runtime.run(self._check_first())
-
-    async def _check_first(self) -> None:
-        for coordinator in await self._directory.find_runs():
+        """Before this peer announces itself: raise a ConfigError if a run of this id is under way."""
+        if not self._config.initial_peers or self._survivors is not None:
+            return
+        timeout = self._config.limits.leave_timeout
+        for coordinator in self._runtime.run(self._directory.find_runs()):
             try:
-                await self._transport.call(coordinator, VIEW, b"", timeout=self._config.limits.leave_timeout)
+                self._runtime.run(self._transport.call(coordinator, VIEW, b"", timeout=timeout))
             except SwarmError:
                 continue  # an announcement that an earlier run left behind
-            raise ConfigError(
+            raise ConfigError(  # two would take each other's servers
                 f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
                 "start another one with another `run_id`."
             )
@@ -185,11 +176,7 @@ class Lead:
         self._runtime.run(self._directory.say_prepared(launch_id, timeout=timeout))
 
     def find_servers(self, spec: RunSpec, check: Callable[[], None]) -> list[Member]:
-        """Wait for enough servers to begin a run or, after a rollback, for those that are left of it.
-
-        `check` is called while waiting, and raises when a server's process has died. Raises a PeerError if the servers
-        do not come in time, or one that is left is gone.
-        """
+        """Wait for enough servers to begin a run or, after a rollback, for those that are left of it."""
         timeout = self._config.limits.start_timeout
         wanted = discovery.WantedServers(num_servers=spec.num_servers, num_trainers=spec.num_trainers)
         if self._survivors is not None:
@@ -198,54 +185,34 @@ class Lead:
                 num_trainers=min(spec.num_trainers, 1 + len(self._other_trainers)),
                 among=self._survivors,
             )
-            waiting = failover.await_loops(self._transport, self._other_trainers, timeout=timeout, check=check)
-            self._runtime.run(waiting)
+            others = self._other_trainers
+            self._runtime.run(failover.await_loops(self._transport, others, timeout=timeout, check=check))
         return self._runtime.run(self._directory.find_servers(wanted, timeout=timeout, check=check))
 
     def begin_run(
         self, spec: RunSpec, model: PeerModel, me: Member, stages: tuple[StageModule, ...], servers: Sequence[Member]
     ) -> RunState:
-        """Begin a run with these servers, and with the weights of the lead's copy of the model.
-
-        `stages` are cut out of that copy. Raises a ConfigError if a server's model is not the lead's, and a PeerError
-        if a server left.
-        """
+        """Begin a run with these servers, and with the weights of the lead's copy of the model, cut into `stages`."""
         if self._former is not None:
             spec = continued(spec, self._former)
         self.stages, self._initial_weights = stages, model.origin
-        if spec.selection is not None and self._former is None:
-            self._warn_of_batch_norms(batch_norms(model.blocks))
+        if spec.selection is not None and self._former is None and (norms := batch_norms(model.blocks)):
+            _warn_of_batch_norms(norms, self._config.settings.microbatch_size)
         run = self._runtime.run(self._admit(spec, model, me, servers))
         self._hand_out(run, timeout=self._config.limits.start_timeout)
         self._runtime.run(self._directory.announce_run(run.manifest.coordinator))
         return run
 
-    def _warn_of_batch_norms(self, names: Sequence[str]) -> None:
-        if names:
-            size = self._config.settings.microbatch_size
-            _log.warning(
-                "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (%s) "
-                "by the statistics of this microbatch, as in a plain loop over batches of that size, not by those of "
-                "the whole batch; its running statistics count each microbatch once, in order. For statistics over "
-                "more samples raise `microbatch_size`; GroupNorm and LayerNorm know no batch, and train as on one "
-                "machine.",
-                len(names),
-                ", ".join(names[:_MAX_NAMED]),
-                ", ..." if len(names) > _MAX_NAMED else "",
-                f"of {size} samples" if size is not None else "a part of the batch, for `microbatch_size` is None",
-            )
-
     def _hand_out(self, run: RunState, *, timeout: float) -> None:
         """Send the servers their weights; those of meta modules are made here, one stage at a time to spare memory."""
         tensors = [tensor for stage in self.stages for tensor in stage.named_stage_tensors().values()]
         if not any(tensor.is_meta for tensor in tensors):
-            self._runtime.run(
-                discovery.hand_out(self._transport, run, self.stages, self._initial_weights, timeout=timeout)
-            )
+            sending = discovery.hand_out(self._transport, run, self.stages, self._initial_weights, timeout=timeout)
+            self._runtime.run(sending)
             return
         for stage in self.stages:
             weights = self._initial_weights(stage)  # not on the event loop, which has to answer meanwhile
-            sending = discovery.hand_out(self._transport, run, [stage], partial(_same, weights), timeout=timeout)
+            sending = discovery.hand_out(self._transport, run, [stage], {stage: weights}.__getitem__, timeout=timeout)
             self._runtime.run(sending)
             del weights, sending  # before the next stage's are made
 
@@ -255,18 +222,13 @@ class Lead:
         hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
         manifest = make_manifest(spec, self._config, model, me, servers, trainers, hosts)
         run = self.run = RunState(manifest)  # from here on a server may be in it, and must hear of its end
-        timeout = self._config.limits.start_timeout
-        await discovery.admit(self._transport, manifest, (), timeout=timeout)
+        await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
         return run
 
     # ------------------------------------------------------------------ rollback within the run
 
     def roll_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
-        """Roll the run back to `step`, with other weights and an empty optimizer state, as its next generation.
-
-        `load` puts the weights of that step into the model that the run was started with. It is called when no server
-        computes with that model any more.
-        """
+        """Roll the run back to `step`, its next generation, with the weights that `load` sets and empty optimizers."""
         run = self._current
         timeout = self._config.limits.call_timeout
         request = RestartRequest(
@@ -274,7 +236,7 @@ class Lead:
         )
         self._runtime.run(discovery.restart(self._transport, run, request, timeout=timeout))
         session.enter_generation(request)
-        load()
+        load()  # no server computes with that model any more
         self._hand_out(run, timeout=timeout)
 
     # ------------------------------------------------------------------ rollback to a snapshot, with the peers left
@@ -286,10 +248,9 @@ class Lead:
     async def _what_is_lost(self, timeout: float) -> str:
         if self._is_over():  # then the other peers are free
             return ""
-        silence_s = self._config.limits.silence_timeout
-        return await failover.what_is_lost(
-            self._transport, self._current, self.num_known_dead, timeout=timeout, silence_s=silence_s
-        )
+        run, silence_s = self._current, self._config.limits.silence_timeout
+        known_dead = self.num_known_dead
+        return await failover.what_is_lost(self._transport, run, known_dead, timeout=timeout, silence_s=silence_s)
 
     async def lost_for_good(self) -> str:
         """Wait until the run lacks something, and there is a complete snapshot to roll back to."""
@@ -311,15 +272,9 @@ class Lead:
 
     def gather_snapshots(self, versions: Collection[int]) -> ModelState | None:
         """The state at the newest of these versions of which the servers together keep all."""
-        limits = self._config.limits
+        timeout, max_bytes = self._config.limits.join_timeout, self._config.limits.max_message_bytes
         return self._runtime.run(
-            gather_snapshots(
-                self._transport,
-                self._current,
-                versions,
-                timeout=limits.join_timeout,
-                max_bytes=limits.max_message_bytes,
-            )
+            gather_snapshots(self._transport, self._current, versions, timeout=timeout, max_bytes=max_bytes)
         )
 
     def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
@@ -333,10 +288,7 @@ class Lead:
         return self._runtime.run(failover.loops_at(self._transport, others, versions, timeout=timeout))
 
     def release(self, first_step: int, *, serves: bool) -> None:
-        """End the run, but keep the servers that answer for the next one, which begins at `first_step`.
-
-        This peer is one of them if it `serves`.
-        """
+        """End the run, but keep the servers that answer, this peer if it `serves`, for the next at `first_step`."""
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:
@@ -379,16 +331,13 @@ class Lead:
 
     def replaced_by(self) -> str:
         """Why another peer leads the run by now, or may come to because it sees most voters; empty if none does."""
-        return "" if self.run is None else self._runtime.run(self._replaced_by(self.run))
-
-    async def _replaced_by(self, run: RunState) -> str:
-        timeout, standbys = self._config.limits.silence_timeout, set(self._standbys.holding)
-        if not standbys:
+        run, timeout, standbys = self.run, self._config.limits.silence_timeout, set(self._standbys.holding)
+        if run is None or not standbys:
             return ""
-        newer = await failover.newer_run(self._transport, run, timeout=timeout)
+        newer = self._runtime.run(failover.newer_run(self._transport, run, timeout=timeout))
         if newer is not None:
             return replaced_by(newer)
-        alive = list(await ask_held(self._transport, run.servers, timeout=timeout))
+        alive = list(self._runtime.run(ask_held(self._transport, run.servers, timeout=timeout)))
         if standbys <= set(alive) or has_majority(run, alive):
             return ""
         return (
@@ -411,5 +360,14 @@ class Lead:
         return self.run
 
 
-def _same(weights: Mapping[str, Tensor], stage: StageModule) -> Mapping[str, Tensor]:
-    return weights
+def _warn_of_batch_norms(names: Sequence[str], size: int | None) -> None:
+    _log.warning(
+        "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (%s) by the "
+        "statistics of this microbatch, as in a plain loop over batches of that size, not by those of the whole batch; "
+        "its running statistics count each microbatch once, in order. For statistics over more samples raise "
+        "`microbatch_size`; GroupNorm and LayerNorm know no batch, and train as on one machine.",
+        len(names),
+        ", ".join(names[:_MAX_NAMED]),
+        ", ..." if len(names) > _MAX_NAMED else "",
+        f"of {size} samples" if size is not None else "a part of the batch, for `microbatch_size` is None",
+    )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
@@ -23,26 +23,17 @@ from lightning_swarm.protocol.methods import DRAIN, VIEW
 from lightning_swarm.server.server import Server, describe_peak
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-_LOOK_S: Final = 20.0
-"""How often a server looks whether the run goes on, and with it, if it has no reason to look at once."""
-
-_SILENCE_S: Final = 600.0
-"""When nobody of the run has answered for so long, the run is over and nobody could say so."""
-
-_ASK_S: Final = 5.0
-"""How often a server asks to be let go: another peer may have become the coordinator."""
-
-_LINGER_S: Final = 1.0
-"""How long a server that was let go still answers requests of its last step."""
-
+_LOOK_S: Final = 20.0  # between two looks whether the run goes on, and with this server, if nothing prompts one
+_SILENCE_S: Final = 600.0  # without an answer of anybody in the run: it is over, and nobody could say so
+_ASK_S: Final = 5.0  # between two requests to be let go: another peer may have become the coordinator
+_LINGER_S: Final = 1.0  # for which a server that was let go still answers requests of its last step
+_SOON_S: Final = 600.0  # a server that is left out again so soon after it came back counts as one that cannot stay
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
-_SOON_S: Final = 600.0
-"""A server that is left out again so soon after it came back counts as one that cannot stay."""
 
-Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]
-"""Why a server is in its run no more."""
+Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]  # why a server is in its run no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +48,7 @@ class RunContacts:
 
 
 class MembershipLifecycle:
-    """Keeps one server in a run: joins, stays, moves, leaves, and joins again after a record left the server out.
-
-    A record leaves out a server that did not answer for a while, because its machine slept or its link was down. Such
-    a server is no member any more, and comes back as any joiner does.
-    """
+    """Keeps one server in a run: joins, stays, moves, leaves, and joins again after a record left the server out."""
 
     def __init__(
         self, transport: Transport, server: Server, contacts: RunContacts, *, limits: Limits, events: EventLog
@@ -92,11 +79,7 @@ class MembershipLifecycle:
             _log.warning("This peer trains on, and serves no more: %s", shorten(str(error)))
 
     async def serve_run(self, say: Callable[[str], None]) -> None:
-        """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it.
-
-        Raises a ConfigError if this peer's model or version is not the run's, a PeerError if the run does not let this
-        server in or out or broke off unannounced, and a StepError if its coordinator says that it broke off.
-        """
+        """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it."""
         num_returns, admission = 0, self._server.admission
         while await self._entered():
             begin_s = now_s()
@@ -105,7 +88,7 @@ class MembershipLifecycle:
             outcome = await self._until_out(say)
             if outcome == "moves":
                 await self._move(say)
-            elif outcome == "left out":
+            elif outcome == "left out":  # it did not answer for a while, and comes back as any joiner does
                 num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
                 self._check_returns(num_returns)
                 await self._server.step_out()
@@ -172,12 +155,12 @@ class MembershipLifecycle:
         await asyncio.Event().wait()
 
     async def _any_contact_answers(self) -> bool:
-        hosts, find_servers = self._contacts.hosts, self._contacts.find_servers
-        if any(await gather(self._answers(peer) for peer in list(hosts)[:_MAX_ASKED])):
+        hosts = self._contacts.hosts
+        if any(await gather(map(self._answers, list(hosts)[:_MAX_ASKED]))):
             return True
-        servers = set(await find_servers()) if find_servers is not None else set()
+        servers = set(await self._contacts.find_servers()) if self._contacts.find_servers is not None else set()
         others = sorted(servers - {self._transport.peer_id, *hosts})[:_MAX_ASKED]
-        return any(await gather(self._answers(peer) for peer in others))
+        return any(await gather(map(self._answers, others)))
 
     async def _find_coordinators(self) -> Sequence[PeerId]:
         """Coordinators to ask: the one that other peers named last, then those announced when the run began."""
@@ -274,34 +257,28 @@ class MembershipLifecycle:
         return not any(self._server.membership.me in roster for roster in newest.seats.rosters)
 
     async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
-        async def ask(peer: PeerId) -> RunView | None:
-            try:
-                view = decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
-            except SwarmError as error:
-                self._note_silence(peer, error)
-                return None
-            self._silent.discard(peer)
-            return view
+        async def ask(peer: PeerId) -> RunView:
+            return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
 
-        found = await gather(ask(peer) for peer in peers[:_MAX_ASKED])
+        found = await gather(self._heard(peer, ask(peer)) for peer in peers[:_MAX_ASKED])
         return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
 
     async def _answers(self, peer: PeerId) -> bool:
         """True if a peer lives: a lead that holds no stage shows no run, but answers a handshake."""
-        try:
-            await queries.greet(self._transport, peer, timeout=_LOOK_S)
-        except SwarmError as error:
-            self._note_silence(peer, error)
-            return False
-        self._silent.discard(peer)
-        return True
+        return await self._heard(peer, queries.greet(self._transport, peer, timeout=_LOOK_S)) is not None
 
-    def _note_silence(self, peer: PeerId, error: SwarmError) -> None:
-        """Warn when a peer falls silent, not at each look until it answers again."""
-        if peer not in self._silent:
-            self._silent.add(peer)
-            _log.warning("%s does not answer: %s", short_name(peer), shorten(str(error)))
-        _log.debug("In full, of %s: %s", peer, error)
+    async def _heard(self, peer: PeerId, answer: Awaitable[_T]) -> _T | None:
+        """A peer's answer, or None; warns when the peer falls silent, not at each look until it answers again."""
+        try:
+            heard = await answer
+        except SwarmError as error:
+            if peer not in self._silent:
+                self._silent.add(peer)
+                _log.warning("%s does not answer: %s", short_name(peer), shorten(str(error)))
+            _log.debug("In full, of %s: %s", peer, error)
+            return None
+        self._silent.discard(peer)
+        return heard
 
     # ------------------------------------------------------------------ leaving
 

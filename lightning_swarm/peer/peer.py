@@ -7,7 +7,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
@@ -42,11 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Peer:
-    """One peer: its network, its server if it holds stages, and its parts as lead and as follower of runs.
-
-    `executor` makes the compute thread, on the loop. `rng` wires pipelines and draws the boot id, which tells this life
-    of the peer from others, so no other peer may get the same numbers.
-    """
+    """One peer: its network, its server if it holds stages, and its parts as lead and as follower of runs."""
 
     def __init__(
         self,
@@ -54,9 +50,9 @@ class Peer:
         transport: Transport,
         directory: Directory,
         *,
-        executor: Callable[[], Executor],
+        executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
-        rng: random.Random,
+        rng: random.Random,  # wires pipelines; its boot id tells this life of the peer from all others'
     ) -> None:
         self.runtime = runtime
         self.transport = transport
@@ -102,10 +98,7 @@ class Peer:
         )
 
     def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Hold stages as soon as a run wants this peer.
-
-        With `trains` this peer reads data for the run, too. With `inherits` it may lead the run if the lead dies.
-        """
+        """Hold stages as soon as a run wants this peer, which may also train, and may lead if the lead dies."""
         self.runtime.run(self.begin_to_serve(model, trains=trains, inherits=inherits))
 
     async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
@@ -131,20 +124,16 @@ class Peer:
 
     def watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
         """Watch for a cloud's notice that it takes this machine away; calls `on_notice` once, on the loop."""
-        self.runtime.run(self._watch_for_notice(cloud, on_notice))
+        self.runtime.run(self._spawn(preemption.watch(cloud, on_notice)))
 
-    async def _watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
+    async def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         await self._tasks.start()
-        self._tasks.spawn(preemption.watch(cloud, on_notice))
+        return self._tasks.spawn(work)
 
     # ------------------------------------------------------------------ as the lead
 
     def start_run(self, spec: RunSpec, model: PeerModel, device: torch.device, check: Callable[[], None]) -> Session:
-        """Begin a run with the servers that there are, and open a trainer's session in it.
-
-        The weights of `model`, the starter's copy, initialise every stage. `check` is called while waiting, and raises
-        when a server's process has died.
-        """
+        """Begin a run with the servers there are and the weights of `model`, and open a trainer's session in it."""
         servers = self.lead.find_servers(spec, check)
         stages = model.build_stages(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
@@ -183,10 +172,9 @@ class Peer:
         self.runtime.run(self._keep_loop(version, pack))
 
     async def _keep_loop(self, version: int, pack: PackLoop) -> None:
-        await self._tasks.start()
         if self._sending_loop is not None:
             self._sending_loop.cancel()
-        self._sending_loop = self._tasks.spawn(self.lead.keep_loop(version, pack))
+        self._sending_loop = await self._spawn(self.lead.keep_loop(version, pack))
 
     # ------------------------------------------------------------------ this peer's own server
 

@@ -92,10 +92,8 @@ class Endpoint:
         try:
             connection.request(method, path, headers=dict(headers))
             response = connection.getresponse()
-            body = response.read(_MAX_BYTES)
-            return Answer(
-                response.status, body.decode(), {name.lower(): value for name, value in response.getheaders()}
-            )
+            text = response.read(_MAX_BYTES).decode()
+            return Answer(response.status, text, {name.lower(): value for name, value in response.getheaders()})
         finally:
             connection.close()
 

@@ -40,7 +40,10 @@ def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
     address = widest(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
     where = only_here if address.place.is_loopback else ""
-    program = shlex.join(_program())
+    if _is_command():
+        program = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
+    else:
+        program = shlex.join([*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]])
     if not config.only_serves:
         return f"Peers {where}can join this run: lightning-swarm join {address} {program}"
     if config.initial_peers:
@@ -57,13 +60,6 @@ def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
         f"This server waits for its run. A peer {where}starts it with {start}\n"
         f"More servers: lightning-swarm serve {address} {program}"
     )
-
-
-def _program() -> list[str]:
-    """The program of this process, as a person would type it."""
-    if _is_command():
-        return _for_others(sys.argv[2:])  # the command's own arguments
-    return [*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]]
 
 
 def _is_command() -> bool:

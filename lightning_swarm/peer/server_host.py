@@ -120,16 +120,12 @@ class ServerHost:
     # ------------------------------------------------------------------ beside this peer's trainer
 
     async def keep_joined(self, run: RunState) -> None:
-        """While this peer trains, have its server join again when a record left it out.
-
-        With layers on the trainers it does not: there the server holds those layers.
-        """
-        serves = self._lifecycle is not None and self.announced and run.manifest.selection is not None
-        if not serves or run.manifest.stages[-1].on_trainers:
+        """While this peer trains, have its server join again when a record left it out."""
+        if self._lifecycle is None or not self.announced or run.manifest.selection is None:
             return
-        if self._serving is not None and not self._serving.done():  # the run rolled back, and the server stayed
+        # Layers on the trainers are held by this server, which stays; and a run that rolled back still has it.
+        if run.manifest.stages[-1].on_trainers or (self._serving is not None and not self._serving.done()):
             return
-        assert self._lifecycle is not None
         await self._tasks.start()
         self._serving = self._tasks.spawn(self._lifecycle.serve_beside_trainer())
 
@@ -148,15 +144,12 @@ class ServerHost:
     def until_over(
         self, runtime: Runtime, rolled_back: asyncio.Event | None = None, *, grace_s: float = 0.0
     ) -> UntilRunEnds:
-        """A runtime whose calls end when this server hears that the run is over, or that it rolls back.
-
-        The lead passes no `rolled_back`: nobody tells the lead of a rollback, but it may hear that it came too late.
-        """
+        """A runtime whose calls end when this server hears that the run is over, or that it rolls back."""
         admission = self.admission
         return UntilRunEnds(
             runtime,
             admission.left,
-            rolled_back or asyncio.Event(),
+            rolled_back or asyncio.Event(),  # nobody tells the lead; but it may hear that its rollback came too late
             ending_error=lambda: admission.ending_error,
             is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,

@@ -17,7 +17,7 @@ from lightning_swarm.client.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.session import Session
-from lightning_swarm.client.step_client import OnRecord, StepClient
+from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.network import Transport
@@ -30,11 +30,10 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 
+# Without a microbatch size: with M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
 _MICROBATCHES_PER_STAGE: Final = 4
-"""Without a microbatch size: with M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time."""
-
+# A trainer that is started again may have its former id, and must not be given its former places in a step.
 _NUMBER_BITS: Final = 40
-"""A trainer that is started again may have its former id, and must not be given its former places in a step."""
 
 
 @dataclass(eq=False)
@@ -60,13 +59,9 @@ class TrainerRole:
         local_layers: LocalLayers | None,
         *,
         device: torch.device,
-        runtime: Runtime,
+        runtime: Runtime,  # leads to the swarm's event loop as long as the run lasts
     ) -> Session:
-        """Open a session in a run that has begun, with the stages and blocks of this trainer's copy of the model.
-
-        `local_layers` are those outside the pipeline, if there are any. `runtime` leads to the swarm's event loop as
-        long as the run lasts.
-        """
+        """Open a session in a run that has begun, with the stages and blocks of this trainer's copy of the model."""
         context = self._context(run)
         config = PipelineConfig(
             stages=[stage for stage in stages if not stage.spec.on_trainers],
@@ -88,6 +83,13 @@ class TrainerRole:
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
         came_later = self._transport.peer_id not in run.manifest.trainers
+
+        async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
+            """Connect to newcomers: a trainer that holds no stage may skip the records with their addresses."""
+            if {member.peer_id for roster in members for member in roster} - {*run.servers}:
+                await self._connect()
+            await context.follow(record, members)
+
         return StepClient(
             self._role,
             run,
@@ -96,20 +98,10 @@ class TrainerRole:
                 successor_s=limits.stage_timeout,
                 alone_s=limits.lead_timeout if is_lead or came_later else None,
             ),
-            on_record=self._connecting_all(run, context) if came_later else context.follow,
+            on_record=follow if came_later else context.follow,
             events=self._events,
             first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
-
-    def _connecting_all(self, run: RunState, context: PipelineContext) -> OnRecord:
-        """Connect to newcomers: a trainer that holds no stage may skip the records with their addresses."""
-
-        async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
-            if {member.peer_id for roster in members for member in roster} - {*run.servers}:
-                await self._connect()
-            await context.follow(record, members)
-
-        return follow
 
     def _context(self, run: RunState) -> PipelineContext:
         limits = self._config.limits

@@ -21,24 +21,20 @@ from lightning_swarm.planner.records import (
     encoded_size,
 )
 
+# Place of embeddings and head: in the first and the last stage (which computes the loss, too), or around all.
 Ends: TypeAlias = Literal["stages", "trainer"]
-"""Place of embeddings and head: in the first and the last stage (which computes the loss, too), or around all."""
 
 _TOKEN_BYTES: Final = 8
+# Numbers that a block's backward needs of a token, as a multiple of its width, if no attention matrix is kept.
+# Source: Korthikanti et al., arXiv:2205.05198, section 4.
 _GRAPH_PER_WIDTH: Final = 17
-"""Numbers that a block's backward needs of a token, as a multiple of its width, if no attention matrix is kept.
-Source: Korthikanti et al., arXiv:2205.05198, section 4."""
 
 
 def block(width: int, sequence: int, element_bytes: int = 4) -> BlockProfile:
-    """Count a block of attention and a feed-forward network of four times the width.
-
-    Its matrix products take 2 flop a parameter and token, attention 4 a feature and pair of tokens; the backward
-    takes twice as much as the forward.
-    """
-    parameters = 12 * width * width + 13 * width
+    """Count a block of attention and a feed-forward network of four times the width."""
     return BlockProfile(
-        parameters=parameters,
+        parameters=12 * width * width + 13 * width,
+        # Products take 2 flop a parameter and token, attention 4 a feature and pair of tokens; backward twice that.
         flop=3.0 * sequence * (2.0 * 12 * width * width + 4.0 * sequence * width),
         output_bytes=sequence * width * element_bytes,
         graph_bytes=_GRAPH_PER_WIDTH * sequence * width * element_bytes,
@@ -51,30 +47,21 @@ def transformer(
 ) -> ModelProfile:
     """Count a transformer of equal blocks; with a vocabulary of 0 its samples are ``[sequence, width]``."""
     middle = (block(width, sequence, element_bytes),) * layers
-    hidden = sequence * width * element_bytes
-    if vocabulary and ends == "stages":
-        embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
-        tokens = sequence * _TOKEN_BYTES
-        return ModelProfile(
-            blocks=(embeddings, *middle, head),
-            input_bytes=tokens,
-            input_gradient=False,
-            extra_bytes=tokens,
-            weight_bytes=element_bytes,
-            input_number_bytes=0,
-        )
-    around = BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
-    if vocabulary:
-        embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
-        around = replace(head, parameters=embeddings.parameters + head.parameters, output_bytes=0, number_bytes=4)
-    return ModelProfile(
+    plain = ModelProfile(
         blocks=middle,
-        input_bytes=hidden,
-        input_gradient=bool(vocabulary),
-        around=around,
+        input_bytes=sequence * width * element_bytes,
+        input_gradient=False,
         weight_bytes=element_bytes,
         input_number_bytes=element_bytes,
     )
+    if not vocabulary:
+        return plain
+    embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
+    if ends == "trainer":
+        around = replace(head, parameters=embeddings.parameters + head.parameters, output_bytes=0, number_bytes=4)
+        return replace(plain, input_gradient=True, around=around)
+    blocks, tokens = (embeddings, *middle, head), sequence * _TOKEN_BYTES
+    return replace(plain, blocks=blocks, input_bytes=tokens, extra_bytes=tokens, input_number_bytes=0)
 
 
 def _embeddings_and_head(
@@ -98,11 +85,8 @@ def _embeddings_and_head(
     return embeddings, head
 
 
-FLOAT32: Final = 4
-"""Bytes; sums of gradients have at least float32."""
-
-ADAM: Final = 2
-"""Numbers that Adam keeps for each parameter, the most that is usual of an optimizer."""
+FLOAT32: Final = 4  # bytes; sums of gradients have at least float32
+ADAM: Final = 2  # numbers that Adam keeps for each parameter, the most that is usual of an optimizer
 
 
 def stage_profiles(model: ModelProfile, num_stages: int) -> tuple[StageProfile, ...]:
@@ -119,7 +103,6 @@ def _stage_profile(model: ModelProfile, indices: range) -> StageProfile:
         gradient = TransferSize(0.0, 0.0)
     parameters = sum(block.parameters for block in blocks)
     return StageProfile(
-        blocks=len(blocks),
         parameters=parameters,
         flop=sum(block.flop for block in blocks),
         input_bytes=incoming.num_bytes,
@@ -151,12 +134,9 @@ def sum_bytes(model: ModelProfile) -> int:
 
 
 def state_bytes(model: ModelProfile, parameters: int) -> float:
-    """Bytes that a server keeps where it computes, for that many parameters, without activations.
-
-    They are the weights, the optimizer's state, the gradients of one microbatch, their sum over the step, and the mean;
-    with error feedback also what encoding lost of the sum. Snapshots are not counted: beyond `Limits.snapshot_bytes`
-    they are in files.
-    """
+    """Bytes that a server keeps where it computes, for that many parameters, without activations and snapshots."""
+    # The gradients' sum over the step, the mean, and with error feedback what encoding lost of the sum. Beside them are
+    # the weights, the gradients of a microbatch and the optimizer's state.
     sums = 2 + model.wire.error_feedback
     return float(parameters * ((2 + ADAM) * model.weight_bytes + sums * sum_bytes(model)))
 
@@ -166,22 +146,13 @@ def graph_capacity(stage: StageProfile, machine: Machine) -> float:
     return (machine.memory_bytes - stage.state_bytes) / max(1, stage.graph_bytes)
 
 
-def kept_samples(stage: StageProfile, machine: Machine, limits: Limits) -> float:
-    """The number of samples whose graphs a server keeps until backward; it computes the forward of others again."""
-    return min(graph_capacity(stage, machine), limits.cache_bytes / max(1, stage.graph_bytes))
-
-
 # ---------------------------------------------------------------------- the time of a batch
 
+# Seconds of a core for a microbatch's calls at a stage, forward and backward: as many at its server as at the trainer.
+# It is 1.6 ms of wall time where two cores do both, `python -m benchmarks.hops`.
 CALL_S: Final = 0.0016
-"""Seconds of a core for a microbatch's calls at a stage, forward and backward: as many at its server as at the trainer.
-It is 1.6 ms of wall time where two cores do both, `python -m benchmarks.hops`."""
-
-HANDLING_S_PER_BYTE: Final = 2.4e-9
-"""Seconds of a core for each byte sent or received: half of what both ends and their daemons take."""
-
-GOODPUT: Final = 0.94
-"""Share of a link's bytes that are tensors, and not headers, encryption or acknowledgements."""
+HANDLING_S_PER_BYTE: Final = 2.4e-9  # of a core, sent or received: half of what both ends and their daemons take
+GOODPUT: Final = 0.94  # share of a link's bytes that are tensors, and not headers, encryption or acknowledgements
 
 MICROBATCH_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 2e-9, "accelerator": 5e-11}
 """Seconds for each backward beyond what its samples take: a gradient of each weight is written and added up, and few
@@ -236,16 +207,13 @@ def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePha
 
 
 def sample_time(machine: Machine, phase: StagePhase, microbatch_size: int) -> PhaseTime:
-    """The time that a machine needs for a sample.
-
-    Its link and its processor take turns: all microbatches under way share the link, so most of them arrive late, and
-    then there is much to compute at once.
-    """
+    """The time that a machine needs for a sample."""
     computing_s = phase.flop / machine.flop_per_s
     computing_s += phase.parameters * MICROBATCH_S_PER_PARAMETER[machine.processor] / microbatch_size
     handling_s = (phase.received_bytes + phase.sent_bytes) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size
     both_s = computing_s + phase.coding_s + handling_s
     busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
+    # Link and processor take turns: the microbatches under way share the link, so most arrive late, many at once.
     line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
     return PhaseTime(line_s + busy_s, line_s, machine.name)
 
@@ -283,16 +251,15 @@ class Swarm:
     def recomputed(self, index: int, batch_size: int) -> float:
         """The share of forwards whose graph does not fit, of the worst machine of a stage."""
         stage = self.stages[index]
-        kept = (kept_samples(stage, self.machines[same[0]], self.limits) for same in self.kinds[index])
-        return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
+        # Samples whose graphs a server keeps until backward; it computes the forward of others again.
+        kept = min(graph_capacity(stage, self.machines[same[0]]) for same in self.kinds[index])
+        kept = min(kept, self.limits.cache_bytes / max(1, stage.graph_bytes))
+        return max(0.0, 1.0 - kept * len(self.held[index]) / batch_size)
 
     def phase(self, index: int, number: int, direction: int, batch_size: int) -> StagePhase:
-        """A sample's forward (0) or backward (1) at a machine of a stage.
-
-        The starter's server and trainer share a machine: nothing goes over the link between them.
-        """
+        """A sample's forward (0) or backward (1) at a machine of a stage."""
         stage = self.stages[index]
-        if number == 0:
+        if number == 0:  # the starter's server and trainer share a machine: nothing goes over the link between them
             alone = len(self.stages) == 1
             stage = replace(
                 stage,

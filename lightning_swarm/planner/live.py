@@ -46,12 +46,9 @@ def read_swarm(
     reports: Mapping[PeerId, PeerReport],
     paces: Mapping[PeerId, PeerThroughput],
     assumed: Assumption,
-    name: Callable[[str], str] = str,
+    name: Callable[[str], str] = str,  # gives a peer's name by its id
 ) -> LiveRates:
-    """Combine the reports and current throughput of all peers that answered; `name` gives a peer's name by its id.
-
-    Raises `SwarmError` if too little is measured yet.
-    """
+    """Combine the reports and throughput of all peers that answered; raises `SwarmError` if too little is measured."""
     servers = {peer: report.server for peer, report in reports.items() if report.server is not None}
     if not servers:
         raise SwarmError("the swarm waits: no run is under way, so there is nothing to plan by. Try again when it is.")
@@ -64,7 +61,8 @@ def read_swarm(
         )
     measured = sorted(rates, key=lambda peer: servers[peer].lead != peer)
     lines = _lines(reports)
-    replicas = [[peer for peer, server in servers.items() if _holds(server, index)] for index in range(len(stages))]
+    held = {peer: {stage.index for stage in server.held} for peer, server in servers.items()}
+    replicas = [[peer for peer, indices in held.items() if index in indices] for index in range(len(stages))]
     return LiveRates(
         model=_model(stages, work, max(server.around_parameters for server in servers.values())),
         compression=next(iter(servers.values())).compression,
@@ -74,16 +72,14 @@ def read_swarm(
             samples_per_s=min(sum(paces[peer].samples_per_s for peer in peers) for peers in replicas),
             sent_bytes_per_s=sum(pace.sent_bytes_per_s for pace in paces.values()),
             unmeasured=tuple(name(peer) for peer in reports if peer not in rates),
-            assumed_lines=tuple(name(peer) for peer in measured if not lines[peer].known),
+            assumed_lines=tuple(
+                name(peer) for peer in measured if not (lines[peer].up_bytes_per_s and lines[peer].down_bytes_per_s)
+            ),
         ),
     )
 
 
 # ---------------------------------------------------------------------- the model
-
-
-def _holds(server: ServerReport, index: int) -> bool:
-    return any(stage.index == index for stage in server.held)
 
 
 def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, SampleCosts]]:
@@ -106,9 +102,7 @@ def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, Sam
 def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
     """Flop of a sample in each stage; if compiled code hides them, those of linear layers with as many parameters."""
     counted = [costs.flop for _, costs in stages]
-    if any(counted):
-        return counted
-    return [6.0 * stage.num_parameters for stage, _ in stages]
+    return counted if any(counted) else [6.0 * stage.num_parameters for stage, _ in stages]
 
 
 def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], around: int) -> ModelProfile:
@@ -177,8 +171,7 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
 
 _UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
 _FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believed
-_MOST_ROUND_TRIP: Final = 8.0
-"""A transfer counts as at least its duration divided by this, however much of it was the round trip."""
+_MOST_ROUND_TRIP: Final = 8.0  # a transfer counts as at least this part of its duration, whatever the round trip
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: Assumption) -> Machine:
@@ -188,8 +181,8 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
         flop_per_s=flop_per_s,
         memory_bytes=(machine.memory_bytes if machine else None) or _UNKNOWN_MEMORY_BYTES,
         # Peers measure tensors' bytes, and the planner takes links' bytes.
-        up_bytes_per_s=line.up_bytes_per_s / GOODPUT if line.up_bytes_per_s else assumed.line_bytes_per_s,
-        down_bytes_per_s=line.down_bytes_per_s / GOODPUT if line.down_bytes_per_s else assumed.line_bytes_per_s,
+        up_bytes_per_s=max(line.up_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
+        down_bytes_per_s=max(line.down_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
         latency_s=statistics.median(line.round_trips_s) / 2 if line.round_trips_s else 0.0,
         processor=machine.processor if machine else "cpu",
         host_memory_bytes=(machine.host_memory_bytes if machine else None) or 0.0,
@@ -199,21 +192,11 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
 
 @dataclass
 class _LinkUsage:
-    """The best rates at which a peer sent and received, and its round trips to the others."""
+    """The rates at which a peer sent and received, and its round trips to the others."""
 
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
+    up_bytes_per_s: list[float] = field(default_factory=list)
+    down_bytes_per_s: list[float] = field(default_factory=list)
     round_trips_s: list[float] = field(default_factory=list)
-
-    @property
-    def known(self) -> bool:
-        return self.up_bytes_per_s is not None and self.down_bytes_per_s is not None
-
-    def sent(self, bytes_per_s: float) -> None:
-        self.up_bytes_per_s = max(bytes_per_s, self.up_bytes_per_s or 0.0)
-
-    def received(self, bytes_per_s: float) -> None:
-        self.down_bytes_per_s = max(bytes_per_s, self.down_bytes_per_s or 0.0)
 
 
 def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
@@ -226,12 +209,10 @@ def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
     for peer, report in reports.items():
         for link in report.links:
             trip_s = trips.get(frozenset((peer, link.peer_id)), 0.0)
-            if link.sent is not None:
-                lines[peer].sent(_bytes_per_s(link.sent, trip_s))
-                lines[link.peer_id].received(_bytes_per_s(link.sent, trip_s))
-            if link.received is not None:
-                lines[link.peer_id].sent(_bytes_per_s(link.received, trip_s))
-                lines[peer].received(_bytes_per_s(link.received, trip_s))
+            for carried, sender, receiver in ((link.sent, peer, link.peer_id), (link.received, link.peer_id, peer)):
+                if carried is not None:
+                    lines[sender].up_bytes_per_s.append(_bytes_per_s(carried, trip_s))
+                    lines[receiver].down_bytes_per_s.append(_bytes_per_s(carried, trip_s))
     return lines
 
 
@@ -252,19 +233,14 @@ def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], f
     return found
 
 
-# ---------------------------------------------------------------------- the setting
-
-
 def _setting(servers: Iterable[ServerReport], num_stages: int) -> Setting | None:
     """Read the setting of the newest step that any server knows."""
-    steps = [(server.step, server) for server in servers if server.newest is not None]
-    if not steps:
-        return None
-    newest = max(steps, key=lambda pair: pair[0])[1].newest
-    assert newest is not None
-    sizes = [stage.microbatch_size for _, server in steps for stage in server.held if stage.microbatch_size]
+    decided = [server for server in servers if server.newest is not None]
+    sizes = [stage.microbatch_size for server in decided for stage in server.held if stage.microbatch_size]
     if not sizes:
         return None
+    newest = max(decided, key=lambda server: server.step).newest
+    assert newest is not None
     return Setting(
         num_stages=num_stages,
         microbatch_size=max(1, round(statistics.fmean(sizes))),

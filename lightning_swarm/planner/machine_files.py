@@ -16,8 +16,8 @@ from lightning_swarm.planner.records import Code, Machine, Processor, WireFormat
 from lightning_swarm.protocol.compression import CODECS, SMALLEST
 from lightning_swarm.protocol.settings import Compression
 
+# Seconds of a core for writing and reading a number of a large tensor, measured by `benchmarks.codecs`.
 _CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
-"""Seconds of a core for writing and reading a number of a large tensor, measured by `benchmarks.codecs`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class TransferCost:
         """The sizes of encoded tensors. A codec of unknown size counts as none, and is named."""
         compression = self.compression or Compression()
         codecs = compression.activations, compression.gradients, compression.averaging
-        activations, gradients, averaging = map(_code, codecs)
+        activations, gradients, averaging = (
+            Code(bits=CODECS[name].bits, cpu_s=_CPU_S[name], smallest=SMALLEST) if name in CODECS else None
+            for name in codecs
+        )
         return WireFormat(
             activations=activations,
             gradients=gradients,
@@ -64,15 +67,7 @@ class TransferCost:
 NOT_GIVEN: Final = TransferCost()
 
 
-def _code(name: str) -> Code | None:
-    if name not in CODECS:
-        return None
-    return Code(bits=CODECS[name].bits, cpu_s=_CPU_S[name], smallest=SMALLEST)
-
-
-HERE: Final = "here"
-"""The value of a rate that is to be measured on this machine."""
-
+HERE: Final = "here"  # the value of a rate that is to be measured on this machine
 _MBIT, _GB = 1e6 / 8, 1e9
 
 
@@ -83,8 +78,7 @@ class _Key:
     field: str  # of `Machine`
     unit: str  # in words
     scale: float  # from the file's unit to that of `Machine`
-    default: float | None = None  # None: the key must be there
-    zero: bool = False  # 0 is allowed
+    optional: bool = False  # it may be left out, or 0
 
 
 _NUMBERS: Final = {
@@ -92,10 +86,10 @@ _NUMBERS: Final = {
     "up_mbit": _Key("up_bytes_per_s", "Mb/s that its link sends", _MBIT),
     "down_mbit": _Key("down_bytes_per_s", "Mb/s that its link receives", _MBIT),
     "latency_ms": _Key(
-        "latency_s", "milliseconds from it to another machine, half of a round trip", 1e-3, 0.0, zero=True
+        "latency_s", "milliseconds from it to another machine, half of a round trip", 1e-3, optional=True
     ),
-    "host_memory_gb": _Key("host_memory_bytes", "GB beside a GPU's own", _GB, 0.0, zero=True),
-    "bus_gb_per_s": _Key("bus_bytes_per_s", "GB/s between GPU and host, each way", _GB, 0.0, zero=True),
+    "host_memory_gb": _Key("host_memory_bytes", "GB beside a GPU's own", _GB, optional=True),
+    "bus_gb_per_s": _Key("bus_bytes_per_s", "GB/s between GPU and host, each way", _GB, optional=True),
 }
 _RATES: Final = ("tflops", "samples_per_s")
 _TOP: Final = ("machines", "compression", "boundary_ratio")
@@ -103,10 +97,9 @@ _KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
 
 
 def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None) -> list[Machine]:
-    """Read the machines of a YAML file, the starter first, and repeat each by its `count`.
+    """Read the machines of a YAML file, the starter first; `flop_per_sample` of the model converts rates in samples/s.
 
-    The file has a list under `machines`, or nothing but the list. `flop_per_sample`, of the whole model, converts rates
-    in samples/s; `here_flop_per_s` measures this machine for rates that are ``here``; None: it was not asked to.
+    `here_flop_per_s` measures this machine, for rates that are ``here``; None: it was not asked to.
     """
     content = _content(path)
     listed = content.get("machines") if isinstance(content, Mapping) else content
@@ -159,7 +152,12 @@ def _machine(
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
         raise ConfigError(f"`count` of {where} must be a whole number of 1..10000, got {count!r}. Correct it.")
     name = str(entry.get("name", where.partition(" of ")[0]))
-    numbers = {number.field: _number(entry, key, where) for key, number in _NUMBERS.items()}
+    numbers = {}
+    for key, number in _NUMBERS.items():
+        if key in entry:
+            numbers[number.field] = _checked(entry[key], key, number.unit, where, zero=number.optional) * number.scale
+        elif not number.optional:
+            raise ConfigError(f"{where} must have `{key}`: {number.unit}. Add it.")
     return Machine(name=name, flop_per_s=rate, processor=processor, **numbers), count
 
 
@@ -181,15 +179,6 @@ def _rate(
             )
         return here_flop_per_s(), True
     return _checked(entry[key], key, "how fast it is", where) * (1e12 if key == "tflops" else flop_per_sample), False
-
-
-def _number(entry: Mapping[str, Any], key: str, where: str) -> float:
-    number = _NUMBERS[key]
-    if key not in entry:
-        if number.default is None:
-            raise ConfigError(f"{where} must have `{key}`: {number.unit}. Add it.")
-        return number.default
-    return _checked(entry[key], key, number.unit, where, zero=number.zero) * number.scale
 
 
 def _checked(value: Any, key: str, unit: str, where: str, *, zero: bool = False) -> float:

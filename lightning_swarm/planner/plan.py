@@ -43,17 +43,8 @@ from lightning_swarm.planner.records import (
 _RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice
 
 
-def fastest_alone(model: ModelProfile, machines: Iterable[Machine], batch_size: int) -> OneMachine | None:
-    """Predict the fastest machine by itself, or None if none holds the model in any memory."""
-    possible = filter(None, (alone(model, machine, batch_size) for machine in machines))
-    return max(possible, key=lambda machine: machine.samples_per_s, default=None)
-
-
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
-    """Predict a machine by itself, with steps of `batch_size` samples, or None if it cannot hold the model.
-
-    Where it offloads the result is an upper bound, for its bus never waits.
-    """
+    """Predict a machine by itself, with steps of `batch_size` samples, or None if it cannot hold the model."""
     # Weights, their gradients and the optimizer's state, beside a sample at a time if need be.
     held_bytes = float(model.parameters * (2 + ADAM) * model.weight_bytes)
     if held_bytes + model.graph_bytes <= machine.memory_bytes:
@@ -68,16 +59,12 @@ def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine 
     computing_s = _RECOMPUTING * model.flop * batch_size / machine.flop_per_s
     # Weights come for the forward and for the backward, gradients go, of each part and for each microbatch.
     moved_bytes = 2 * model.parameters * model.weight_bytes * batch_size / size
-    bus_s = moved_bytes / machine.bus_bytes_per_s
+    bus_s = moved_bytes / machine.bus_bytes_per_s  # at least, for a bus that never waits
     return OneMachine(name=machine.name, samples_per_s=batch_size / max(computing_s, bus_s), offloads=True)
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
-    """Assign machines to stages, so that the slowest stage is about as fast as can be; as `rebalancing.policy` does.
-
-    `rates` are the machines' samples/s at a stage, all above 0, the starter's first. Returns indices of `rates` by
-    stage. The starter is in the last stage, as in a run.
-    """
+    """Assign machines of these samples/s to stages, as `rebalancing.policy` does; returns their indices by stage."""
     totals = [(0.0, index) for index in range(num_stages)]
     stages = StageRates(num_stages)
     for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
@@ -93,34 +80,28 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
         place = stages.stage_of(PeerId(str(number)))
         assert place is not None  # it was put there above
         held[place].append(number)
+    # The starter, whose number is 0, is in the last stage, as in a run.
     starters = next(index for index, numbers in enumerate(held) if 0 in numbers)
     held[starters], held[-1] = held[-1], held[starters]
     return held
 
 
-STEP_S: Final = 0.042
-"""Seconds to close a step of four peers that have next to nothing to average, `python -m benchmarks.steps`."""
-
-STEP_TRIPS: Final = 6
-"""Successive round trips of a step: grant, freeze, two of the averaging, accept, decided."""
+STEP_S: Final = 0.042  # to close a step of four peers with next to nothing to average, `python -m benchmarks.steps`
+STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of the averaging, accept, decided
 
 
 # A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
 # Stages work at the same time; a machine's link and its processor take turns.
 class Predictor:
-    """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches.
-
-    Of `machines`, which begin with the starter, it takes the starter and the fastest others that can hold a stage,
-    `num_machines` in all; None: all of these.
-    """
+    """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches."""
 
     def __init__(
         self,
         model: ModelProfile,
-        machines: Sequence[Machine],
+        machines: Sequence[Machine],  # the starter first
         num_stages: int,
         limits: Limits,
-        num_machines: int | None = None,
+        num_machines: int | None = None,  # the starter and the fastest others that can hold a stage; None: all of these
     ) -> None:
         self._machines = machines
         self._stages = stage_profiles(model, num_stages)
@@ -132,8 +113,10 @@ class Predictor:
         self._left_out = tuple(
             machine.name for machine, capacity in zip(machines, capacities, strict=True) if capacity < 1.0
         )
-        # Enough machines can hold a stage, and the starter is one of them.
-        self.possible = len(fit) >= num_stages and capacities[0] >= 1.0 and _trains(model, machines[0])
+        # Enough machines can hold a stage; the starter is one, and can hold what is around them, with a sample.
+        around_bytes = state_bytes(model, model.around.parameters) + model.around.graph_bytes
+        trains = capacities[0] >= 1.0 and around_bytes <= machines[0].memory_bytes
+        self.possible = len(fit) >= num_stages and trains
         if self.possible:
             used, rates = _fastest_first(fit, max(self._stages, key=lambda stage: stage.flop))
             self.counts = _counts(rates, num_stages)
@@ -166,6 +149,7 @@ class Predictor:
     def predict(self, setting: Setting) -> Prediction:
         """Predict the swarm's speed, traffic and memory with a setting of this number of stages."""
         swarm, times, size = self._swarm, self.times(setting), setting.target_batch_size
+        microbatch, inner = setting.microbatch_size, self._stages[:-1]
         sent = sent_bytes(swarm, size)
         slowest = max((one_way.slowest for one_way in self._both_ways(setting)), key=lambda time: time.seconds)
         flop_per_s = sum(machine.flop_per_s for machine in self._machines)
@@ -179,10 +163,8 @@ class Predictor:
             stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
             left_out=self._left_out,
             spared=self._spared,
-            boundary_bytes=tuple(round(stage.output_bytes * setting.microbatch_size) for stage in swarm.stages[:-1]),
-            boundary_gradient_bytes=tuple(
-                round(stage.output_gradient_bytes * setting.microbatch_size) for stage in swarm.stages[:-1]
-            ),
+            boundary_bytes=tuple(round(stage.output_bytes * microbatch) for stage in inner),
+            boundary_gradient_bytes=tuple(round(stage.output_gradient_bytes * microbatch) for stage in inner),
             step_bytes=_by_name(swarm, sent),
             sent_bytes_per_s=sum(sent) / times.step_s + _snapshot_bytes_per_s(swarm),
             state_bytes=self._largest_bytes,
@@ -206,12 +188,6 @@ def _counts(rates: Sequence[float], num_stages: int) -> list[int]:
     kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
     halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
     return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
-
-
-def _trains(model: ModelProfile, starter: Machine) -> bool:
-    """Return whether the starter can hold what is around the stages, with a microbatch of one sample."""
-    around = state_bytes(model, model.around.parameters)
-    return around + model.around.graph_bytes <= starter.memory_bytes
 
 
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
@@ -267,12 +243,8 @@ def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
     return found
 
 
-LARGEST_BATCH: Final = 4096
-"""Most samples of a step, unless another number is given."""
-
-_ENOUGH: Final = 0.9
-"""Share of the best rate of any batch: a larger batch than needed for that is not worth its fewer steps."""
-
+LARGEST_BATCH: Final = 4096  # most samples of a step, unless another number is given
+_ENOUGH: Final = 0.9  # share of the best rate of any batch: larger batches than needed are not worth their fewer steps
 _SAME: Final = 0.98  # share of a rate that counts as the same rate: no reason for more stages, or larger microbatches
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
@@ -288,18 +260,17 @@ def make_plan(
     largest_batch_size: int = LARGEST_BATCH,
     limits: Limits | None = None,
 ) -> Plan:
-    """Choose the best setting, and the best machine alone; the first of `machines` is the starter.
-
-    Without a `target_batch_size` it is the smallest that is nearly as fast as any up to `largest_batch_size`.
-    """
-    sizes = [target_batch_size] if target_batch_size else list(_powers(largest_batch_size))
+    """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
+    # If none is given, the smallest target that is nearly as fast as any up to the largest is best.
+    sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
     size = best.setting.target_batch_size if best else sizes[-1]
     compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
+    possible = filter(None, (alone(model, machine, size) for machine in machines))
     return Plan(
         best=best,
-        alone=fastest_alone(model, machines, size),
+        alone=max(possible, key=lambda machine: machine.samples_per_s, default=None),
         by_stages=tuple((prediction.setting.num_stages, prediction.samples_per_s) for prediction in compared),
     )
 
@@ -312,11 +283,8 @@ def predict(
     return predictor.predict(setting).samples_per_s if predictor.possible else None
 
 
-def _powers(largest: int) -> Iterable[int]:
-    size = 1
-    while size <= largest:
-        yield size
-        size *= 2
+def _powers(largest: int) -> list[int]:
+    return [1 << power for power in range(largest.bit_length())]  # of 2, up to the largest
 
 
 def _predictions(

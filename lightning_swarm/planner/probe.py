@@ -24,11 +24,7 @@ _REPEATS: Final = 3
 
 
 def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
-    """Count what the blocks of a model cost, by a forward and a backward of each on meta tensors.
-
-    The LightningModule is on meta afterwards. `example` is what its forward takes, as `example_input_array`; all its
-    tensors have a row for each sample.
-    """
+    """Count what the blocks of a model cost by a run on meta tensors; the LightningModule is on meta afterwards."""
     blocks = find_blocks(model, pipeline)
     if example is None:
         raise ConfigError(
@@ -36,7 +32,7 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
             ".example_input_array is None. Set it to a batch of what `forward` takes, or describe the model by "
             "--layers, --width and --sequence."
         )
-    structure, tensors = serialization.flatten(example)
+    structure, tensors = serialization.flatten(example)  # each has a row for each sample
     num_rows = tensors[0].shape[0]
     example = serialization.unflatten(structure, [tensor.to("meta") for tensor in tensors])
     model.to("meta")

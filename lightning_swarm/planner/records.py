@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-USUAL_MICROBATCH: Final = 8
-"""Samples of a microbatch, for estimates that are made before its size is chosen."""
+USUAL_MICROBATCH: Final = 8  # samples of a microbatch, for estimates that are made before its size is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,6 @@ class WireFormat:
     uncounted: tuple[str, ...] = ()  # names of codecs whose sizes are not known
 
 
-PLAIN: Final = WireFormat()
-
-
 @dataclass(frozen=True)
 class TransferSize:
     """One sample's share of a tensor on a link."""
@@ -49,8 +45,7 @@ def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> Tran
     return TransferSize(numbers * code.bits / 8, numbers * code.cpu_s)
 
 
-Processor: TypeAlias = Literal["cpu", "accelerator"]
-"""The kind of processor. On a CPU, sending and receiving take time from computing."""
+Processor: TypeAlias = Literal["cpu", "accelerator"]  # on a CPU, sending and receiving take time from computing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +86,7 @@ class ModelProfile:
     around: BlockProfile = BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
     weight_bytes: int = 4  # of one parameter
     input_number_bytes: int = 4  # of one number of the input; 0: it holds none that a codec takes, such as tokens
-    wire: WireFormat = PLAIN
+    wire: WireFormat = WireFormat()
 
     @property
     def parameters(self) -> int:
@@ -113,7 +108,6 @@ class ModelProfile:
 class StageProfile:
     """The cost of a run of blocks, for one sample; bytes are those that travel, after encoding."""
 
-    blocks: int
     parameters: int
     flop: float  # forward and backward
     input_bytes: float
@@ -195,8 +189,7 @@ class Now:
     assumed_lines: tuple[str, ...]  # peers of the plan whose links were not measured
 
 
-ENOUGH: Final = 1.3
-"""Times as fast as one machine: as much as predictions have been off, `docs/planning.md`."""
+ENOUGH: Final = 1.3  # times as fast as one machine: as much as predictions have been off, `docs/planning.md`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.cost_model import block
-from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, Setting, WireFormat
+from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, Setting
 from lightning_swarm.planner.simulator.fluid import Span, share_of_best
 from lightning_swarm.protocol.settings import Rebalancing
 
@@ -78,9 +77,7 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 
 # ---------------------------------------------------------------------- the square-cube law
 
-WIDTHS: Final = tuple(2**power for power in range(7, 15))
-"""Features of a token, from 128 to 16384."""
-
+WIDTHS: Final = tuple(2**power for power in range(7, 15))  # features of a token, from 128 to 16384
 _LINKS_MBIT: Final = (20, 100, 500, 1000)
 _LATENCIES_MS: Final = (0, 50, 200)
 
@@ -88,21 +85,16 @@ _LATENCIES_MS: Final = (0, 50, 200)
 # Compute grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
 # Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
-    """The share of its time for which a machine with one block as its stage computes, one sample at a time.
-
-    An activation arrives and one leaves, and so do two gradients; the two directions of the link work at once, but not
-    together with computing. Nothing hides the latency, so a swarm with many microbatches under way does better.
-    """
+    """The share of its time for which a machine with one block as its stage computes, one sample at a time."""
     costs = block(width, sequence)
     computing_s = costs.flop / flop_per_s
+    # An activation arrives while one leaves, and so do gradients, but not while it computes. Nothing hides the latency,
+    # so a swarm with many microbatches under way does better.
     return computing_s / (computing_s + 2 * (costs.output_bytes / line_bytes_per_s + latency_s))
 
 
 def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
-    """Draw how busy a machine is with one block, by the block's width: for some links, and for some latencies.
-
-    The model's own `width` is marked, if it is known.
-    """
+    """Draw how busy a machine is with a block, by its width, for some links and latencies; mark the model's `width`."""
     figure = new_figure((10, 4), layout="constrained")
     rates, delays = figure.subplots(1, 2, sharey=True)
     slower = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
@@ -128,13 +120,23 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
 
 def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
     """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of links that were not measured."""
+    measured, predicted = now.samples_per_s, now.predicted_samples_per_s
     if now.setting is None:
         parts = ["Now", "  no step was decided yet"]
     else:
         parts = ["Now", *_setting_lines(now.setting, "   samples of the newest step")]
-    parts += _current_figures(now)
-    if plan.best is not None and now.samples_per_s > 0.0:
-        parts.append(f"  the plan is {plan.best.samples_per_s / now.samples_per_s:.2f} times as fast")
+    rows = [
+        ("samples/s", f"{measured:.3g}, measured"),
+        ("all machines send", f"{_gb_per_hour(now.sent_bytes_per_s)}, measured"),
+    ]
+    parts += table_lines(rows, indent="  ")
+    if predicted is not None and measured > 0.0:
+        parts.append(
+            f"  of these settings the planner says {predicted:.3g} samples/s, {predicted / measured:.2f} times what is "
+            "measured: so far off it may be with the others, too"
+        )
+    if plan.best is not None and measured > 0.0:
+        parts.append(f"  the plan is {plan.best.samples_per_s / measured:.2f} times as fast")
     remarks = []
     if now.unmeasured:
         remarks.append(
@@ -158,21 +160,6 @@ def _setting_lines(setting: Setting, target_note: str = "") -> list[str]:
     return table_lines(rows, indent="  ")
 
 
-def _current_figures(now: Now) -> list[str]:
-    measured, predicted = now.samples_per_s, now.predicted_samples_per_s
-    rows = [
-        ("samples/s", f"{measured:.3g}, measured"),
-        ("all machines send", f"{_gb_per_hour(now.sent_bytes_per_s)}, measured"),
-    ]
-    lines = table_lines(rows, indent="  ")
-    if predicted is not None and measured > 0.0:
-        lines.append(
-            f"  of these settings the planner says {predicted:.3g} samples/s, {predicted / measured:.2f} times what is "
-            "measured: so far off it may be with the others, too"
-        )
-    return lines
-
-
 # ---------------------------------------------------------------------- a plan
 
 
@@ -181,7 +168,12 @@ def describe(model: ModelProfile, plan: Plan) -> str:
     best = plan.best
     parts = [f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample.", _verdict(plan)]
     if best is None:
-        parts.append(_too_large(model))
+        largest = max(block.parameters for block in model.blocks)
+        parts.append(
+            "Each machine has to hold a stage, and the one that starts the run also trains. The smallest stage is "
+            f"one block, of up to {largest / 1e6:.1f}M parameters. Use machines with more memory, more of them, "
+            "or a model of smaller blocks."
+        )
     else:
         parts += [_settings(best), _figures(model, best), _reasons(model, plan, best)]
     return _wrapped("\n\n".join(parts))
@@ -206,15 +198,6 @@ def _verdict(plan: Plan) -> str:
     return f"Not worth it: {by_itself}, {times}" + (f", {why}." if plan.gain >= 1.0 else ".")
 
 
-def _too_large(model: ModelProfile) -> str:
-    largest = max(model.blocks, key=lambda block: block.parameters)
-    return (
-        f"Each machine has to hold a stage, and the one that starts the run also trains. The smallest stage is "
-        f"one block, of up to {largest.parameters / 1e6:.1f}M parameters. Use machines with more memory, more of them, "
-        "or a model of smaller blocks."
-    )
-
-
 def _settings(best: Prediction) -> str:
     lines = ["Choose", *_setting_lines(best.setting), ""]
     lines += [f"  stage {index}: {_counted(names)}" for index, names in enumerate(best.stages)]
@@ -231,7 +214,9 @@ def _counted(names: Sequence[str]) -> str:
 
 def _figures(model: ModelProfile, best: Prediction) -> str:
     million_gb = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
-    encoded = _encoded(model.wire)
+    wire = model.wire
+    codes = {"activations": wire.activations, "gradients": wire.gradients, "averaging": wire.averaging}
+    encoded = ", ".join(f"{name} {code.bits:.4g}" for name, code in codes.items() if code is not None)
     rows = [
         ("samples/s", f"{best.samples_per_s:.3g}, a step in {best.times.step_s:.3g} s"),
         ("machines compute", f"{100 * best.utilisation:.0f} % of what they could"),
@@ -251,21 +236,19 @@ def _crossing(best: Prediction) -> str:
     return f"{format_bytes(forward)} forward, {'as much' if forward == back else format_bytes(back)} back"
 
 
-def _encoded(wire: WireFormat) -> str:
-    codes = {"activations": wire.activations, "gradients": wire.gradients, "averaging": wire.averaging}
-    return ", ".join(f"{name} {code.bits:.4g}" for name, code in codes.items() if code is not None)
-
-
 def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     times = best.times
 
     def share(seconds: float) -> str:
         return f"{100 * seconds / times.step_s:.0f} % of a step"
 
+    means = "Faster links would help most, or a wider model."
+    if best.line_share <= 0.5:
+        means = "More machines would help most, or faster ones."
     lines = [
         "Why",
         f"  {share(times.forward_s + times.backward_s)} goes by at the pace of the slowest machine: {best.slowest}.",
-        f"  {100 * best.line_share:.0f} % of its time it waits for its link, the rest it computes. {_remedy(best)}",
+        f"  {100 * best.line_share:.0f} % of its time it waits for its link, the rest it computes. {means}",
     ]
     if len(best.stages) > 1:
         lines.append(
@@ -281,12 +264,6 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     return "\n".join(lines + _remarks(model, plan, best))
 
 
-def _remedy(best: Prediction) -> str:
-    if best.line_share > 0.5:
-        return "Faster links would help most, or a wider model."
-    return "More machines would help most, or faster ones."
-
-
 def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
     remarks = [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
     if best.recomputed > 0.0:
@@ -295,35 +272,34 @@ def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
             "or into `Limits.cache_bytes`: these forwards are computed twice."
         )
     if len(plan.by_stages) > 1:
-        remarks.append(f"  Samples/s by number of stages, with batches of that size: {_by_stages(plan)}.")
+        fastest = sorted(plan.by_stages, key=lambda pair: -pair[1])[:5]
+        rates = ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))
+        remarks.append(f"  Samples/s by number of stages, with batches of that size: {rates}.")
     return remarks
-
-
-def _by_stages(plan: Plan) -> str:
-    fastest = sorted(plan.by_stages, key=lambda pair: -pair[1])[:5]
-    return ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))
 
 
 # ---------------------------------------------------------------------- simulated swarms
 
 _POINTS: Final = 400  # points of a curve, each an average
-_SPAN_HEAD: Final = (
-    "rule",
-    "samples/s",
-    "% of best",
-    "first hour",
-    "last hour",
-    "moves/hour",
-    "hours below half of best",
-)
+_SPAN_COLUMNS: Final[Mapping[str, tuple[int, Callable[[Sequence[Span]], float]]]] = {  # with their decimal places
+    "samples/s": (2, lambda spans: _num_samples(spans) / _length_s(spans)),
+    "% of best": (1, lambda spans: 100.0 * share_of_best(spans)),
+    "first hour": (1, lambda spans: 100.0 * share_of_best(spans, spans[0].begin_s, spans[0].begin_s + HOUR_S)),
+    "last hour": (1, lambda spans: 100.0 * share_of_best(spans, spans[-1].end_s - HOUR_S, spans[-1].end_s)),
+    "moves/hour": (1, lambda spans: HOUR_S * sum(span.num_moves for span in spans) / _length_s(spans)),
+    "hours below half of best": (
+        2,
+        lambda spans: sum(span.length_s for span in spans if span.samples_per_s < 0.5 * span.best) / HOUR_S,
+    ),
+}
 _MICROBATCH_HEAD: Final = ("queued", "MB a sample")
-_MICROBATCH_CURVES: Final = MappingProxyType({"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"})
-"""Fields of a span, and their labels."""
+_MICROBATCH_CURVES: Final = {"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"}  # fields of a span
 
 
 def span_table(results: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
     """Write a table of means over the seeds, from the spans of each rule and seed."""
-    rows: list[tuple[str, ...]] = [_SPAN_HEAD, *((rule, *_span_cells(runs)) for rule, runs in results.items())]
+    rows: list[tuple[str, ...]] = [("rule", *_SPAN_COLUMNS)]
+    rows += [(rule, *(_mean(runs, *column) for column in _SPAN_COLUMNS.values())) for rule, runs in results.items()]
     if all(span.sent_bytes is not None for runs in results.values() for spans in runs for span in spans):
         more = [_MICROBATCH_HEAD, *map(_microbatch_cells, results.values())]
         rows = [row + cells for row, cells in zip(rows, more, strict=True)]
@@ -336,22 +312,9 @@ def _microbatch_cells(runs: Sequence[Sequence[Span]]) -> tuple[str, ...]:
     return f"{queued:.1f}", f"{sum(span.sent_bytes or 0 for span in spans) / _num_samples(spans) / 1e6:.3g}"
 
 
-def _span_cells(runs: Sequence[Sequence[Span]]) -> list[str]:
-    def mean(digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
-        known = [value for value in map(value_of, runs) if not math.isnan(value)]
-        return f"{statistics.fmean(known):.{digits}f}" if known else "-"
-
-    def low_hours(spans: Sequence[Span]) -> float:
-        return sum(span.length_s for span in spans if span.samples_per_s < 0.5 * span.best) / HOUR_S
-
-    return [
-        mean(2, lambda spans: _num_samples(spans) / _length_s(spans)),
-        mean(1, lambda spans: 100.0 * share_of_best(spans)),
-        mean(1, lambda spans: 100.0 * share_of_best(spans, spans[0].begin_s, spans[0].begin_s + HOUR_S)),
-        mean(1, lambda spans: 100.0 * share_of_best(spans, spans[-1].end_s - HOUR_S, spans[-1].end_s)),
-        mean(1, lambda spans: HOUR_S * sum(span.num_moves for span in spans) / _length_s(spans)),
-        mean(2, low_hours),
-    ]
+def _mean(runs: Sequence[Sequence[Span]], digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
+    known = [value for value in map(value_of, runs) if not math.isnan(value)]
+    return f"{statistics.fmean(known):.{digits}f}" if known else "-"
 
 
 def _num_samples(spans: Sequence[Span]) -> float:
@@ -363,10 +326,7 @@ def _length_s(spans: Sequence[Span]) -> float:
 
 
 def draw_spans(results: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> None:
-    """Draw samples/s beside the best, peers per stage, and moves, over the hours of the first seed.
-
-    Where microbatches were simulated, draw also how many wait at a peer, and what all peers send.
-    """
+    """Draw samples/s beside the best, peers per stage, and moves, over the hours of the first seed."""
     drawn = [curves(runs[0]) for runs in results.values()]
     more = [name for name in _MICROBATCH_CURVES if all(name in lines for _, lines in drawn)]
     figure = new_figure((6 * len(results), 7 + 2 * len(more)))

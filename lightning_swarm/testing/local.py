@@ -22,7 +22,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.rebase import written_once
-from lightning_swarm.core.tasks import TaskOwner, gather
+from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.simulated_link import SimulatedLink
@@ -192,7 +192,10 @@ class InMemoryStrategy(_SwarmStrategy):
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
-        _poison(module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.fill_(float("nan"))  # so that a weight which nobody hands out is noticed
         return self._models.served(module)
 
     @override
@@ -202,7 +205,8 @@ class InMemoryStrategy(_SwarmStrategy):
         finally:
             if self._shared_loop is not None:
                 self._shared_loop.run_until_complete(self._side_tasks.close())
-                self._shared_loop.run_until_complete(gather(_ended(task) for task in self._ending_tasks))
+                for task in self._ending_tasks:
+                    self._shared_loop.run_until_complete(task)
             for peer in self.peers:
                 peer.close()
             if self._shared_loop is not None:
@@ -214,19 +218,10 @@ class InMemoryStrategy(_SwarmStrategy):
         assert self._shared_loop is not None
         runtime = InlineRuntime(self._shared_loop)
         transport = self.network.transport(_name(number))
-        return Peer(
-            runtime,
-            transport,
-            self.network.directory(transport),
-            executor=partial(PacedExecutor, partial(self._microbatch_s_of, number))
-            if self.microbatch_s
-            else InlineExecutor,
-            config=self.config,
-            rng=self._rng,
-        )
-
-    def _microbatch_s_of(self, number: int) -> float:
-        return self.microbatch_s[min(number, len(self.microbatch_s) - 1)]
+        directory = self.network.directory(transport)
+        paced = partial(PacedExecutor, lambda: self.microbatch_s[min(number, len(self.microbatch_s) - 1)])
+        executor = paced if self.microbatch_s else InlineExecutor
+        return Peer(runtime, transport, directory, executor=executor, config=self.config, rng=self._rng)
 
 
 class _InlineLauncher(_Launcher):
@@ -263,10 +258,6 @@ async def _end(server: Server) -> None:
         await server.close()
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    await task
-
-
 def _copy(module: LightningModule) -> LightningModule:
     trainer, module._trainer = module._trainer, None
     try:
@@ -274,14 +265,6 @@ def _copy(module: LightningModule) -> LightningModule:
     finally:
         module._trainer = trainer
     return twin
-
-
-def _poison(module: LightningModule) -> None:
-    """Make every weight NaN, so that a weight which nobody hands out is noticed."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.fill_(float("nan"))
 
 
 QUIET: Final[dict[str, Any]] = {

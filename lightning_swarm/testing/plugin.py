@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
 from lightning_swarm import testing
-from lightning_swarm.testing.faults import FaultPlan
-from lightning_swarm.testing.local import LocalSwarm, MakeLocalSwarm
+from lightning_swarm.testing.local import MakeLocalSwarm
 
 
 @pytest.fixture
@@ -20,8 +18,4 @@ def local_swarm() -> Iterator[MakeLocalSwarm]:
     When the test ends, all of their planned faults must have struck.
     """
     with ExitStack() as stack:
-
-        def make(num_peers: int = 2, *, faults: FaultPlan | None = None, **settings: Any) -> LocalSwarm:
-            return stack.enter_context(testing.local_swarm(num_peers, faults=faults, **settings))
-
-        yield make
+        yield lambda *arguments, **settings: stack.enter_context(testing.local_swarm(*arguments, **settings))

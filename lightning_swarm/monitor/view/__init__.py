@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
@@ -102,12 +103,12 @@ class SwarmView(_ProgressBar):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self._safely(self._after_batch)
+        self._safely(self._show_progress)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._phase = "done"
-        self._safely(self._finish)
+        self._safely(partial(self._show_progress, last=True))
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -207,31 +208,23 @@ class SwarmView(_ProgressBar):
         if failure is not None:
             _log.warning("The view failed, and the run went on without it: %r", failure)
 
-    def _after_batch(self) -> None:
+    def _show_progress(self, *, last: bool = False) -> None:
         """Runs on the loop's thread, where metrics may be read."""
         self._update()
         if self._live is None:
             self._print_events()
-            if time.monotonic() >= self._next_line_s:
-                self._print_line()
-
-    def _finish(self) -> None:
-        self._update()
-        if self._live is None:
-            self._print_events()
-            self._print_line()
-        self._close()
+            if last or time.monotonic() >= self._next_line_s:
+                self._next_line_s = time.monotonic() + self._plain_interval_s
+                print(plain_line(self._scene()), flush=True)  # noqa: T201 - that is what it is for
+        if last:
+            self._close()
 
     def _print_events(self) -> None:
         if self._live is not None or self._status is None:
             return
         for event in newer_than(self._last_event, self._status.events):
             self._last_event = event
-            print(event_line(event), flush=True)  # noqa: T201 - that is what it is for
-
-    def _print_line(self) -> None:
-        self._next_line_s = time.monotonic() + self._plain_interval_s
-        print(plain_line(self._scene()), flush=True)  # noqa: T201 - as above
+            print(event_line(event), flush=True)  # noqa: T201 - as above
 
     def _render(self) -> RenderableType:
         """Runs on the panel's own thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -58,26 +58,18 @@ _FIXED_LINES: Final = 9  # border, headline, the table's own, and what stands be
 
 
 class Terminal:
-    """Shows what `render` returns, until it is closed.
-
-    A thread of its own calls `render`, and `on_failure` with what `render`, or drawing its result, raised.
-    `on_failure` must not print.
-    """
+    """Shows what `render` returns, which a thread of its own calls until it is closed."""
 
     def __init__(
         self,
         console: Console,
         render: Callable[[], RenderableType],
-        on_failure: Callable[[Exception], None],
+        on_failure: Callable[[Exception], None],  # with what `render` or drawing raised; must not print
         *,
         refresh_per_second: float,
     ) -> None:
-        self._live = Live(
-            _GuardedRender(render, on_failure),
-            console=console,
-            refresh_per_second=refresh_per_second,
-            vertical_overflow="crop",
-        )
+        self._render, self._on_failure = render, on_failure
+        self._live = Live(self, console=console, refresh_per_second=refresh_per_second, vertical_overflow="crop")
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def open(self) -> None:
@@ -86,8 +78,9 @@ class Terminal:
         # The cursor comes back however the process ends.
         atexit.register(self.close)
         self._live.start(refresh=True)
-        for handler in _stream_handlers():
-            if id(handler.stream) in before:
+        others = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
+        for handler in (handler for logger in (logging.root, *others) for handler in logger.handlers):
+            if type(handler) is logging.StreamHandler and id(handler.stream) in before:
                 # The handler has kept the former stream, which the panel's own has replaced.
                 self._handlers.append((handler, handler.setStream(sys.stderr)))
 
@@ -99,32 +92,13 @@ class Terminal:
             handler.setStream(stream)
         self._live.stop()
 
-
-class _GuardedRender:
-    """Catches what drawing raises: an exception would end the panel's thread, and the panel would stand still."""
-
-    def __init__(self, render: Callable[[], RenderableType], on_failure: Callable[[Exception], None]) -> None:
-        self._render = render
-        self._on_failure = on_failure
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         try:
             segments = list(console.render(self._render(), options))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+        except Exception as error:  # noqa: BLE001 - it would end the panel's thread, and the panel would stand still
             self._on_failure(error)
             segments = [Segment("The view failed; the run goes on.\n")]
         yield from segments
-
-
-def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    loggers = [
-        logging.root,
-        *(logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)),
-    ]
-    for logger in loggers:
-        for handler in logger.handlers:
-            if type(handler) is logging.StreamHandler:
-                yield handler
 
 
 class SwarmPanel:

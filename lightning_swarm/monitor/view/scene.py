@@ -17,7 +17,7 @@ from lightning_swarm.protocol.messages.reports import EventKind
 
 State: TypeAlias = Literal["serving", "joining", "failing", "gone"]
 
-WORDS: Final[Mapping[EventKind, str]] = {
+WORDS: Final[Mapping[EventKind, str]] = {  # for people
     "retry": "failed, request repeated",
     "ban": "avoided for a while",
     "replay": "microbatch computed again",
@@ -35,8 +35,6 @@ WORDS: Final[Mapping[EventKind, str]] = {
     "resume": "going on",
     "went_back": "rolled back",
 }
-"""What a person reads for an event."""
-
 _COLUMNS: Final = 100
 _RATE_WINDOW_S: Final = 10.0
 _SHOW_GONE_S: Final = 60.0

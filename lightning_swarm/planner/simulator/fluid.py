@@ -1,7 +1,4 @@
-"""Simulates a swarm as rates: peers come, go and move, and in between the pipeline is as fast as its slowest stage.
-
-Microbatches, queues and steps are not simulated; moves are decided by the policy of real swarms.
-"""
+"""Simulates a swarm as rates, with the policy of real swarms: between events it is as fast as its slowest stage."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_swarm.coordinator.rebalancing.balancer import ChurnEstimate
@@ -99,12 +96,10 @@ def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: floa
 
 def best_of(rates: Iterable[float], num_stages: int) -> float:
     """The slowest stage's rate, if peers of these rates were assigned as well as can be."""
-    return _best_rate(tuple(sorted(rates)), num_stages)
+    return _cached_best_rate(tuple(sorted(rates)), num_stages)
 
 
-@functools.lru_cache(maxsize=1024)  # rules are compared on the same peers
-def _best_rate(rates: tuple[float, ...], num_stages: int) -> float:
-    return best_rate(rates, num_stages)
+_cached_best_rate = functools.lru_cache(maxsize=1024)(best_rate)  # rules are compared on the same peers
 
 
 class _Swarm:
@@ -148,7 +143,9 @@ class _Swarm:
             changed = True
         if changed:
             self._churn.note_change(now_s)
-            self._forget_left_stages()
+            for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
+                self._put(peer)  # to the stages that it left it may go back
+            self._left.clear()
             self.best = best_of(self._alive.values(), self._scenario.num_stages)
         looks = now_s >= self._look_s
         if looks:
@@ -163,17 +160,13 @@ class _Swarm:
         arrived = [peer for peer, at_s in self._arrivals.items() if at_s <= now_s]
         for peer in arrived:
             del self._arrivals[peer]
-            stage = self._stages.stage_of(peer)
-            assert stage is not None
-            self._stages.put(peer, stage, self._alive[peer], left=self._left.get(peer, ()))
+            self._put(peer, left=self._left.get(peer, ()))
         return bool(arrived)
 
-    def _forget_left_stages(self) -> None:
-        for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
-            stage = self._stages.stage_of(peer)
-            assert stage is not None
-            self._stages.put(peer, stage, self._alive[peer])
-        self._left.clear()
+    def _put(self, peer: PeerId, left: Collection[int] = ()) -> None:
+        stage = self._stages.stage_of(peer)
+        assert stage is not None
+        self._stages.put(peer, stage, self._alive[peer], left=left)
 
     def _change(self, change: Change) -> None:
         peer = change.peer
@@ -190,12 +183,10 @@ class _Swarm:
         elif change.at_s == self._begin_s:  # dealt out, from the last stage on: no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
-            self._send(peer, self._stage_for_newcomer(), change.at_s + self._scenario.join_s)
-
-    def _stage_for_newcomer(self) -> int:
-        if self._scenario.rule == "none":  # without moves, rates are not measured
-            return min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
-        return stage_for(self._stages)
+            stage = stage_for(self._stages)
+            if self._scenario.rule == "none":  # without moves, rates are not measured
+                stage = min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
+            self._send(peer, stage, change.at_s + self._scenario.join_s)
 
     def _send(self, peer: PeerId, stage: int, arrives_s: float) -> None:
         self._stages.expect(peer, stage, self._alive[peer])
@@ -210,10 +201,7 @@ class _Swarm:
         return []
 
     def _plan_as_paper(self) -> list[Move]:
-        """Plan by queue lengths, with each stage's queue as long as the stage is slow.
-
-        That is how queues are where every stage gets what the slowest one passes on.
-        """
+        """Plan by queue lengths: where each stage gets what the slowest passes on, it queues as long as it is slow."""
         queues = [
             {peer: 1.0 / rate for rate, peer in self._stages.serving(index)}
             for index in range(self._scenario.num_stages)

@@ -1,8 +1,4 @@
-"""Simulates a swarm microbatch by microbatch, with the code of real swarms on virtual time.
-
-Peers route, average, decide records, download and move as real ones do, over the in-memory network. Only their
-computing is replaced by waiting, and their links are simulated.
-"""
+"""Simulates a swarm microbatch by microbatch: real code on virtual time, but for links, and waits for computing."""
 
 from __future__ import annotations
 
@@ -92,16 +88,13 @@ class Work:
 
 
 def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
-    """Simulate a scenario, and return a span for each step, also for steps on which a run rolls back.
-
-    A trainer that holds no stage, and whose link has no limits, has all data. `Scenario.move_s` and `join_s` mean
-    nothing here: a peer that moves or joins downloads its stage. The seed decides how pipelines are wired.
-    """
+    """Simulate a scenario, and return a span for each step, also for steps on which a run rolls back."""
+    # `Scenario.move_s` and `join_s` mean nothing here: a peer that moves or joins downloads its stage.
     first = _initial_rates(scenario)
     strategy = InMemoryStrategy(
         seed=seed,
         num_stages=scenario.num_stages,
-        role="trainer",
+        role="trainer",  # has all data and no stage, behind a link without limits
         microbatch_size=work.size,
         microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
         lines=[SimulatedLink(), *map(work.line, first)],

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from lightning_swarm import cli
 from lightning_swarm.monitor import checks, doctor
-from lightning_swarm.monitor.checks import DialResult, Finding, FolderReport, Obstacle
+from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import queries
@@ -27,9 +27,7 @@ HERE = {"torch": "2.13.0", "lightning": "2.6.6"}
 
 
 def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
-    return checks.check_folder(
-        FolderReport(path="/data", purpose="checkpoints", problem=problem, free_bytes=free_bytes)
-    )
+    return checks.check_folder("/data", "checkpoints", problem, free_bytes)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +128,11 @@ def test_a_port_is_tried(taken: int) -> None:
 
 
 def test_a_folder_is_written_to(tmp_path: Path) -> None:
-    good = doctor.look_at_folder(tmp_path, "tests")
-    assert good.problem is None
-    assert good.free_bytes > 0
+    problem, free_bytes = doctor.look_at_folder(tmp_path)
+    assert problem is None
+    assert free_bytes > 0
     assert list(tmp_path.iterdir()) == []
-    assert doctor.look_at_folder(tmp_path / "missing", "tests").problem == "No such file or directory"
+    assert doctor.look_at_folder(tmp_path / "missing") == ("No such file or directory", 0)
 
 
 def test_the_daemon_comes_with_hivemind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

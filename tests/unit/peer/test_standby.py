@@ -247,7 +247,7 @@ def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, ca
         packed.append(value)
         return plain_values.pack(value)
 
-    standbys = StandbyLeads(swarm.trainer, standbys_known, limits=LIMITS)
+    standbys = StandbyLeads(swarm.trainer, standbys_known, LIMITS)
     run = RunState(swarm.manifest)
     swarm.run(standbys.send(run, 1, pack))
     assert not packed, "without standbys nothing is done"
@@ -272,7 +272,7 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
 
     for peer in older:
         swarm.servers[peer].snapshots.loops.unfit = lambda manifest: "it has no data"
-    standbys = StandbyLeads(swarm.trainer, known, limits=LIMITS)
+    standbys = StandbyLeads(swarm.trainer, known, LIMITS)
     swarm.run(standbys.send(run, 1, lambda: plain_values.pack(STATE)))
     assert standbys.holding == [youngest]
     assert swarm.servers[youngest].snapshots.loops.versions == [1]
