@@ -97,9 +97,7 @@ class Trainer:
         grant = await self.steps.grant(NUM_MICROBATCHES)
         passages = []
         for index in range(NUM_MICROBATCHES):
-            key = CallKey(
-                generation=grant.generation, step=grant.step, attempt=0, first=grant.first, index=index, call=0
-            )
+            key = CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=0)
             microbatch = Microbatch(
                 key=key,
                 num_rows=1,

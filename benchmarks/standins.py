@@ -158,9 +158,7 @@ class Crowd(Swarm):
         receipts = []
         there = sorted(self.standins)
         for index in range(self.num_microbatches):
-            key = CallKey(
-                generation=grant.generation, step=grant.step, attempt=0, first=grant.first, index=index, call=0
-            )
+            key = CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=0)
             server.steps.sums.add(stage, key, gradients, grant.weight)
             self.standins[self._rng.choice(there)].held.add(key.receipt)
             receipts.append(key.receipt)

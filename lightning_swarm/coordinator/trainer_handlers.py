@@ -130,7 +130,7 @@ class TrainerHandlers:
                     f"granted in it or step {request.step} was meant"
                 )
             own = request.generation  # of the run, which may be rolled back meanwhile
-            await self._servers.settle(SettleRequest(own, step.step, attempt=0, selection=request.selection))
+            await self._servers.settle(SettleRequest(own, step.step, selection=request.selection))
             self._run.check_generation(own)
             self._step_state.reselected = request.selection
         return b""
@@ -235,7 +235,7 @@ class TrainerHandlers:
         """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
         request = self._read(caller, body, RegisterRequest)
         for lease in request.report.leases:
-            if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
+            if not 1 <= lease.grant.lease < self._first_lease:
                 raise ProtocolError(
                     f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
                 )

@@ -132,7 +132,7 @@ class AveragingRounds:
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
         closing = request.closing
-        self._sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self._sums.check(caller, closing.generation, closing.step)
         run = self._sums.run
         try:
             await self._compute(lambda: self._sums.check_named(request))
@@ -279,5 +279,5 @@ def _retrieve(task: asyncio.Task[_StageResults]) -> None:
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
     """The prefix of the tickets of a stage's averaging; without a stage, of all stages."""
     # With the number of those that are gone, which only grows: what began with the freeze may have been of more.
-    round_ = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}.{len(closing.absent)}/average/"
+    round_ = f"g{closing.generation}.s{closing.step}.r{closing.round}.{len(closing.absent)}/average/"
     return round_ if stage_index is None else f"{round_}{stage_index}"

@@ -41,7 +41,6 @@ class _NextStep:
     """Progress of the step whose record is next; begun anew with every record and every generation."""
 
     reselected: Selection | None = None  # what trains in it, if that is not what trained in the step before
-    attempt: int = 0
     round: int = 0  # of the newest freeze
     frozen_under: Term = NO_TERM
 
@@ -122,19 +121,19 @@ class GradientSums:
             raise NotMember(f"this peer serves the stages {sorted(self.stages)}, not stage {index}")
         return self.stages[index]
 
-    def check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
+    def check(self, caller: PeerId, generation: int, step: int) -> None:
         """Refuse any caller but the coordinator, and any step but the one whose record is next."""
-        self.check_open(caller, generation, step, attempt)
+        self.check_open(caller, generation, step)
         if step != self.version:
             raise ProtocolError(f"step {self.version} is decided next here, got a call of step {step}")
 
-    def check_open(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
+    def check_open(self, caller: PeerId, generation: int, step: int) -> None:
         """Refuse any caller but the coordinator, and any step that is not open."""
         run = self.run
         run.check_coordinator(caller)
-        here = (run.manifest.generation, run.version, self.next.attempt)
-        if step not in run.open_steps or (generation, attempt) != (here[0], here[2]):
-            raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
+        here = (run.manifest.generation, run.version)
+        if step not in run.open_steps or generation != here[0]:
+            raise ProtocolError(f"generation, step are {here} here, got {(generation, step)}")
 
     # ------------------------------------------------------------------ what counts
 
@@ -184,8 +183,8 @@ class GradientSums:
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
         index = self.stage(stage.index).index
-        if key.step not in self._open or key.attempt != self.next.attempt:
-            raise ProtocolError(f"step {self.version}, attempt {self.next.attempt} is open, got a gradient of {key}")
+        if key.step not in self._open:
+            raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
         if self._opened_step(key.step).ledgers[index].add(key.receipt):
             stage.sum_of(key.step).add(gradients, weight)
             stage.statistics.add(key, seen)
@@ -194,7 +193,7 @@ class GradientSums:
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Tell whether the sum holds the microbatch."""
         opened = self._open.get(key.step)
-        ledger = opened.ledgers.get(stage_index) if opened is not None and key.attempt == self.next.attempt else None
+        ledger = opened.ledgers.get(stage_index) if opened is not None else None
         return ledger is not None and ledger.holds(key.receipt)
 
     # ------------------------------------------------------------------ closing
@@ -236,10 +235,10 @@ class GradientSums:
         return reports, stale
 
     def _check_round(self, request: FreezeRequest) -> None:
-        here = (self.version, self.next.attempt, self.next.round)
-        if (request.step, request.attempt) != here[:2] or request.round < self.next.round:
-            asked = (request.step, request.attempt, request.round)
-            raise ProtocolError(f"step, attempt, round are {here} here, got a request to freeze of {asked}")
+        here = (self.version, self.next.round)
+        if request.step != here[0] or request.round < self.next.round:
+            asked = (request.step, request.round)
+            raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
 
     def _named(self, named: Sequence[NamedReceipts]) -> dict[int, set[Receipt]]:
         """The receipts that the sums here shall hold, by stage."""
@@ -261,7 +260,9 @@ class GradientSums:
             return []
         ledger.freeze(named or ())
         lacking = sorted((named or set()) - ledger.held)  # to be computed: an earlier result would keep it from that
-        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in lacking]
+        return [
+            CallKey.of(request.generation, request.step, receipt).name(stage.index, "backward") for receipt in lacking
+        ]
 
     def reopen(self) -> None:
         """Have sums that a former coordinator froze take gradients again, until the present one freezes them."""

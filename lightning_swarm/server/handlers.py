@@ -221,8 +221,8 @@ class ComputeHandlers:
 
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)
-        self._sums.check(caller, request.generation, request.step, request.attempt)
-        keys = [CallKey.of(request, receipt) for receipt in request.receipts]
+        self._sums.check(caller, request.generation, request.step)
+        keys = [CallKey.of(request.generation, request.step, receipt) for receipt in request.receipts]
         # Before the compute thread is asked, for calls that are under way may be added meanwhile.
         pending = {
             index: [key.name(index, "backward") in self.under_way.tasks for key in keys] for index in self._steps.stages
@@ -241,8 +241,6 @@ class ComputeHandlers:
         if self._closed:
             raise NotMember("this peer has left")
         self._membership.run.check_generation(key.generation)
-        if not key.evaluation and key.attempt != self._sums.next.attempt:
-            raise ProtocolError(f"attempt {self._sums.next.attempt} of the step is open, got a call of {key.attempt}")
         stage = self._steps.stage(stage_index)
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")

@@ -163,23 +163,23 @@ class StepHandlers:
 
     async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, SettleRequest)
-        self.sums.check(caller, request.generation, request.step, request.attempt)
+        self.sums.check(caller, request.generation, request.step)
         await self._compute(lambda: self.sums.settle(request.selection, request.generation))
         return b""
 
     async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FenceRequest)
-        self.sums.check_open(caller, request.generation, request.step, request.attempt)
+        self.sums.check_open(caller, request.generation, request.step)
         self.sums.strike(request.step, request.batches)
         for first in request.batches:
-            self._on_fenced(batch_name(request.generation, request.step, request.attempt, first))
+            self._on_fenced(batch_name(request.generation, request.step, first))
         # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.
         await self._compute(lambda: None)
         return b""
 
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FreezeRequest)
-        self.sums.check(caller, request.generation, request.step, request.attempt)
+        self.sums.check(caller, request.generation, request.step)
         expected = request.expected
         if expected is not None:
             here = (request.generation, request.step, request.round)
@@ -198,7 +198,7 @@ class StepHandlers:
         closing = record.closing
         if self._membership.has_run and record.step < self.version:
             return b""  # it comes twice
-        self.sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self.sums.check(caller, closing.generation, closing.step)
         await self.apply_record(record)
         return b""
 

@@ -99,13 +99,13 @@ _METHODS: Final[Mapping[str, Phase]] = {
     methods.LISTEN: Phase.LISTEN,
     methods.DRAIN: Phase.LEAVE,
 }
-_MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)")
+_MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)")
 _RESULT_PHASES: Final = {
     "forward": (Phase.FORWARD_DONE, Phase.SEND_OUTPUT),
     "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),
 }
 _AVERAGING_PHASES: Final = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE, "tied": Phase.AVERAGE_TIED}
-_AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+\.\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
+_AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.r\d+\.\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -242,9 +242,7 @@ class Trainer:
 
     def _passage(self, grant: Grant, number: int, index: int) -> MicrobatchRun:
         rows = batch_rows(self.peer_id, number, index)
-        key = CallKey(
-            generation=grant.generation, step=grant.step, attempt=grant.attempt, first=grant.first, index=index, call=0
-        )
+        key = CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=0)
         self._books.sent[grant.step, key.receipt] = Sent(self.peer_id, number, rows)
         extras: list[dict[str, Any]] = [{} for _ in range(self._num_stages)]
         inputs = encoded((rows,), self._codecs.activations)

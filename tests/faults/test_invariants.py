@@ -133,7 +133,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.CLOSE], ids=lambda phase: phase.name)
-def test_6_forward_and_backward_share_version_random_key_and_attempt(phase: Phase) -> None:
+def test_6_forward_and_backward_share_version_and_random_key(phase: Phase) -> None:
     """Whoever computed the forward dies; another peer draws the same again for the backward."""
     weights = []
     for plan in (FaultPlan(), FaultPlan().kill("b", at=phase, nth=2).kill("e", at=phase, nth=2)):

@@ -323,7 +323,7 @@ class Looks(L.Callback):
                 assert parameter.grad is None
                 assert torch.equal(parameter, stage.parameters[name])
                 assert parameter.data_ptr() != stage.parameters[name].data_ptr()
-        key = CallKey(generation=0, step=stage.version, attempt=0, first=0, index=0, call=9, evaluation=True)
+        key = CallKey(generation=0, step=stage.version, first=0, index=0, call=9, evaluation=True)
         request = ForwardRequest(
             key=key,
             stage_index=index,
@@ -381,7 +381,7 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if not strikes or request.param == "twice":
             await add_batch(self, index, key, gradients, weight)
         if strikes and request.param == "twice":
-            other = CallKey(generation=0, step=key.step, attempt=0, first=key.first, index=1, call=0)
+            other = CallKey(generation=0, step=key.step, first=key.first, index=1, call=0)
             await add_batch(self, index, other, gradients, weight)
 
     monkeypatch.setattr(StepHandlers, "add_batch", wrong)

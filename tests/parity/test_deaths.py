@@ -39,7 +39,6 @@ def assert_unchanged(plan: FaultPlan, plain: Run, *, num_gone: int = 1, num_serv
     assert_exact(run, plain)
     assert run.num_clipped > 0
     assert [record.outcome for record in run.records] == ["apply"] * STEPS
-    assert all(record.closing.attempt == 0 for record in run.records), "a single fault voids no step"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def rows(seed: int, num_rows: int = 2) -> Tensor:
 
 def key(first: int = 0, index: int = 0, **changes: Any) -> CallKey:
     """A microbatch of step 0."""
-    return CallKey(**{"generation": 0, "step": 0, "attempt": 0, "first": first, "index": index, "call": 0, **changes})
+    return CallKey(**{"generation": 0, "step": 0, "first": first, "index": index, "call": 0, **changes})
 
 
 class Swarm:
@@ -315,7 +315,6 @@ class Swarm:
                 server.admission.left.is_set(),
                 str(server.admission.ending_error),
                 steps.version,
-                steps.sums.next.attempt,
                 steps.rounds._held,
                 {step: one.fenced for step, one in steps.sums._open.items()},
                 steps.sums.next.reselected,

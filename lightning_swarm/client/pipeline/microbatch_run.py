@@ -296,7 +296,7 @@ class Replayer:
 
     async def _replay(self, request: ReplayRequest, work: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
         """Replay one microbatch, and note if that cannot be done."""
-        copy = await self._context.replay_buffer.find(CallKey.of(request, work.receipt))
+        copy = await self._context.replay_buffer.find(CallKey.of(request.generation, request.step, work.receipt))
         if copy is None:
             lost.add(work.receipt)
             return

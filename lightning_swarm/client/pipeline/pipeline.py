@@ -149,7 +149,6 @@ class Pipeline:
             return CallKey(
                 generation=self.generation,
                 step=self.version,
-                attempt=0,
                 first=0,
                 index=index,
                 call=call,
@@ -160,7 +159,6 @@ class Pipeline:
         return CallKey(
             generation=grant.generation,
             step=grant.step,
-            attempt=grant.attempt,
             first=grant.first,
             index=index,
             call=call,

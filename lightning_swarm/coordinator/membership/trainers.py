@@ -136,7 +136,7 @@ class LeaseExpiry:
         self._spawn(self._fence(step, batches))
 
     async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
-        request = FenceRequest(generation=self._generation, step=step.step, attempt=0, batches=list(batches))
+        request = FenceRequest(generation=self._generation, step=step.step, batches=list(batches))
         # No closing will name what a server adds that is not reached.
         await call_each(self._transport, self._run.servers, FENCE, encode(request), bytes, timeout=self._timeout)
 
@@ -179,7 +179,7 @@ class LeaseExpiry:
         self, step: OpenStep, receipts: Sequence[Receipt]
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
         """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
-        request = ReceiptsRequest(generation=self._generation, step=step.step, attempt=0, receipts=list(receipts))
+        request = ReceiptsRequest(generation=self._generation, step=step.step, receipts=list(receipts))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
 
         def read(body: bytes) -> None:

@@ -232,7 +232,6 @@ class LeaseTable:
             lease=lease,
             generation=generation,
             step=step.step,
-            attempt=0,
             first=first,
             weight=weight,
             batch=batch,

@@ -160,7 +160,6 @@ class ReplayRounds:
             request = ReplayRequest(
                 generation=self._generation,
                 step=self._step.step,
-                attempt=0,
                 work=work[begin : begin + _MAX_WORK],
                 avoid=sorted(gone),
             )
@@ -268,7 +267,6 @@ class SumReconciliation:
         return FreezeRequest(
             generation=self._generation,
             step=self._step.step,
-            attempt=0,
             round=round_,
             named=named,
             struck=struck,
@@ -310,7 +308,6 @@ class SumReconciliation:
         return Closing(
             generation=self._generation,
             step=step.step,
-            attempt=0,
             round=round_,
             batches=to_runs([first for first, _, _ in step.batches]),
             num_samples=step.num_granted,

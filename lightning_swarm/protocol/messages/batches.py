@@ -63,7 +63,6 @@ class Grant(WireMessage, frozen=True):
     lease: int
     generation: int
     step: int
-    attempt: int
     first: int  # position in the step of the batch's first sample
     weight: Positive
     # The batch, if trainers share an epoch's order. If it is not the requested one, the trainer brings it in addition.

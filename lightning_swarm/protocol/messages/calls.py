@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -27,23 +27,11 @@ class Ticket(WireMessage, frozen=True):
     name: TicketName
 
 
-class _AboutAttempt(Protocol):
-    """A request about an attempt of a step."""
-
-    @property
-    def generation(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def attempt(self) -> int: ...
-
-
 class CallKey(WireMessage, frozen=True):
     """Names a microbatch by its place in the step, not by its trainer: any peer that sends it again means the same."""
 
     generation: Count  # rises when the run rolls back
     step: Count  # also the weight version that forward and backward use
-    attempt: Count  # rises if a step is voided and begins again
     first: Count  # position in the step of the batch's first sample
     index: Index  # of the microbatch in its batch
     call: Count  # counts the pipeline's calls within a training_step
@@ -51,22 +39,15 @@ class CallKey(WireMessage, frozen=True):
     weights: Count = 0  # of an evaluation: the number of the lent weights; 0: the weights of the step
 
     @classmethod
-    def of(cls, request: _AboutAttempt, receipt: Receipt) -> CallKey:
-        """Identify a microbatch that a request about an attempt of a step names by its receipt."""
+    def of(cls, generation: int, step: int, receipt: Receipt) -> CallKey:
+        """Identify a microbatch that a request about a step names by its receipt."""
         first, index, call = receipt
-        return cls(
-            generation=request.generation,
-            step=request.step,
-            attempt=request.attempt,
-            first=first,
-            index=index,
-            call=call,
-        )
+        return cls(generation=generation, step=step, first=first, index=index, call=call)
 
     def name(self, stage_index: int, direction: Direction) -> str:
         """Return the ticket name of one call's result."""
         kind = f"e{self.weights}." if self.evaluation else "t"
-        batch = batch_name(self.generation, self.step, self.attempt, self.first, kind)
+        batch = batch_name(self.generation, self.step, self.first, kind)
         return f"{batch}{self.index}.c{self.call}/{stage_index}/{direction}"
 
     def __str__(self) -> str:
@@ -79,12 +60,12 @@ class CallKey(WireMessage, frozen=True):
         return (self.first, self.index, self.call)
 
 
-def batch_name(generation: int, step: int, attempt: int, first: int, kind: str = "t") -> str:
+def batch_name(generation: int, step: int, first: int, kind: str = "t") -> str:
     """Return the beginning of the names of all calls of a batch."""
-    return f"g{generation}.s{step}.a{attempt}.{kind}{first}+"
+    return f"g{generation}.s{step}.{kind}{first}+"
 
 
-# `(first, index, call)` of a microbatch whose gradient is in a sum. Step and attempt are those of the ledger.
+# `(first, index, call)` of a microbatch whose gradient is in a sum. The step is that of the ledger.
 Receipt = tuple[Count, Index, Count]
 
 

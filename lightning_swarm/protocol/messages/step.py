@@ -19,7 +19,6 @@ class SettleRequest(WireMessage, frozen=True):
 
     generation: int
     step: int
-    attempt: int
     selection: Selection
 
 
@@ -43,7 +42,6 @@ class FreezeRequest(WireMessage, frozen=True):
 
     generation: int
     step: int
-    attempt: int
     round: Count = 0  # rises with each request of a step, so that a late one is refused
     named: list[NamedReceipts] | None = None  # for each stage of this server
     struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
@@ -56,7 +54,6 @@ class FenceRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
-    attempt: Count
     batches: Batches
 
 
@@ -65,7 +62,6 @@ class ReceiptsRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
-    attempt: Count
     receipts: list[Receipt]
 
 
@@ -116,7 +112,6 @@ class ReplayRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
-    attempt: Count
     work: list[Replay]
     avoid: list[PeerId]  # servers that are gone
 
@@ -138,7 +133,6 @@ class Closing(WireMessage, frozen=True):
 
     generation: int
     step: int
-    attempt: int
     round: Count  # of the freeze that this follows
     batches: list[Run]  # places of the counted batches
     num_samples: Count

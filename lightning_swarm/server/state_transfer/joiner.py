@@ -235,7 +235,7 @@ class Joiner:
         if stage is None or self._membership.is_member or not self._membership.led_by(caller):
             raise ProtocolError(f"this peer is not joining a run of {caller}")
         await self._steps.reached(closing.step)
-        self._steps.sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self._steps.sums.check(caller, closing.generation, closing.step)
         rosters = self._membership.run.present(closing.absent)
         if not all(rosters[: self._membership.run.num_pipeline_stages]):
             raise ProtocolError(f"a round of stage {stage.index} must have members")
@@ -244,7 +244,7 @@ class Joiner:
             await self._steps.reselect(closing.step, request.selection)
             mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
         version_hash = await self._compute(stage.fingerprint)
-        self._steps.sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self._steps.sums.check(caller, closing.generation, closing.step)
         if not held:
             self._steps.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
         return encode(ListenReply(boot_id=self._membership.me.boot_id, version_hash=version_hash))

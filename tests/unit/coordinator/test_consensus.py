@@ -29,7 +29,6 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
     closing = Closing(
         generation=generation,
         step=step,
-        attempt=0,
         round=0,
         batches=[],
         num_samples=0,

@@ -520,7 +520,6 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
         fields: dict[str, Any] = {
             "generation": 0,
             "step": 0,
-            "attempt": 0,
             "round": 0,
             "batches": [(0, 1, 1)],
             "num_samples": 4,
@@ -537,8 +536,8 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
         assert swarm.state() == before
 
     refused(AVERAGE, average(b"\x03"))  # not frozen
-    freeze = FreezeRequest(generation=0, step=0, attempt=0)
-    late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}, {"attempt": 1}]
+    freeze = FreezeRequest(generation=0, step=0)
+    late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}]
     for changes in late:
         refused(FREEZE, replaced(freeze, **changes))
     expected = average(b"").closing

@@ -318,7 +318,7 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
 ) -> None:
     """What it would do for it, the next one does."""
     swarm = make_swarm("a", "b")
-    grant = Grant(lease=1, generation=0, step=0, attempt=0, first=0, weight=1.0)
+    grant = Grant(lease=1, generation=0, step=0, first=0, weight=1.0)
     request = GrantRequest(step=0, num_samples=2, generation=0)
     report = ReportReply(begun=True, leases=[Lease(grant=grant, request=request)], closed=[])
     swarm.coordinator.generation.trainers._first_lease = 2  # as of one that came after another

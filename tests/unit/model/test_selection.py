@@ -110,7 +110,7 @@ def test_no_selection_where_a_gradient_is_in_the_sum(make_swarm: MakeSwarm) -> N
     swarm.run(swarm.steps.grant(2))
     swarm.run(swarm.through(key(), rows(1)))
     before = swarm.state()
-    request = SettleRequest(generation=0, step=0, attempt=0, selection=bias_only(swarm))
+    request = SettleRequest(generation=0, step=0, selection=bias_only(swarm))
     with pytest.raises(ProtocolError, match="step 0 has begun here"):
         swarm.run(
             swarm.servers[swarm.route()[0]]._transport.call(swarm.route()[1], SETTLE, encode(request), timeout=1.0)

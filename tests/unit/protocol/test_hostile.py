@@ -246,14 +246,13 @@ def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
 
 
 NOTHING = ReportReply(begun=True, leases=[], closed=[])
-FREEZING = FreezeRequest(generation=0, step=0, attempt=0)
+FREEZING = FreezeRequest(generation=0, step=0)
 
 
 def closing(swarm: Swarm) -> Closing:
     return Closing(
         generation=0,
         step=0,
-        attempt=0,
         round=0,
         batches=[(0, 1, 1)],
         num_samples=2,
@@ -362,7 +361,7 @@ def other_selection(swarm: Swarm) -> Selection:
 
 
 def settling(swarm: Swarm) -> SettleRequest:
-    return SettleRequest(generation=0, step=0, attempt=0, selection=other_selection(swarm))
+    return SettleRequest(generation=0, step=0, selection=other_selection(swarm))
 
 
 def cancelling(swarm: Swarm) -> CancelRequest:
@@ -491,13 +490,11 @@ SAMPLES = [
     ),
     Sample(CALL, TAKE_PLAN, plain(lambda _: TakePlanRequest(generation=0, epoch=0)), target=A, phase="idle"),
     Sample(CALL, SETTLE, plain(settling), caller=A, phase="idle"),
-    Sample(
-        CALL, FENCE, plain(lambda _: FenceRequest(generation=0, step=0, attempt=0, batches=[0])), caller=A, phase="open"
-    ),
+    Sample(CALL, FENCE, plain(lambda _: FenceRequest(generation=0, step=0, batches=[0])), caller=A, phase="open"),
     Sample(
         CALL,
         RECEIPTS,
-        plain(lambda _: ReceiptsRequest(generation=0, step=0, attempt=0, receipts=COUNTED)),
+        plain(lambda _: ReceiptsRequest(generation=0, step=0, receipts=COUNTED)),
         caller=A,
         phase="through",
     ),
@@ -672,7 +669,7 @@ def suspicious(body: bytes) -> Iterator[bytes]:
         elif isinstance(value, int):
             news = (-1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), True)
         elif isinstance(value, str):
-            news = ("", "x" * 1000, "g0.s0.a0.t0+0.c0/1/forward", "a", "\0")
+            news = ("", "x" * 1000, "g0.s0.t0+0.c0/1/forward", "a", "\0")
         elif isinstance(value, list):
             news = ([], value * 2, [*value, None], [[]])
         elif isinstance(value, bytes):

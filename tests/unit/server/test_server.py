@@ -373,13 +373,12 @@ def test_the_models_own_error_reaches_the_trainer_from_any_stage(make_swarm: Mak
 
 FOREIGN = {
     "another generation": {"generation": 1},
-    "another attempt": {"attempt": 1},
     "a step that was decided": {"step": 0},
 }
 
 
 @pytest.mark.parametrize("changes", FOREIGN.values(), ids=FOREIGN.keys())
-def test_forward_and_backward_share_version_and_attempt(make_swarm: MakeSwarm, changes: dict[str, int]) -> None:
+def test_forward_and_backward_share_version_and_generation(make_swarm: MakeSwarm, changes: dict[str, int]) -> None:
     swarm, x = make_swarm("a", "b"), rows(1)
     swarm.run(swarm.step(x))
     foreign = key(**{"step": 1, **changes})

@@ -83,7 +83,7 @@ def test_what_a_message_says_is_read_off_it() -> None:
     ):
         message = read_message(A, B, WAIT_METHOD, wait, side=side, answer=encode(reply))
         assert (message.phases, message.step, message.stage, message.microbatch) == (phases, 7, 2, 3)
-    name = "g0.s5.a0.r0.0/average/1/reduced2"
+    name = "g0.s5.r0.0/average/1/reduced2"
     for method, request, reply in (
         (FETCH_METHOD, FetchRequest(name=name), None),
         (WAIT_METHOD, WaitRequest(name=name, hold_s=1.0, take_bytes=9), taken),

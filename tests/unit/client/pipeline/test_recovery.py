@@ -104,7 +104,7 @@ class Route:
     def replay(
         self, work: Sequence[Replay], avoid: Collection[PeerId] = (), caller: PeerId | None = None
     ) -> ReplayReply:
-        request = ReplayRequest(generation=0, step=0, attempt=0, work=list(work), avoid=sorted(avoid))
+        request = ReplayRequest(generation=0, step=0, work=list(work), avoid=sorted(avoid))
         transport = self.swarm.servers[caller or self.alive[0]]._transport
         target = self.swarm.trainer.peer_id
         return decode(self.swarm.run(transport.call(target, REPLAY, encode(request), timeout=1e4)), ReplayReply)
@@ -542,7 +542,7 @@ def test_only_servers_of_the_run_ask_for_replays(make_swarm: MakeSwarm, caller: 
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     transport = swarm.network.transport(caller)
-    request = ReplayRequest(generation=0, step=0, attempt=0, work=[], avoid=[])
+    request = ReplayRequest(generation=0, step=0, work=[], avoid=[])
     with pytest.raises(ProtocolError, match="only servers of the run"):
         swarm.run(transport.call(swarm.trainer.peer_id, REPLAY, encode(request), timeout=1.0))
     assert not route.events.counts

@@ -27,7 +27,7 @@ A, B, OTHER = PeerId("a"), PeerId("b"), PeerId("other")
 
 def lease(number: int, first: int, *, step: int = 0) -> Lease:
     return Lease(
-        grant=Grant(lease=number, generation=0, step=step, attempt=0, first=first, weight=2.0),
+        grant=Grant(lease=number, generation=0, step=step, first=first, weight=2.0),
         request=GrantRequest(step=step, num_samples=2, generation=0),
         completed=[(first, 0, 0)],
     )
