@@ -89,22 +89,6 @@ class StepState:
         """Return a step by its number, if it is not decided yet."""
         return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
 
-    def close_step(self, outcome: StepOutcome) -> None:
-        """Enter that the open step is over; the next one is still to be opened."""
-        self.outcome = outcome
-        self._end_open()
-
-    def postpone(self, following: OpenStep) -> OpenStep:
-        """Open the step after the open one, whose record comes later; returns that one."""
-        due = self.due = self.open
-        due.sealed = True
-        self.open = following
-        self._end_open()
-        return due
-
-    def _end_open(self) -> None:
-        self.reselected = self.closing_s = None
-        self.finishing = False
 
 
 class ChangeNotifier:

@@ -187,11 +187,19 @@ class CoordinatorGeneration:
         if not step.ready or state.finishing or state.due is not None:
             return
         if self._may_be_late(step):
-            due = state.postpone(self.trainers.leases.opened(state.following(step)))
-            self._spawn(self._guarded(self._decide_due(due)))
+            state.due, step.sealed = step, True
+            self._open_next(step)
+            self._spawn(self._guarded(self._decide_due(step)))
         else:
             state.finishing = True
             self._spawn(self._guarded(self._finish(step)))
+
+    def _open_next(self, step: OpenStep) -> None:
+        state = self.step_state
+        # Before places are granted, which may fill the step and begin the wait for its batches.
+        state.reselected = state.closing_s = None
+        state.open = self.trainers.leases.opened(state.following(step))
+        state.finishing = False
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -216,8 +224,8 @@ class CoordinatorGeneration:
         if record is None:
             state.finishing = False  # it takes batches again
         else:
-            state.close_step(self._outcome(step, record))
-            state.open = self.trainers.leases.opened(state.following(step))
+            state.outcome = self._outcome(step, record)
+            self._open_next(step)
         await self.context.changes.notify()  # who waits for the record, or has a place again
 
     async def _decide_due(self, step: OpenStep) -> None:
