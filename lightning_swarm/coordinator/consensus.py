@@ -261,7 +261,7 @@ class Proposer:
         return chosen
 
     async def decide(self, record: Record) -> None:
-        """Have the open step's record accepted by a majority of its voters; on an error it is not known to be decided."""
+        """Have the open step's record accepted by a majority of its voters. On an error it may be decided, or not."""
         ballot = self._ballot
         if ballot is None or ballot.slot != slot_of(record):
             raise ProtocolError(f"record {record.step} is decided after its voters' promises, and by them")

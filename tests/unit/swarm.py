@@ -350,7 +350,7 @@ class Swarm:
                     (
                         books.open,
                         lead._permits,
-                        lead._stepped_with,
+                        lead.stepped_with,
                         coordinator.generation.step_state.selection(coordinator.generation._run),
                     )
                 )
