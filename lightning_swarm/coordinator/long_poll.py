@@ -174,11 +174,7 @@ class StepEnds:
             return (state.outcome.step if request.decided else state.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
-            if request.step != state.open.step:
-                return False
-            if self._leases.is_idle(caller):
-                return self._leases.would_answer(state.open, caller)
-            return not state.open.closing
+            return request.step == state.open.step and self._leases.would_answer(state.open, caller)
 
         patience_s = self._leases.patience_s(caller)
         await self._changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)

@@ -85,7 +85,7 @@ def rebuild(
             if lease.grant.step == step.step:
                 step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
         step.strike_others()
-        step.take_over(first_lease(run.term))
+        step.first_lease = first_lease(run.term)
         if not complete:  # places may be in use that nobody here knows of; new ones begin far beyond them
             step.skip_to(run.term[0] << 32)
         if step.step in closed:
