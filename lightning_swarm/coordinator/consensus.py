@@ -1,9 +1,5 @@
 """Deciding a record: a majority of the previous record's voters accepted it under one term.
 
-A slot is a step of a run's generation; one record is decided for it. Whoever wants to decide first has a majority
-promise to accept nothing of a lower term any more, hears from them what they have accepted, and finishes the one of the
-highest term. `Voter` is one vote; `Ballot` is one proposer's part in one slot. `Proposer` puts both on a network.
-
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
 voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a record can be
 applied only by those that hold its round's. So before a new coordinator has a round of its own averaged, a majority
@@ -41,29 +37,24 @@ class Voter:
 
     def void_promises(self) -> None:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
-        self._term = NO_TERM
+        self.term = NO_TERM  # the highest one that it knows of
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
         self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead
-
-    @property
-    def term(self) -> Term:
-        """The highest term that the voter knows of."""
-        return self._term
 
     def promise(self, request: Prepare) -> Promise:
         """Promise to accept nothing of a lower term; refuse if its number was promised or the slot decided."""
         self._check_life(request.boot_id)
         slot = (request.generation, request.step)
         if self._is_decided(slot):
-            return Promise(promised=False, term=self._term, behind=True)
+            return Promise(promised=False, term=self.term, behind=True)
         if self._refuses(request.term):
-            return Promise(promised=False, term=self._term)
-        self._term = request.term
+            return Promise(promised=False, term=self.term)
+        self.term = request.term
         if request.fence:
             self._fence = (slot, request.term)
         known = self._accepted.get(slot)
         accepted = None if known is None else Accepted(term=known[0], record=decode(known[1], Record))
-        return Promise(promised=True, term=self._term, accepted=accepted, fence=self._fence[1])
+        return Promise(promised=True, term=self.term, accepted=accepted, fence=self._fence[1])
 
     def consider(self, proposal: Proposal) -> Vote:
         """Accept the record; or refuse it, if its term is too low or has another record, or the step was decided."""
@@ -73,18 +64,16 @@ class Voter:
         known = self._accepted.get(slot)
         rival = known is not None and known[0] == proposal.term and known[1] != body
         if self._refuses(proposal.term) or self._is_decided(slot) or rival:
-            return Vote(accepted=False, term=self._term)
-        self._term = proposal.term
+            return Vote(accepted=False, term=self.term)
+        self.term = proposal.term
         # Older records were decided before this one could be proposed, so of them only the place is remembered.
         self._accepted = {slot: (proposal.term, body)}
-        return Vote(accepted=True, term=self._term)
+        return Vote(accepted=True, term=self.term)
 
     def _refuses(self, term: Term) -> bool:
-        """Refuse a lower term, and another one of the same number: coordinators are told apart by their numbers.
-
-        Rounds, leases and places begin at multiples of it.
-        """
-        return term != self._term and term[0] <= self._term[0]
+        """Return whether a term is lower, or another one of the same number."""
+        # Coordinators are told apart by their numbers: rounds, leases and places begin at multiples of it.
+        return term != self.term and term[0] <= self.term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
         """Return whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
@@ -98,19 +87,15 @@ class Voter:
 
 
 class Ballot:
-    """One proposer's part in one slot, under one term: promises, then perhaps a fence, then votes on one record.
-
-    The voters are those of the record before. Promises and fences of an earlier slot may hold for this one. No two
-    lives of a peer share a term.
-    """
+    """One proposer's part in one slot, under one term: promises, then perhaps a fence, then votes on one record."""
 
     def __init__(
         self,
-        term: Term,
+        term: Term,  # no two lives of a peer share one
         slot: Slot,
-        voters: Sequence[Member],
+        voters: Sequence[Member],  # those of the record before
         *,
-        promised: Collection[Member] = (),
+        promised: Collection[Member] = (),  # these two: in an earlier slot, and it holds for this one
         fenced: Collection[Member] = (),
     ) -> None:
         self.term = term
@@ -236,34 +221,23 @@ def serve(voter: Voter, transport: Transport, may_propose: Callable[[PeerId], bo
 
 
 class Proposer:
-    """Has the records of a run decided, one after the other, under one term.
-
-    The run's open step, as the coordinator's own server knows it, is what is decided, and the run's voters decide. A
-    voter has `timeout` seconds to answer; it is asked again for `patience_s` while a majority does not.
-    """
+    """Has the records of a run decided, one after the other, under one term."""
 
     def __init__(
         self,
         transport: Transport,
-        run: RunState,
+        run: RunState,  # as the coordinator's own server knows it: its voters decide its open step
         term: Term,
         *,
-        timeout: float,
-        patience_s: float,
+        timeout: float,  # seconds that a voter has to answer
+        patience_s: float,  # for which the voters are asked again while a majority does not answer
         events: EventLog,
     ) -> None:
-        self._transport = transport
-        self._run = run
-        self._timeout = timeout
-        self._patience_s = patience_s
-        self._events = events
+        self._transport, self._run, self._events = transport, run, events
+        self._timeout, self._patience_s = timeout, patience_s
         self._ballot: Ballot | None = None
         self.term = term
-
-    @property
-    def first_round(self) -> int:
-        """Number of this coordinator's first round in each step: beyond those of all lower terms, and nobody else's."""
-        return (self.term[0] - 1) << 20
+        self.first_round = (term[0] - 1) << 20  # in each step: beyond those of all lower terms, and nobody else's
 
     @property
     def rival_number(self) -> int:
@@ -271,12 +245,8 @@ class Proposer:
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
     async def prepare(self) -> Record | None:
-        """Get the right to work towards the open step's record. Before any round of averaging; cheap when repeated.
-
-        Returns what must be decided for this step instead, as another coordinator may have begun to; mostly None.
-        Raises NotCoordinator if another term has the voters' promise, or the step was decided without this proposer,
-        and StepError if no majority of the voters answers.
-        """
+        """Get the right to work towards the open step's record, or return what another coordinator began to decide."""
+        # This comes before any round of averaging, and is cheap when repeated.
         slot = (self._run.manifest.generation, self._run.version)
         if self._ballot is None:
             self._ballot = Ballot(self.term, slot, self._run.voters)
@@ -291,11 +261,7 @@ class Proposer:
         return chosen
 
     async def decide(self, record: Record) -> None:
-        """Have the open step's record accepted by a majority of its voters. After `prepare`.
-
-        Raises NotCoordinator if another term has the voters' promise, and StepError if no majority of them answers:
-        then the record is not known to be decided.
-        """
+        """Have the open step's record accepted by a majority of its voters. On an error it may be decided, or not."""
         ballot = self._ballot
         if ballot is None or ballot.slot != slot_of(record):
             raise ProtocolError(f"record {record.step} is decided after its voters' promises, and by them")
@@ -323,8 +289,8 @@ class Proposer:
     async def _until(
         self, ballot: Ballot, what: str, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
     ) -> None:
-        """Ask the voters, again and again, until a majority has done what is asked."""
-        step = ballot.slot[1]
+        """Ask the voters until a majority did so; raise NotCoordinator if a higher term has them, or StepError."""
+        step, names = ballot.slot[1], ", ".join(one.peer_id for one in ballot.voters)
         deadline_s = now_s() + self._patience_s
         paused, logged_s = False, now_s()
         while not reached():
@@ -343,7 +309,6 @@ class Proposer:
             if not paused:
                 self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")
             elif now_s() >= logged_s + _LOG_EVERY_S:
-                names = ", ".join(one.peer_id for one in ballot.voters)
                 _log.warning("Step %d waits for a majority of its voters: %s.", step, names)
                 logged_s = now_s()
             paused = True

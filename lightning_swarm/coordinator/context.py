@@ -61,10 +61,7 @@ class StepState:
         return self.reselected or run.selection
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """Learn the order of an epoch. The first one settles which batches the open step takes, from `position` on.
-
-        Raises ProtocolError if the epoch has another order, or the run goes without.
-        """
+        """Learn the order of an epoch. The first one settles which batches the open step takes, from `position` on."""
         begins = self.open.window is None
         if begins:
             self.open.check_numbered()
@@ -88,23 +85,6 @@ class StepState:
     def find(self, step: int) -> OpenStep | None:
         """Return a step by its number, if it is not decided yet."""
         return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
-
-    def close_step(self, outcome: StepOutcome) -> None:
-        """Enter that the open step is over; the next one is still to be opened."""
-        self.outcome = outcome
-        self._end_open()
-
-    def postpone(self, following: OpenStep) -> OpenStep:
-        """Open the step after the open one, whose record comes later; returns that one."""
-        due = self.due = self.open
-        due.sealed = True
-        self.open = following
-        self._end_open()
-        return due
-
-    def _end_open(self) -> None:
-        self.reselected = self.closing_s = None
-        self.finishing = False
 
 
 class ChangeNotifier:
@@ -132,11 +112,8 @@ class ChangeNotifier:
         await self.notify()
 
     async def end_generation(self) -> None:
-        """Hold no call any more: the run has entered its next generation, and callers learn that when they ask again.
-
-        What went wrong in this generation is no longer of interest to them.
-        """
-        self._is_over, self._failure = True, None
+        """Hold no call any more: the run is in its next generation, and callers learn that when they ask again."""
+        self._is_over, self._failure = True, None  # what went wrong in this generation concerns them no more
         await self.notify()
 
     async def notify(self) -> None:
@@ -145,10 +122,8 @@ class ChangeNotifier:
             self._condition.notify_all()
 
     async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
-        """Wait for as long as a caller may be held; return whether it was reached. Raises what the step failed with.
-
-        `reached` is looked at when something changes, and once after `look_again_s` seconds though nothing did.
-        """
+        """Wait for as long as a caller may be held; return whether it was reached. Raises what the step failed with."""
+        # `reached` is looked at when something changes, and once after `look_again_s` seconds though nothing did.
         try:
             async with asyncio.timeout(self._hold_s):
                 if look_again_s is not None and look_again_s < self._hold_s:
@@ -174,12 +149,10 @@ class ChangeNotifier:
 
 @dataclass(eq=False)
 class CoordinatorContext:
-    """The run, the network, the limits, and what one coordinator has of one run generation.
+    """The run, the network, the limits, and what one coordinator has of one run generation."""
 
-    A rollback replaces the whole object, and all parts that hold it. A call of the old generation that is still under
-    way goes on with the old ones, and begins nothing in the new one.
-    """
-
+    # A rollback replaces the whole object, and all parts that hold it. A call of the old generation that is still under
+    # way goes on with the old ones, and begins nothing in the new one.
     transport: Transport
     run: RunState  # of the coordinator's own server, which applies the records
     proposer: Proposer
@@ -203,25 +176,19 @@ class CoordinatorContext:
         self.members = {*self.run.servers, *self.run.trainers}
 
     def next_generation(self) -> CoordinatorContext:
-        """Make the context of the generation that the run has entered.
-
-        Trainers do not wait for the lead to begin once more. No lease has the number of an earlier one, for trainers
-        keep what they logged by lease in the state of their loop.
-        """
+        """Make the context of the generation that the run has entered."""
+        # `begun` is kept: trainers do not wait for the lead to begin once more.
         after = replace(self, step_state=StepState.of(self.run.manifest, begun=self.step_state.begun))
+        # No lease has the number of an earlier one: trainers keep what they logged by lease in the state of their loop.
         after.leases, after.members = self.leases, self.members
         return after
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in a task that ends with this run generation, or with the role.
-
-        Raises NotCoordinator if the role has ended while a call waited, and Busy if the run was rolled back: a trainer
-        that retires, say, shall ask again.
-        """
+        """Run work in a task that ends with this run generation, or with the role; raise if a call outlived that."""
         if not self.tasks.is_running:
             work.close()
             if self.run.manifest.generation != self.generation:
-                raise Busy("the run was rolled back meanwhile")
+                raise Busy("the run was rolled back meanwhile")  # a trainer that retires, say, shall ask again
             raise self.not_any_more()
         return self.tasks.spawn(work)
 

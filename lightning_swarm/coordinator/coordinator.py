@@ -11,7 +11,6 @@ from lightning_swarm.coordinator.context import CoordinatorContext, StepOutcome
 from lightning_swarm.coordinator.membership.moves import PlannedMoves, balancer_of
 from lightning_swarm.coordinator.membership.servers import Joiners, ServerMembership
 from lightning_swarm.coordinator.membership.trainers import LeaseExpiry
-from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.server_calls import ServerCalls, dismiss
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
@@ -23,28 +22,21 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """A role of one peer, from one run generation to the next.
-
-    `on_deposed` is called when another peer coordinates, `step_aside` when another one should, for this one is to move.
-    """
+    """A role of one peer, from one run generation to the next."""
 
     def __init__(
         self, context: CoordinatorContext, *, on_deposed: Callable[[], None], step_aside: Callable[[], None]
     ) -> None:
-        self._on_deposed = on_deposed
-        self._step_aside = step_aside
-        self._balancer = balancer_of(context.run.manifest, now_s=now_s())
-        self._joiners = Joiners()
+        self._on_deposed = on_deposed  # called when another peer coordinates
+        self.step_aside = step_aside  # called when another one should, for this one is to move
+        self.balancer = balancer_of(context.run.manifest, now_s=now_s())
+        self.joiners = Joiners()
         self._is_over = False
         self.deposed = False  # another peer coordinates by now; this role is to be retired
-        self.generation = self._begin(context)
+        self.generation = CoordinatorGeneration(context, self)
 
-    def _begin(self, context: CoordinatorContext) -> CoordinatorGeneration:
-        return CoordinatorGeneration(
-            context, self._balancer, self._joiners, on_deposed=self._depose, step_aside=self._step_aside
-        )
-
-    def _depose(self) -> None:
+    def depose(self) -> None:
+        """Enter that another peer coordinates."""
         self.deposed = True
         self._on_deposed()
 
@@ -59,10 +51,7 @@ class Coordinator:
         await context.tasks.close()
 
     async def close(self, *, over: bool) -> None:
-        """Stop. Raises what a task raised.
-
-        With `over` the lead has ended the run; peers that it may not reach are told so here.
-        """
+        """Stop, and tell peers that the lead may not reach if it has ended the run. Raises what a task raised."""
         self._is_over = True
         try:
             await self.generation.dismiss_others(over=over)
@@ -72,35 +61,23 @@ class Coordinator:
     async def enter_generation(self) -> None:
         """Begin with the next run generation: a step that closes is given up, and its callers are told."""
         before = self.generation.context
-        self._joiners.refuse_all()
-        self.generation = self._begin(before.next_generation())
+        self.joiners.refuse_all()
+        self.generation = CoordinatorGeneration(before.next_generation(), self)
         await before.end_generation()
         if not self._is_over:  # another peer may have come to coordinate meanwhile
             await self.generation.start()
 
 
 class CoordinatorGeneration:
-    """One coordinator in one run generation: answers trainers, and has the open step closed.
+    """One coordinator in one run generation: answers trainers, and has the open step closed."""
 
-    A rollback replaces the whole object. Only the balancer and the joiners outlive it.
-    """
-
-    def __init__(
-        self,
-        context: CoordinatorContext,
-        balancer: Balancer,
-        joiners: Joiners,
-        *,
-        on_deposed: Callable[[], None],
-        step_aside: Callable[[], None],
-    ) -> None:
-        self.context = context
+    # A rollback replaces the whole object. Only the role, with its balancer and its joiners, outlives it.
+    def __init__(self, context: CoordinatorContext, role: Coordinator) -> None:
+        self.context, self._role = context, role
         self.step_state = context.step_state
-        self._run = context.run
-        self._transport = context.transport
-        self._limits = context.limits
+        self._run, self._transport = context.run, context.transport
+        self._timeout = context.limits.leave_timeout
         self._spawn = context.spawn
-        self._on_deposed = on_deposed
         self.lease_expiry = LeaseExpiry(
             context,
             on_change=self._on_change,
@@ -109,13 +86,13 @@ class CoordinatorGeneration:
         servers = ServerCalls(context)
         self.trainers = TrainerHandlers(context, servers, self.lease_expiry, on_change=self._on_change)
         self.server_membership = ServerMembership(
-            context, balancer, joiners, on_restarted_lead=self.trainers.lead.note_restart
+            context, role.balancer, role.joiners, on_restarted_lead=self.trainers.lead.note_restart
         )
         self._step_commit = StepCommit(
             context,
             servers,
             self.server_membership,
-            PlannedMoves(context, self.server_membership, balancer, step_aside=step_aside),
+            PlannedMoves(context, self.server_membership, role.balancer, step_aside=role.step_aside),
             self.trainers,
             fence=self.lease_expiry.fence,
         )
@@ -137,21 +114,14 @@ class CoordinatorGeneration:
         self._spawn(self.trainers.membership.look_after())
 
     async def dismiss_others(self, *, over: bool) -> None:
-        """Tell joiners that the role ends, and trainers that hold no stage if the run is `over`.
-
-        The lead, which ended the run, may not reach these.
-        """
+        """Tell joiners that the role ends, and trainers that hold no stage if the run is `over`."""
         only_train = {*self._run.trainers, *self.trainers.membership.waiting} - {*self._run.servers}
         only_train -= {self._run.manifest.lead, self._transport.peer_id}
-        timeout = self._limits.leave_timeout
-        await dismiss(self._transport, self.server_membership.waiting, timeout=timeout)
-        await dismiss(self._transport, only_train if over else (), timeout=timeout)
+        await dismiss(self._transport, self.server_membership.waiting, timeout=self._timeout)
+        await dismiss(self._transport, only_train if over else (), timeout=self._timeout)
 
     async def _end_without_lead(self) -> None:
-        """Have another peer lead if the lead is gone, or else end the run for all.
-
-        Peers that are not told here are told by the next coordinator.
-        """
+        """Have another peer lead if the lead is gone, or else end the run for all."""
         own = self._transport.peer_id
         if self._run.manifest.lead == own:
             return
@@ -161,16 +131,11 @@ class CoordinatorGeneration:
             if self._run.manifest.lead == own:  # it takes the run over itself
                 return
         await self.trainers.fail(reason)
-        others = {
-            *self._run.servers,
-            *self._run.trainers,
-            *self.server_membership.waiting,
-            *self.trainers.membership.waiting,
-        }
-        others.discard(own)
-        timeout = self._limits.leave_timeout
-        await dismiss(self._transport, others, broken_off=reason, timeout=timeout)
-        await dismiss(self._transport, [own], broken_off=reason, timeout=timeout)  # last: with it ends this role
+        waiting = {*self.server_membership.waiting, *self.trainers.membership.waiting}
+        others = {*self._run.servers, *self._run.trainers, *waiting} - {own}
+        # Peers that are not told here are told by the next coordinator.
+        await dismiss(self._transport, others, broken_off=reason, timeout=self._timeout)
+        await dismiss(self._transport, [own], broken_off=reason, timeout=self._timeout)  # last: with it ends this role
 
     # ------------------------------------------------------------------ the step's end
 
@@ -187,18 +152,26 @@ class CoordinatorGeneration:
         if not step.ready or state.finishing or state.due is not None:
             return
         if self._may_be_late(step):
-            due = state.postpone(self.trainers.leases.opened(state.following(step)))
-            self._spawn(self._guarded(self._decide_due(due)))
+            state.due, step.sealed = step, True
+            self._open_next(step)
+            self._spawn(self._guarded(self._decide_due(step)))
         else:
             state.finishing = True
             self._spawn(self._guarded(self._finish(step)))
+
+    def _open_next(self, step: OpenStep) -> None:
+        state = self.step_state
+        # Before places are granted, which may fill the step and begin the wait for its batches.
+        state.reselected = state.closing_s = None
+        state.open = self.trainers.leases.opened(state.following(step))
+        state.finishing = False
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except NotCoordinator as error:
             _log.info("Step %d is another's to close: %s", self._run.version, error)
-            self._on_deposed()
+            self._role.depose()
             await self.context.changes.shut_down(error)
         except SwarmError as error:
             await self.trainers.fail(str(error), StageLost if isinstance(error, StageLost) else StepError)
@@ -216,8 +189,8 @@ class CoordinatorGeneration:
         if record is None:
             state.finishing = False  # it takes batches again
         else:
-            state.close_step(self._outcome(step, record))
-            state.open = self.trainers.leases.opened(state.following(step))
+            state.outcome = self._outcome(step, record)
+            self._open_next(step)
         await self.context.changes.notify()  # who waits for the record, or has a place again
 
     async def _decide_due(self, step: OpenStep) -> None:
@@ -230,21 +203,18 @@ class CoordinatorGeneration:
         await self.context.changes.notify()
 
     def _may_be_late(self, step: OpenStep) -> bool:
-        """Return whether the record may come while the next step takes batches.
-
-        It changes nothing of who is in the run then: what that step's sums hold is theirs who are.
-        """
+        """Return whether the record may come while the next step takes batches."""
         manifest = self._run.manifest
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
         if not manifest.settings.delay_optimizer_step or is_last or self.step_state.reselected is not None:
             return False
+        # It must change nothing of who is in the run then: what the next step's sums hold is theirs who are.
         return not self._step_commit.wants_changes()
 
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
-        lead = self._run.manifest.lead
+        lead, context = self._run.manifest.lead, self.context
         self.trainers.lead.decided(step.step)
         # Events of a peer that has just gone are kept for one step more, until the lead has this record.
-        context = self.context
         before, context.members = context.members, {*self._run.servers, *self._run.trainers}
         context.events.keep_only(before | context.members)
         return StepOutcome(record, step.logs_for(lead), step.metrics_for(lead))

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
+from msgspec.structs import replace as replaced
+
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.trainers import LeaseExpiry
 from lightning_swarm.coordinator.step.leases import LeaseTable
@@ -19,18 +21,14 @@ from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import MetricsRequest, RecordReply, RecordRequest
 from lightning_swarm.protocol.messages.reports import EventCounts
 
-MAX_NEWS: Final = 1000
-"""Peers in one answer: with all kinds of events these are four hundred kilobytes."""
+MAX_NEWS: Final = 1000  # peers in one answer: with all kinds of events these are four hundred kilobytes
 
 
 class EventDeltas:
-    """Event counts that the lead lacks.
-
-    What an answer carried is known to have arrived when the lead asks from a later version.
-    """
+    """Event counts that the lead lacks."""
 
     def __init__(self) -> None:
-        self._version = -1  # that the lead knew when it asked last
+        self._version = -1  # that the lead knew when it asked last; from a later one on, it has what was sent
         self._known: dict[PeerId, EventCounts] = {}  # the peer that was sent last comes last
         self._sent: dict[PeerId, EventCounts] = {}  # since; the answer may have been lost
 
@@ -48,22 +46,18 @@ class EventDeltas:
 
 
 class LeadLiveness:
-    """Watches over the lead: whether it is there, and which record its loop is ready for.
-
-    It may be silent for `Limits.lead_timeout`.
-    """
+    """Watches over the lead: whether it is there, and which record its loop is ready for."""
 
     def __init__(self, context: CoordinatorContext) -> None:
-        self._run, self._changes = context.run, context.changes
-        self._transport = context.transport
+        self._transport, self._run, self._changes = context.transport, context.run, context.changes
         limits = context.limits
         self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)
         self._heard_s = 0.0
         self._restarted = False
-        self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self._permits: int | None = None  # the newest step whose record its loop is ready for
-        self._knows = 0  # the version that it does
+        self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
+        self.knows = 0  # the newest version that it does
         self.epoch: int | None = None  # of the lead's loop, once it is known
         self.deciding: int | None = None  # the step whose record was let come, and is not there yet
 
@@ -80,16 +74,12 @@ class LeadLiveness:
             )
 
     async def until_gone(self) -> str:
-        """Wait until neither the lead's loop nor its process was heard of for its timeout; return why to end then.
-
-        A lead whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was
-        frozen, that time does not count. After `Limits.revive_timeout` of silence another peer is appointed to lead;
-        returns "" if one leads by now.
-        """
+        """Have another peer lead after too long a silence, and return ""; or return why nobody does, to end the run."""
         silence_s = self._silence_s  # between two looks, and for an answer
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
+            # A lead whose loop is busy answers pings, and is waited for as long as it does.
             is_heard = not self._restarted and (
                 self._heard_s + silence_s > asked_s
                 or bool(await alive_among(self._transport, [lead], timeout=silence_s))
@@ -103,6 +93,7 @@ class LeadLiveness:
             if is_over:
                 break
             await asyncio.sleep(silence_s)
+            # Time for which this peer itself was frozen does not count.
             silent_s = 0.0 if is_heard else silent_s + min(now_s() - asked_s, 2 * silence_s)
             tried_s = min(tried_s, silent_s)
         gone = "was started again" if self._restarted else f"was not heard of for {self._timeout:g} s"
@@ -119,80 +110,54 @@ class LeadLiveness:
     async def note_waiting(
         self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
     ) -> None:
-        """Enter that the lead's loop waits for the end of a step, and the hyperparameters that it steps with.
-
-        These are of this step, and perhaps of the one before. `version` is the newest that the lead knows, `epoch` the
-        one that its loop is in.
-        """
+        """Enter that the lead's loop waits for the end of a step, and with what to step in it, or in those before."""
         self.epoch = epoch
-        self._stepped_with.update(stepped_with)
+        self.stepped_with.update(stepped_with)
         await self.permit(step, version=version)
 
     async def permit(self, step: int, *, version: int) -> None:
-        """Enter that the lead's loop is ready for the record of a step, and of those before."""
+        """Enter that the lead's loop, which knows `version`, is ready for the record of a step, and of those before."""
         self._permits = step
-        self.note_version(version)
+        self.knows = max(self.knows, version)
         await self._changes.notify()
 
     def go_on(self) -> None:
         """Enter that the lead's loop waits for no record: it validates, perhaps, until it asks again."""
         self._permits = None
 
-    def has_hyperparameters(self, step: int) -> bool:
-        """Return whether the lead gave the hyperparameters of a step."""
-        return step in self._stepped_with
-
-    def note_version(self, version: int) -> None:
-        """Enter a version that the lead knows."""
-        self._knows = max(self._knows, version)
-
-    def has_news(self, step: int) -> bool:
-        """Return whether a record came that the lead does not know."""
-        return step >= self._knows
-
     def decided(self, step: int) -> None:
         """Enter that a step's record is applied."""
         self.deciding = None
-        self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > step}
+        self.stepped_with = {of: values for of, values in self.stepped_with.items() if of > step}
 
     async def wait_until_ready(self, step: OpenStep) -> list[dict[str, Any]]:
-        """Wait until the lead's loop is ready for the record, so that it sees every step and validates frozen weights.
-
-        Returns the hyperparameters to step with, for each parameter group. Raises StepError if the lead was silent for
-        too long.
-        """
-        while not self._is_ready(step.step):
+        """Wait until the lead's loop is ready for the record; return what to step with, for each parameter group."""
+        # So the lead sees every step, and validates frozen weights.
+        while self._permits is None or min(self._permits, self.knows) < step.step or step.step not in self.stepped_with:
             self.check()
             await self._changes.next(until_s=self._heard_s + self._timeout)
         self.deciding = step.step
-        return self._stepped_with[step.step]
-
-    def _is_ready(self, step: int) -> bool:
-        permits = self._permits is not None and self._permits >= step
-        return permits and self._knows >= step and step in self._stepped_with
+        return self.stepped_with[step.step]
 
 
 class StepEnds:
     """Holds trainers until a step's record is decided and applied."""
 
     def __init__(
-        self,
-        context: CoordinatorContext,
-        leases: LeaseTable,
-        lead: LeadLiveness,
-        lease_expiry: LeaseExpiry,
+        self, context: CoordinatorContext, leases: LeaseTable, lead: LeadLiveness, lease_expiry: LeaseExpiry
     ) -> None:
         self._run, self._step_state, self._changes = context.run, context.step_state, context.changes
-        self._leases = leases
-        self._lead = lead
-        self._lease_expiry = lease_expiry
+        self._leases, self._lead, self._lease_expiry = leases, lead, lease_expiry
         self._learnt = partial(context.events.learnt, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # to the lead
 
     async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """Answer a trainer that asks for a record; first take in what the lead sends along."""
         if caller == self._run.manifest.lead and request.step >= self._run.version:
-            await self._hear_lead(request)
+            stepped_with = {request.step: check_hyperparameters(request)}
+            if request.before:
+                stepped_with[request.step - 1] = request.before
+            await self._lead.note_waiting(request.step, stepped_with, version=request.version, epoch=request.epoch)
         return await self.hold(caller, request)
 
     async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:
@@ -209,11 +174,7 @@ class StepEnds:
             return (state.outcome.step if request.decided else state.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
-            if request.step != state.open.step:
-                return False
-            if self._leases.is_idle(caller):
-                return self._leases.would_answer(state.open, caller)
-            return not state.open.closing
+            return request.step == state.open.step and self._leases.would_answer(state.open, caller)
 
         patience_s = self._leases.patience_s(caller)
         await self._changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
@@ -227,13 +188,6 @@ class StepEnds:
             self._lead.go_on()
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
-    async def _hear_lead(self, request: RecordRequest) -> None:
-        """Take in what the lead sends with its request for the record of an undecided step."""
-        stepped_with = {request.step: check_hyperparameters(request)}
-        if request.before:
-            stepped_with[request.step - 1] = request.before
-        await self._lead.note_waiting(request.step, stepped_with, version=request.version, epoch=request.epoch)
-
     async def _let_record_come(self) -> bool:
         """The lead goes on with this answer: so a record that it was ready for is in it, or the lead asks again."""
         if not self._run.manifest.settings.delay_optimizer_step:
@@ -246,27 +200,20 @@ class StepEnds:
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """Make the answer to a trainer that knows `version`: short on other peers, for all trainers get one."""
         outcome = self._step_state.outcome
-        open_ = self._open_for(trainer)
         follows = outcome.record is None or version == outcome.step
         # The record after it may be applied here already.
         seats = None if follows else self._run.seats_at(outcome.step + 1)
+        reply = RecordReply(record=outcome.record, closing=True, open=self._open_for(trainer), seats=seats)
         if trainer != self._run.manifest.lead:
-            return RecordReply(record=outcome.record, closing=True, open=open_, seats=seats)
-        return RecordReply(
-            record=outcome.record,
-            closing=True,
-            open=open_,
-            seats=seats,
-            logs=outcome.logs,
-            noted=self._event_deltas.news(self._learnt(), version=version),
-            measured=sorted(outcome.metrics),
-        )
+            return reply
+        news = self._event_deltas.news(self._learnt(), version=version)
+        return replaced(reply, logs=outcome.logs, noted=news, measured=sorted(outcome.metrics))
 
     def _open_for(self, trainer: PeerId) -> int:
         """The step that grants places; to the lead none before it gave the hyperparameters of the one before."""
         state = self._step_state
         is_lead, due = trainer == self._run.manifest.lead, state.due
-        if is_lead and due is not None and not self._lead.has_hyperparameters(due.step):
+        if is_lead and due is not None and due.step not in self._lead.stepped_with:
             return due.step
         return state.open.step
 

@@ -26,11 +26,9 @@ _log = logging.getLogger(__name__)
 async def gather_step_state(
     transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float
 ) -> StepState:
-    """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere.
-
-    In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `reselected`
-    is what that server trains in the open step, if that is not what trained in the step before.
-    """
+    """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere."""
+    # In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `reselected`
+    # is what that server trains in the open step, if that is not what trained in the step before.
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
     trainers = list(run.trainers)  # who does not answer now may register yet
     read = partial(decode, kind=ReportReply)
@@ -70,11 +68,9 @@ def rebuild(
     *,
     complete: bool,
 ) -> StepState:
-    """Make the step state from the trainers' reports. Pure.
-
-    Unless the reports are `complete`, places may be in use that nobody here knows of; new ones begin far beyond them.
-    """
+    """Make the step state from the trainers' reports. Pure."""
     everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
+    everything.sort(key=lambda item: item[1].grant.first)
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
     steps = [OpenStep(one, run.manifest.settings.target_batch_size) for one in run.open_steps]
@@ -85,9 +81,12 @@ def rebuild(
     if position is not None:
         steps[0].plan(order, position)
     for step in steps:
-        _restore(step, everything, metrics)
-        step.take_over(first_lease(run.term))
-        if not complete:
+        for trainer, lease in everything:
+            if lease.grant.step == step.step:
+                step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+        step.strike_others()
+        step.first_lease = first_lease(run.term)
+        if not complete:  # places may be in use that nobody here knows of; new ones begin far beyond them
             step.skip_to(run.term[0] << 32)
         if step.step in closed:
             step.ask_to_close(closed[step.step])
@@ -104,20 +103,8 @@ def rebuild(
     )
 
 
-def _restore(
-    step: OpenStep, leases: Sequence[tuple[PeerId, Lease]], metrics: Mapping[tuple[int, int], Message]
-) -> None:
-    """Enter what was granted of a step, in its order, and strike what nobody reports."""
-    for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first):
-        if lease.grant.step == step.step:
-            step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
-    step.strike_others()
-
-
 def _outcome(
-    run: RunState,
-    leases: Sequence[tuple[PeerId, Lease]],
-    metrics: Mapping[tuple[int, int], Message],
+    run: RunState, leases: Sequence[tuple[PeerId, Lease]], metrics: Mapping[tuple[int, int], Message]
 ) -> StepOutcome:
     """Make the outcome of the newest record, with what the other trainers logged of the batches that it counts."""
     record = run.newest
@@ -125,7 +112,7 @@ def _outcome(
         return StepOutcome()
     others = [
         lease
-        for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first)
+        for trainer, lease in leases
         if trainer != run.manifest.lead and lease.grant.step == record.step and record.closing.counts(lease.grant.first)
     ]
     found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
@@ -137,10 +124,7 @@ def _outcome(
 # of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
 # It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
 def choose_standby_lead(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
-    """Choose who leads on from which version: the newest whole one, and the oldest peer that has its loop. Pure.
-
-    `held` is what the live peers hold, `seniority` lists the peers with the oldest first.
-    """
+    """Choose who leads on from which version: the newest whole one, and the oldest peer that has its loop. Pure."""
     for version in sorted({version for one in held.values() for version in one.loops or ()}, reverse=True):
         if all(holders_of(held, version, index) for index in range(num_stages)):
             return next(peer for peer in seniority if peer in held and version in (held[peer].loops or ())), version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace as replaced
 
@@ -54,18 +54,13 @@ from lightning_swarm.protocol.methods import (
     TAKE_PLAN,
 )
 
-_Request = TypeVar(
-    "_Request",
-    PlanRequest,
-    TakePlanRequest,
-    GrantRequest,
-    BatchBegins,
-    BatchMetrics,
-    BatchArmed,
-    RegisterRequest,
-    BatchDone,
-    MetricsRequest,
-)
+
+class _OfGeneration(Protocol):
+    @property
+    def generation(self) -> int: ...
+
+
+_Request = TypeVar("_Request", bound=_OfGeneration)
 
 
 class TrainerHandlers:
@@ -80,14 +75,10 @@ class TrainerHandlers:
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
-        self._servers = servers
-        self._lease_expiry = lease_expiry
+        self._events, self._limits, self._changes = context.events, context.limits, context.changes
+        self._servers, self._lease_expiry, self._on_change = servers, lease_expiry, on_change
         self._first_lease = first_lease(context.proposer.term)
-        self._on_change = on_change
-        self._events = context.events
-        self._limits = context.limits
         self._settling = asyncio.Lock()
-        self._changes = context.changes
         self.lead = LeadLiveness(context)
         self.leases = LeaseTable(context.run, context.leases, self._on_grant, lease_expiry.gone)
         self._ends = StepEnds(context, self.leases, self.lead, lease_expiry)
@@ -174,16 +165,12 @@ class TrainerHandlers:
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.leases.grant(state.open, caller, request)
-            if reply.wait is not None:
-                self._look_for_others(state.open)
+            if reply.wait is not None:  # for trainers that should have brought a batch by now: are they there?
+                for trainer in self.leases.owed_by(state.open):
+                    self._lease_expiry.watch(trainer)
         if is_lead and reply.grant is not None and state.due is not None:
             await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
         return encode(reply)
-
-    def _look_for_others(self, step: OpenStep) -> None:
-        """Ask the trainers that should have brought a batch by now whether they are there, for others wait."""
-        for trainer in self.leases.owed_by(step):
-            self._lease_expiry.watch(trainer)
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
@@ -191,10 +178,8 @@ class TrainerHandlers:
         self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
-        """Grant a place for the next batch of a trainer that knows which step is open, if that one or the next is.
-
-        The lead gets one before it trains, so this lets no record come: it may validate first.
-        """
+        """Grant a place for the next batch of a trainer that knows which step is open, if that one or the next is."""
+        # The lead gets one before it trains, so this lets no record come: it may validate first.
         if request.following is None:
             return None
         async with self._settling:
@@ -222,8 +207,7 @@ class TrainerHandlers:
         num_tensors = sum(length for one in request.metrics for length in one.lengths)
         if num_tensors != len(message.tensors):
             raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
-        max_bytes = self._limits.max_metric_bytes
-        step.keep_metrics(request.lease, caller, message, max_bytes=max_bytes)
+        step.keep_metrics(request.lease, caller, message, max_bytes=self._limits.max_metric_bytes)
         return Message()
 
     async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
@@ -246,8 +230,7 @@ class TrainerHandlers:
             await self._changes.notify()
         if request.step != step.step or self._step_state.finishing:
             return b""  # a step whose record is on its way does without it
-        timeout = self._limits.call_timeout
-        metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
+        metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=self._limits.call_timeout)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if step is not self._step_state.open or self._step_state.finishing:
             return b""
@@ -312,11 +295,13 @@ class TrainerHandlers:
         """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
-        self.lead.note_version(version)
-        if self.lead.deciding is None and not self.lead.has_news(self._step_state.outcome.step):
-            self.lead.go_on()
-            return None
-        return self._step_state.outcome.step if self.lead.deciding is None else self.lead.deciding
+        self.lead.knows = max(self.lead.knows, version)
+        if self.lead.deciding is not None:
+            return self.lead.deciding
+        if self._step_state.outcome.step >= self.lead.knows:
+            return self._step_state.outcome.step
+        self.lead.go_on()
+        return None
 
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         if request.lease is None:
@@ -399,10 +384,7 @@ class TrainerHandlers:
         raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def _is_beyond(self, step: int, what: str) -> bool:
-        """Return whether a step is not open here yet, though it was where another peer coordinated.
-
-        Raises ProtocolError if it can have been open nowhere.
-        """
+        """Return whether a step is open only where another peer coordinated; raise ProtocolError if it is nowhere."""
         number = self._step_state.open.step
         if step > number + self._run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")

@@ -1,8 +1,5 @@
 """`VirtualLoop`: an asyncio loop whose clock jumps to the next timer instead of waiting for it.
 
-Protocol code asks the running loop for the time and sleeps with asyncio, so it runs unchanged on a
-real loop and on this one, where an hour of timeouts takes milliseconds and every run is the same run.
-
 Source: trio's `MockClock` with `autojump_threshold`, in asyncio's terms.
 """
 
@@ -10,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from contextvars import Context
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 from lightning_swarm.core.errors import SwarmError
@@ -30,24 +26,18 @@ class Deadlock(SwarmError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with virtual time, for one thread, without sockets.
-
-    - `time` starts at 0 and moves only when nothing is ready to run: then it jumps to the next timer.
-    - When nothing is ready and there is no timer, `Deadlock` is raised and names what waits where.
-    - `run_until_complete` may be called any number of times; between the calls time stands still.
-    - Work given to an executor (`asyncio.to_thread`) runs inline, so it takes no time and no thread.
-    - Sets of tasks and futures iterate in the order of their creation, so that a run repeats exactly:
-      asyncio keeps such sets (a cancelled TaskGroup walks one), and addresses differ between runs.
-    """
+    """An event loop with virtual time, for one thread, without sockets. Runs on it repeat exactly."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
         self._num_futures = 0
         super().__init__(_JumpingSelector(self._jump))
-        self.set_task_factory(cast(Any, _numbered_task))
+        # Sets of tasks and futures iterate in the order of their creation: asyncio keeps such sets (a cancelled
+        # TaskGroup walks one), and addresses differ between runs.
+        self.set_task_factory(cast(Any, lambda loop, coro, **kwargs: _NumberedTask(coro, loop=loop, **kwargs)))
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made."""
+        """Seconds of virtual time since the loop was made; they pass only when nothing is ready to run."""
         return self._now_s
 
     def run_until_complete(self, future: Generator[Any, None, _T] | Awaitable[_T]) -> _T:
@@ -85,12 +75,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _jump(self, seconds: float | None) -> None:
         if seconds is None:
-            raise Deadlock(f"Nothing is ready and no timer is set at {self._now_s:g} s. {self._describe_waiting()}")
+            tasks = sorted(asyncio.all_tasks(self), key=hash)
+            waiting = "; ".join(map(_where, tasks)) or "nothing but the caller's future"
+            raise Deadlock(f"Nothing is ready and no timer is set at {self._now_s:g} s. Waiting: {waiting}.")
         self._now_s += seconds
-
-    def _describe_waiting(self) -> str:
-        tasks = sorted(asyncio.all_tasks(self), key=hash)
-        return "Waiting: " + ("; ".join(map(_where, tasks)) or "nothing but the caller's future") + "."
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -124,12 +112,6 @@ class _NumberedTask(asyncio.Task[Any]):
 
     def __hash__(self) -> int:
         return self._number
-
-
-def _numbered_task(
-    loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **kwargs: str | Context | Mapping[str, Any] | None
-) -> asyncio.Task[Any]:
-    return _NumberedTask(coro, loop=loop, **kwargs)
 
 
 def _where(task: asyncio.Task[Any]) -> str:

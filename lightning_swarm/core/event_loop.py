@@ -1,8 +1,4 @@
-"""The main thread's access to the swarm's event loop, which runs in another thread or in the same one.
-
-On a real peer the loop has a thread of its own and answers others at any time. Under a virtual clock it runs only
-while the main thread waits for it, so a run is one thread and repeats exactly.
-"""
+"""The main thread's access to the swarm's event loop, which runs in another thread or in the same one."""
 
 from __future__ import annotations
 
@@ -91,7 +87,7 @@ class ThreadRuntime(Runtime):
 
 
 class InlineRuntime(Runtime):
-    """A loop with virtual time that runs only while a caller waits in `run`."""
+    """A loop with virtual time that runs only while a caller waits in `run`: one thread, so a run repeats exactly."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

@@ -16,9 +16,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
 
-LOG: Final = "SWARM_LOG"
-"""Environment variable with the level from which this package logs to stderr. Child processes inherit it."""
-
+LOG: Final = "SWARM_LOG"  # environment variable with the level from which this package logs to stderr; it is inherited
 _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -42,11 +40,8 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def leaving_on_signals(leave: Callable[[str], None]) -> Iterator[None]:
-    """Call `leave` with the name of the first signal; let each further signal raise `SystemExit`, as a shell expects.
-
-    Only the main thread may set signal handlers: on another thread nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Call `leave` with the name of the first signal; have each further one raise `SystemExit`, as a shell expects."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set signal handlers
         yield
         return
     is_leaving = False
@@ -74,19 +69,16 @@ _KEPT_BYTES: Final = 1 << 30
 
 
 class ProcessSettings:
-    """Changes how this process collects garbage and, with `keeps_memory`, frees memory, until `close`.
-
-    - The garbage collector skips all objects that exist by now. To go through everything that torch and others brought
-      would stop every thread for a third of a second, and each peer that waits for this one.
-    - glibc keeps freed memory instead of giving it back to the kernel, which would clear each page before it hands it
-      out again: a step needs the same memory as the step before.
-    """
+    """Changes how this process collects garbage and, with `keeps_memory`, frees memory, until `close`."""
 
     def __init__(self, *, keeps_memory: bool) -> None:
         self._froze = gc.get_freeze_count() == 0  # else other code manages this
         if self._froze:
+            # To go through everything that torch and others brought would stop every thread for a third of a second,
+            # and each peer that waits for this one.
             gc.collect()  # do not keep what is garbage already
             gc.freeze()
+        # The kernel would clear each page before it hands it out again: a step needs the memory of the step before.
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None
         if not self._keep(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
             self._keep(_OLD_MAX_BYTES, _KEPT_BYTES, _ARENA_BYTES)
@@ -100,12 +92,10 @@ class ProcessSettings:
             self._libc.malloc_trim(0)
 
     def _keep(self, mmap_bytes: int, trim_bytes: int, pad_bytes: int) -> bool:
-        """Set glibc's thresholds, and return whether it accepts them.
-
-        A block of `mmap_bytes` or more gets memory of its own, which is given back when the block is freed.
-        `trim_bytes` may be free at the end of the main heap. `pad_bytes` are requested beyond what is needed, and a
-        thread's piece of memory stays while less than that would be left.
-        """
+        """Set glibc's thresholds, and return whether it accepts them."""
+        # A block of `mmap_bytes` or more gets memory of its own, which is given back when the block is freed.
+        # `trim_bytes` may be free at the end of the main heap. `pad_bytes` are requested beyond what is needed, and a
+        # thread's piece of memory stays while less than that would be left.
         # The mmap threshold first: only this one may be refused, and setting any of them ends glibc's own adjustment.
         if self._libc is None or not self._libc.mallopt(_MMAP_THRESHOLD, mmap_bytes):
             return False

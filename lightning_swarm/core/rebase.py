@@ -10,12 +10,10 @@ _T = TypeVar("_T")
 
 
 def written_once(base: type[Any], **attributes: Any) -> Callable[[type[_T]], type[_T]]:
-    """Derive the decorated class from `base`; `rebased` derives it from another base class as well.
-
-    At run time the decorated class must not derive from `base` itself: it is put before it, and its `super()` reaches
-    whichever base class it stands before. Type checkers pass over class decorators, so for them it has to derive from
-    `base` by its own statement.
-    """
+    """Derive the decorated class from `base`; `rebased` derives it from another base class as well."""
+    # At run time the decorated class must not derive from `base` itself: it is put before it, and its `super()` reaches
+    # whichever base class it stands before. Type checkers pass over class decorators, so for them it has to derive from
+    # `base` by its own statement.
     return lambda written: _derived(written, base, written.__module__, attributes)
 
 

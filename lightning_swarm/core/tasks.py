@@ -10,11 +10,7 @@ _T = TypeVar("_T")
 
 
 class TaskOwner:
-    """A TaskGroup that lives between `start` and `close`, for objects that live longer than one call.
-
-    A task that raises ends all others, and `close` raises its error: expected failures are handled inside the tasks, so
-    this is a bug.
-    """
+    """A TaskGroup that lives between `start` and `close`, for objects that live longer than one call."""
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
@@ -46,7 +42,7 @@ class TaskOwner:
         return task
 
     async def close(self) -> None:
-        """Cancel and await all tasks; raise what a task raised."""
+        """Cancel and await all tasks; raise what a task raised: a bug, which ended all others."""
         self._stop.set()
         if self._root is not None:
             root, self._root = self._root, None
@@ -66,11 +62,9 @@ class TaskOwner:
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run all at once and return the results in order. The first failure cancels the rest and is raised.
-
-    This is no TaskGroup because there a failure wins over a cancellation: a caller that is cancelled while the other
-    tasks are being cancelled would go on with the failure, perhaps for ever.
-    """
+    """Run all at once and return the results in order. The first failure cancels the rest and is raised."""
+    # This is no TaskGroup because there a failure wins over a cancellation: a caller that is cancelled while the other
+    # tasks are being cancelled would go on with the failure, perhaps for ever.
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         if tasks:
@@ -111,11 +105,8 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
-    """Do as `gather`, with at most `limit` running at once, started in order and `turns_apart` turns of the loop apart.
-
-    With some turns between them, the first one's messages have left before the last one sends anything; with none, all
-    is sent together.
-    """
+    """Do as `gather`, with at most `limit` at once, started in order and `turns_apart` turns of the loop apart."""
+    # With some turns, the first one's messages have left before the last one sends anything; with none all go together.
     slots = asyncio.Semaphore(limit)
     turns = [asyncio.Event() for _ in works]
 

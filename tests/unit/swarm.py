@@ -328,7 +328,7 @@ class Swarm:
             )
             state[f"{name}'s events"] = server.events.learnt(name)
             state[f"{name}'s snapshots"] = server.snapshots.store.held
-            state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
+            state[f"{name}'s votes"] = (server.voter.term, dict(server.voter._accepted))
             for index in steps.stages:
                 stage, ledger = steps.stage(index), steps.sums.ledgers[index]
                 state[f"{name}/{index}"] = (
@@ -349,7 +349,7 @@ class Swarm:
                     (
                         books.open,
                         lead._permits,
-                        lead._stepped_with,
+                        lead.stepped_with,
                         coordinator.generation.step_state.selection(coordinator.generation._run),
                     )
                 )

@@ -1,9 +1,4 @@
-"""The coordinator's side of rebalancing: who is let go by a record, to join another stage.
-
-A mover leaves like a peer that asked to, and joins like one that was never there: the steps between do without it.
-A coordinator that is to move hands over its role first, and is moved by its successor.
-A server of several stages gives one up by a record that names it there no more, and in the others as before.
-"""
+"""The coordinator's side of rebalancing: who is let go by a record, to join another stage like a new peer."""
 
 from __future__ import annotations
 
@@ -19,28 +14,24 @@ from lightning_swarm.coordinator.rebalancing.balancer import Balancer, ReportedL
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Manifest, StageManifest
+from lightning_swarm.protocol.messages.run import Manifest
 from lightning_swarm.protocol.messages.step import Departure, Record
 
-_STATE_FACTOR: Final = 3
-"""Bytes of a stage's state for each byte of weights: the weights, and two moments of an optimizer that has them."""
+_STATE_FACTOR: Final = 3  # bytes of a stage's state for each byte of weights: these, and two moments of an optimizer
 
 
 def balancer_of(manifest: Manifest, *, now_s: float) -> Balancer:
     """Make the balancer of a run's stages, without those on trainers."""
-    state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
+    state_bytes = [
+        _STATE_FACTOR * sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in stage.parameters)
+        for stage in manifest.stages
+        if not stage.on_trainers
+    ]
     return Balancer(manifest.settings.rebalancing, manifest.settings.rebalance_interval, state_bytes, now_s=now_s)
 
 
-def _num_bytes(stage: StageManifest) -> int:
-    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in stage.parameters)
-
-
 class PlannedMoves:
-    """Chooses the moves that the records of a run order.
-
-    `step_aside` has another server coordinate, for this one is of more use at another stage.
-    """
+    """Chooses the moves that the records of a run order."""
 
     def __init__(
         self,
@@ -48,13 +39,10 @@ class PlannedMoves:
         server_membership: ServerMembership,
         balancer: Balancer,
         *,
-        step_aside: Callable[[], None],
+        step_aside: Callable[[], None],  # has another server coordinate, for this one is of more use at another stage
     ) -> None:
-        self._run = context.run
-        self._server_membership = server_membership
-        self._balancer = balancer
-        self._events = context.events
-        self._step_aside = step_aside
+        self._run, self._events = context.run, context.events
+        self._server_membership, self._balancer, self._step_aside = server_membership, balancer, step_aside
         self._steps_aside = False
         self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
         self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
@@ -67,13 +55,14 @@ class PlannedMoves:
         )
 
     def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:
-        """Choose who moves with the record of the open step, or who gives up one of its stages.
-
-        Peers in `gone` take no part in the step any more.
-        """
+        """Choose who moves with the record of the open step, or gives up a stage; those `gone` take no part in it."""
         chosen, self._put_off = self._put_off, None
         if chosen is not None:
-            return self._if_unchanged(chosen, gone)
+            movers, sheds = chosen
+            staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
+            concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
+            # If a peer went meanwhile, the swarm is not the one that this was chosen for.
+            return (movers, sheds) if concerned <= staying and not gone else ([], [])
         self._steps_aside = False  # what was chosen before is done, or was never decided
         run = self._run
         num_stages = run.num_pipeline_stages
@@ -86,15 +75,10 @@ class PlannedMoves:
         fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
         if self._stays_among == members.keys():
             fixed.add(run.coordinator)  # nobody took over: others move meanwhile
-        moves = self._balancer.moves(
-            rosters,
-            fixed=fixed,
-            joining=joining,
-            leader=run.coordinator,
-            now_s=now_s(),
-        )
+        moves = self._balancer.moves(rosters, fixed=fixed, joining=joining, leader=run.coordinator, now_s=now_s())
         if any(move.peer == run.coordinator for move in moves):
-            self._steps_aside = True  # with the others' moves: the next coordinator decides on them as well
+            # This role is handed over first. The next coordinator moves this peer, and decides on the others' moves.
+            self._steps_aside = True
             return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
@@ -108,15 +92,6 @@ class PlannedMoves:
     def put_off(self) -> bool:
         """Return whether something was chosen for the next record."""
         return self._put_off is not None
-
-    def _if_unchanged(
-        self, chosen: tuple[list[Departure], list[StageRelease]], gone: Collection[PeerId]
-    ) -> tuple[list[Departure], list[StageRelease]]:
-        """Return what was chosen, unless a peer went meanwhile: then the swarm is not the one it was chosen for."""
-        movers, sheds = chosen
-        staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
-        concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
-        return (movers, sheds) if concerned <= staying and not gone else ([], [])
 
     def record_applied(self, record: Record) -> None:
         """Enter a record that is decided and applied."""

@@ -11,8 +11,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, Member
 from lightning_swarm.protocol.messages.step import Candidate
 
-MAX_VOTERS: Final = 7
-"""More would make every decision slower and few of them safer."""
+MAX_VOTERS: Final = 7  # more would make every decision slower and few of them safer
 
 
 def next_rosters(
@@ -23,16 +22,12 @@ def next_rosters(
     sheds: Sequence[StageRelease] = (),
     newcomers: Sequence[Candidate] = (),
 ) -> list[list[Member]]:
-    """Make the rosters of the step after the one that a record decides.
-
-    A peer that leaves is let go from all of its stages at once, and only if each of them keeps a member that the record
-    before named: a newcomer counts from the next record on, when it has applied one. The first to ask goes first. The
-    same holds of a stage that is given up by a peer that stays in another one.
-
-    Each roster has its members in their old order, then the newcomers. A stage whose members are all gone has its
-    newcomers only, or nobody: such a record must not be proposed.
-    """
+    """Make the rosters of the step after the one that a record decides: members in their old order, then newcomers."""
+    # Where a stage's members are all gone it has its newcomers only, or nobody: such a record must not be proposed.
     staying = {member.peer_id for roster in rosters for member in roster} - set(gone)
+    # A peer is let go from all of its stages at once, the first to ask first, and only if each of them keeps a member
+    # that the record before named: a newcomer counts from the next record on, when it has applied one. The same holds
+    # of a stage that is given up by a peer that stays in another one.
     for peer in leaving:
         if peer in staying and not alone_in(rosters, peer, staying):
             staying.discard(peer)
@@ -56,11 +51,8 @@ def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collect
 def trainer_changes(
     trainers: Sequence[PeerId], *, lead: PeerId, going: Collection[PeerId], coming: Sequence[PeerId]
 ) -> tuple[list[PeerId], list[PeerId]]:
-    """Return the peers that begin to train with the next step, and those that end.
-
-    The lead stays, whatever becomes of it: only another run has another lead. Of those that are `coming`, the first to
-    ask first, as many begin as there is room for.
-    """
+    """Return the peers that begin to train with the next step, the first to ask first, and those that end."""
+    # The lead stays, whatever becomes of it: only another run has another lead.
     retired = [one for one in trainers if one in going and one != lead]
     room = MAX_TRAINERS - len(trainers) + len(retired)
     return [one for one in coming if one not in trainers][:room], retired
@@ -69,16 +61,12 @@ def trainer_changes(
 def choose_voters(
     rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
 ) -> list[Member]:
-    """Choose the voters on the next record: an odd number, at most `MAX_VOTERS`.
-
-    Voters of this record that stay in a roster go on voting, as far as there is room; `rosters` are without the stage
-    on trainers. Votes go to different hosts first, where these are known.
-    """
+    """Choose the voters on the next record: an odd number of members of the pipeline's stages."""
     members = list(dict.fromkeys(member for roster in rosters for member in roster))
     number = min(len(members), MAX_VOTERS)
     number -= 1 - number % 2
-    chosen = [voter for voter in voters if voter in members][:number]
-    others = [member for member in members if member not in chosen]
+    chosen = [voter for voter in voters if voter in members][:number]  # voters go on voting, as far as there is room
+    others = [member for member in members if member not in chosen]  # whose hosts have the fewest votes come first
     while len(chosen) < number:
         there = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
         best = min(others, key=lambda member: there[hosts.get(member.peer_id, member.peer_id)])

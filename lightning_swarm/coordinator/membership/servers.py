@@ -1,10 +1,6 @@
 """The coordinator's side of joining and leaving: who may follow a stage, who enters with which record, who goes.
 
 ``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
-A record may wait for the lead for long, so LISTEN comes again directly before it is decided.
-A joiner that is slow or gone delays a step by a round's own time or `_GRACE_S`, whichever is longer, and that less and
-less often: after a few misses it is sent away, with each further one for twice as long.
-
 ``DRAIN -> the next record that can spare it names it no more``. Until that is applied it serves like any other.
 """
 
@@ -53,36 +49,24 @@ _WENT_BACK: Final = "The run rolled back, to weights that this peer does not hav
 
 
 @dataclass
-class _Backoff:
-    count: int = 0
-    until_s: float = 0.0  # it may not join before
-
-
-@dataclass
 class JoinBackoff:
-    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait.
+    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait."""
 
-    The time comes with each call, so this asks no clock.
-    """
-
-    _missed: dict[PeerId, _Backoff] = field(default_factory=dict)  # those with the latest miss last
+    # The latest miss last: how many, and until when the peer may not join.
+    _missed: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, peer: PeerId, *, now_s: float) -> None:
         """Count one more. After a few the peer may not join for a while, with each further one for twice as long."""
-        missed = self._missed[peer] = self._missed.pop(peer, _Backoff())
-        missed.count += 1
+        count = self._missed.pop(peer, (0, 0.0))[0] + 1
+        excluded_s = _FIRST_EXCLUSION_S * 2 ** min(count - _MAX_MISSES, 20)
+        self._missed[peer] = count, now_s + excluded_s if count >= _MAX_MISSES else 0.0
         if len(self._missed) > _MAX_MISSING:
             del self._missed[next(iter(self._missed))]
-        if missed.count >= _MAX_MISSES:
-            missed.until_s = now_s + _FIRST_EXCLUSION_S * 2 ** min(missed.count - _MAX_MISSES, 20)
 
-    def count(self, peer: PeerId) -> int:
-        """Number of rounds that a peer missed."""
-        return self._missed.get(peer, _Backoff()).count
-
-    def wait_s(self, peer: PeerId, *, now_s: float) -> float:
-        """Seconds until a peer may join; not positive: it may now."""
-        return self._missed.get(peer, _Backoff()).until_s - now_s
+    def wait_s(self, peer: PeerId, *, now_s: float) -> tuple[int, float]:
+        """Return how many rounds a peer missed, and seconds until it may join; not positive: it may now."""
+        count, until_s = self._missed.get(peer, (0, 0.0))
+        return count, until_s - now_s
 
     def clear(self, peer: PeerId) -> None:
         """Forget what a peer missed: it has joined."""
@@ -92,7 +76,7 @@ class JoinBackoff:
 @dataclass(frozen=True, eq=False)
 class _Round:
     request: ListenRequest
-    version_hashes: Sequence[int | None]  # of each stage before the step
+    version_hashes: Sequence[int | None]  # of each stage before the step; None: nobody was asked for it
 
 
 @dataclass
@@ -135,13 +119,10 @@ class ServerMembership:
         *,
         on_restarted_lead: Callable[[], None],  # called when the lead joins as another process
     ) -> None:
-        self._transport, self._run = context.transport, context.run
-        self._balancer = balancer
-        self._spawn = context.spawn
-        self._events = context.events
-        self._limits = context.limits
+        self._transport, self._run, self._limits = context.transport, context.run, context.limits
+        self._events, self._spawn = context.events, context.spawn
+        self._balancer, self._on_restarted_lead = balancer, on_restarted_lead
         self._waiting, self._misses = joiners.waiting, joiners.backoff
-        self._on_restarted_lead = on_restarted_lead
         self._entering: set[PeerId] = set()  # by the record that is being decided
         self._leaving: dict[PeerId, None] = {}  # who asked first comes first; after a rollback they ask again
 
@@ -213,9 +194,8 @@ class ServerMembership:
             )
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
-        wait_s = self._misses.wait_s(caller, now_s=now_s())
+        count, wait_s = self._misses.wait_s(caller, now_s=now_s())
         if wait_s > 0:
-            count = self._misses.count(caller)
             raise Busy(f"{caller} missed {count} rounds while it was joining; it may join in {wait_s:.0f} s")
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
@@ -226,24 +206,19 @@ class ServerMembership:
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
         if wanted is None:
-            rosters = [
-                [member.peer_id for member in roster if member.peer_id not in self._leaving]
-                for roster in self._run.rosters[:num_stages]
-            ]
-            return self._balancer.stage_for(caller, rosters, self.targets, now_s=now_s())
+            rosters = self._run.rosters[:num_stages]
+            staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
+            return self._balancer.stage_for(caller, staying, self.targets, now_s=now_s())
         if wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
         return wanted
 
     def _forget_the_silent(self, caller: PeerId) -> None:
-        """Drop joiners that were silent for too long; where all places are taken, sooner those that never caught up.
-
-        A download may take long, but it costs nothing to ask to join.
-        """
+        """Drop joiners that were silent for too long; where all places are taken, sooner those that never caught up."""
         at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
         for peer, one in list(self._waiting.items()):
-            soon = is_full and not one.caught_up
+            soon = is_full and not one.caught_up  # a download may take long, but it costs nothing to ask to join
             if one.last_heard_s < at_s - (_FIRST_READY_S if soon else self._limits.join_timeout):
                 del self._waiting[peer]
 
@@ -272,7 +247,6 @@ class ServerMembership:
 
     async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReadyRequest)
-        version = request.version
         if caller in self._run.servers:
             return b""  # sent before the record that let it in came to it
         if request.generation != self._run.manifest.generation:
@@ -280,8 +254,8 @@ class ServerMembership:
         waiting = self._waiting.get(caller)
         if waiting is None:
             raise ProtocolError(f"{caller} is not joining run {self._run.manifest.run_id!r} (any more)")
-        if version > self._run.version + 1:  # its donor may apply a record sooner than this server does
-            raise ProtocolError(f"step {self._run.version} is open; nobody can hold version {version}")
+        if request.version > self._run.version + 1:  # its donor may apply a record sooner than this server does
+            raise ProtocolError(f"step {self._run.version} is open; nobody can hold version {request.version}")
         if waiting.refusal is not None:
             del self._waiting[caller]
             raise Busy(waiting.refusal)
@@ -312,11 +286,8 @@ class ServerMembership:
         return encode(DrainReply(alone=alone_in(rosters, caller, staying)))
 
     def _check_may_leave(self, member: Member) -> None:
-        held = [
-            stage
-            for roster, stage in zip(self._run.rosters, self._run.manifest.stages, strict=True)
-            if member in roster
-        ]
+        stages = zip(self._run.rosters, self._run.manifest.stages, strict=True)
+        held = [stage for roster, stage in stages if member in roster]
         if not held:
             raise ProtocolError(f"{member.peer_id} was restarted; only what it was is in the run")
         if member.peer_id == self._transport.peer_id:
@@ -329,20 +300,15 @@ class ServerMembership:
     def listen(
         self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int | None]
     ) -> list[asyncio.Task[None]]:
-        """Have candidates that have caught up hold the round's result, too.
-
-        Of one stage not more at once than it has members, or two: all members send their parts to each joiner. The
-        others come with the rounds that follow.
-
-        `version_hashes` are those of each stage before the step; None where nobody was asked for it: joiners of that
-        stage that became ready since then come with a later round. Returns a task for each joiner.
-        """
+        """Have candidates that have caught up hold the round's result, too. Returns a task for each of them."""
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         rosters = self._run.present(closing.absent)
         listening = []
         num_asked = Counter[int]()
         for one in self._waiting.values():
             index = one.candidate.stage_index
+            # All members send their parts to each joiner, so the others come with the rounds that follow; and with a
+            # later round those that became ready when nobody had been asked for the hash of their stage.
             most = max(_MIN_ENTERING, len(rosters[index]))
             if one.may_enter and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
@@ -358,12 +324,11 @@ class ServerMembership:
         except SwarmError as error:
             self._miss(waiting, str(error))
             return
+        stage = waiting.candidate.stage_index
         if reply.boot_id != member.boot_id:
             waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
-        elif reply.version_hash != round_.version_hashes[waiting.candidate.stage_index]:
-            waiting.refusal = (
-                f"the weights of {member.peer_id} are not those of stage {waiting.candidate.stage_index}. Join again."
-            )
+        elif reply.version_hash != round_.version_hashes[stage]:
+            waiting.refusal = f"the weights of {member.peer_id} are not those of stage {stage}. Join again."
         else:
             waiting.holds = round_
             return
@@ -381,12 +346,10 @@ class ServerMembership:
                 self._miss(one, "it did not hold the round's result in time")
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
-        """Return the joiners that still hold the round's result: they enter with its record, which is decided next.
-
-        Until then they may not join anew. A joiner that went, or joined anew before, is left out.
-        """
+        """Return the joiners that still hold the round's result: they enter with its record, which is decided next."""
+        # The record may have waited for the lead for long, so they are asked again. Who joined anew before is left out.
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
-        self._entering = {one.candidate.member.peer_id for one in holding}
+        self._entering = {one.candidate.member.peer_id for one in holding}  # they may not join anew from now on
 
         async def hold(waiting: _WaitingServer) -> None:
             round_, waiting.holds = waiting.holds, None
@@ -403,8 +366,9 @@ class ServerMembership:
         self._misses.add(peer, now_s=at_s)
         waiting.ready = False  # until it reports so again
         _log.info("%s missed a round: %s", peer, reason)
-        if self._misses.wait_s(peer, now_s=at_s) > 0:
-            waiting.refusal = f"{peer} missed {self._misses.count(peer)} rounds: {reason}. Join again."
+        count, wait_s = self._misses.wait_s(peer, now_s=at_s)
+        if wait_s > 0:
+            waiting.refusal = f"{peer} missed {count} rounds: {reason}. Join again."
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:
         """Enter that the newcomers' record is applied; it may also have let go some of those that leave."""

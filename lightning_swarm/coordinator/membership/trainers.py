@@ -1,13 +1,7 @@
 """The coordinator's side of trainers that come, go or fall silent: who trains from the next record on, what batches do.
 
-``ENLIST -> the next record names the trainer -> its first place``. It changes nothing before that, and waits for no
-step in particular: the open one ends without it. ``RETIRE``, or a silence, and the next record names it no more. One
-that was only silent enlists again by itself when it is told so.
-
-Trainers that hold a place in the open step are asked now and then whether they are there. If one is gone, its batches
-are completed or struck. A batch whose backward calls were all accepted is *armed*: its servers have all that they need,
-so it is only waited for. Any other batch is struck and its samples are free for others; the servers add nothing of it
-any more, and its trainer, if it comes back, runs it again.
+``ENLIST -> the next record names the trainer -> its first place``. ``RETIRE``, or a silence, and the next record names
+it no more. One that was only silent enlists again by itself when it is told so.
 """
 
 from __future__ import annotations
@@ -54,11 +48,8 @@ class LeaseExpiry:
         owes: Callable[[PeerId], bool],  # whether others wait for a batch that a trainer would bring
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
-        self._events = context.events
-        self._spawn = context.spawn
-        self._on_change = on_change
-        self._owes = owes
-        self._generation = context.generation
+        self._events, self._spawn, self._generation = context.events, context.spawn, context.generation
+        self._on_change, self._owes = on_change, owes
         self._interval_s = context.limits.silence_timeout / 5  # for which a trainer that has a place is left alone
         self._timeout = context.limits.call_timeout  # for which servers may take to complete a batch
         self._watched: set[PeerId] = set()
@@ -95,26 +86,23 @@ class LeaseExpiry:
         finally:
             self._watched.discard(trainer)
 
-    async def _is_whole(self) -> bool:
-        """Return whether a server of every stage answers: else batches wait for that, and not for their trainers."""
-        there = await alive_among(self._transport, self._run.servers)
-        return all(any(member.peer_id in there for member in roster) for roster in self._run.rosters)
-
     async def check_overdue(self, step: OpenStep) -> None:
         """Do without batches that a closing step waits for for too long."""
         since_s, timeout = self._step_state.closing_s, self._timeout
-        if step.closing and not step.ready and since_s is not None and now_s() >= since_s + timeout:
-            self._step_state.closing_s = now_s()
-            for trainer in step.missing() if await self._is_whole() else ():
-                await self.give_up(
-                    step,
-                    trainer,
-                    f"it was not through {timeout:g} s after its step was full. Raise `Limits.call_timeout` if "
-                    "batches take longer.",
-                )
+        if not step.closing or step.ready or since_s is None or now_s() < since_s + timeout:
+            return
+        self._step_state.closing_s = now_s()
+        there = await alive_among(self._transport, self._run.servers)
+        if any(all(member.peer_id not in there for member in roster) for roster in self._run.rosters):
+            return  # batches wait for a server of some stage, and not for their trainers
+        late = f"it was not through {timeout:g} s after its step was full."
+        for trainer in step.missing():
+            await self.give_up(step, trainer, f"{late} Raise `Limits.call_timeout` if batches take longer.")
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
         """Wait no more for a trainer: its armed batches are completed without it, the others struck."""
+        # Of an armed batch all backward calls were accepted: its servers have all that they need. Of any other one they
+        # add nothing any more; its samples are free for others, and its trainer, if it comes back, runs it again.
         under_way = step.under_way(trainer)
         for first, receipts in under_way.items():
             if receipts is not None and (step.step, first) not in self._completing:
@@ -203,10 +191,8 @@ class TrainerMembership:
         epoch: Callable[[], int | None],  # of the lead's loop; None: it is not known yet
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
-        self._lease_expiry = lease_expiry
-        self._changes = context.changes
-        self._epoch = epoch
-        self._events = context.events
+        self._changes, self._events = context.changes, context.events
+        self._lease_expiry, self._epoch = lease_expiry, epoch
         self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
         self._silence_s = context.limits.silence_timeout
         self._asked_s: dict[PeerId, float] = {}
@@ -279,9 +265,9 @@ class TrainerMembership:
             self._asked_s[caller] = now_s()
         trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
         epoch = self._epoch()
-        return encode(
-            EnlistReply(view=self._run.view(), epoch=epoch) if trains and epoch is not None else EnlistReply()
-        )
+        if not trains or epoch is None:
+            return encode(EnlistReply())
+        return encode(EnlistReply(view=self._run.view(), epoch=epoch))
 
     def _check_may_train(self, caller: PeerId, request: EnlistRequest) -> None:
         manifest = self._run.manifest

@@ -1,12 +1,4 @@
-"""The coordinator's estimate of the stages' rates, and when it decides on moves by it. Pure: it is told the time.
-
-What a sample costs at one stage and at another is learnt from peers that were at both. Without that the peers of a
-stage that costs more would be taken for slow ones, and change places with equals time after time.
-
-It decides when a peer has come or gone, and every interval at the latest. While peers are on their way to a stage they
-count there; where one does not arrive, its place is open again after a while. Where computing is not what takes the
-time, rates of computing mean nothing: nobody moves, and newcomers go where the fewest peers are.
-"""
+"""The coordinator's estimate of the stages' rates, and when it decides on moves by it. Pure: it is told the time."""
 
 from __future__ import annotations
 
@@ -32,22 +24,18 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import Rebalancing
 
-_FEWEST: Final = 0.01
-"""Changes that count as remembered at the least, however long nothing happens."""
+_FEWEST: Final = 0.01  # changes that count as remembered at the least, however long nothing happens
+_FIRST_HORIZON_S: Final = 600.0  # how long a swarm is assumed to stay as it is, until more is known
+_MEMORY_S: Final = 7200.0  # after which what happened counts a third
 
 
 class ChurnEstimate:
-    """Estimate of how long a swarm stays as it is, from the changes of the last hours.
+    """Estimate of how long a swarm stays as it is, from the changes of the last hours on the caller's clock."""
 
-    `first_s` is assumed until more is known; after `memory_s` what happened counts a third. Times are on the caller's
-    clock.
-    """
-
-    def __init__(self, now_s: float, *, first_s: float = 600.0, memory_s: float = 7200.0) -> None:
+    def __init__(self, now_s: float) -> None:
         self._now_s = now_s
-        self._past_s = first_s
+        self._past_s = _FIRST_HORIZON_S
         self._num_changes = 1.0
-        self._memory_s = memory_s
 
     def note_change(self, now_s: float) -> None:
         """Enter that peers came or went; several at a time are one change."""
@@ -60,34 +48,23 @@ class ChurnEstimate:
         return self._past_s / max(self._num_changes, _FEWEST)
 
     def _advance(self, now_s: float) -> None:
-        kept = math.exp((self._now_s - now_s) / self._memory_s)
-        self._past_s = kept * self._past_s + (1.0 - kept) * self._memory_s
+        kept = math.exp((self._now_s - now_s) / _MEMORY_S)
+        self._past_s = kept * self._past_s + (1.0 - kept) * _MEMORY_S
         self._num_changes *= kept
         self._now_s = now_s
 
 
-_SLOWEST: Final = 1e-9
-"""Samples/s of the slowest peer that is believed; its inverse is the fastest's."""
-
-_SMOOTHING: Final = 0.3
-"""Weight of the newest report in a mean that follows the reports."""
-
+_SLOWEST: Final = 1e-9  # samples/s of the slowest peer that is believed; its inverse is the fastest's
+_SMOOTHING: Final = 0.3  # weight of the newest report in a mean that follows the reports
+# Likewise for the mean that scatter is measured from. It is slow because servers report moving averages: one report is
+# close to the next, however far both are from the truth.
 _SCATTER_SMOOTHING: Final = 0.05
-"""Likewise for the mean that scatter is measured from. It is slow because servers report moving averages: one report is
-close to the next, however far both are from the truth."""
-
-_FIRST_SCATTER: Final = 0.13
-"""Standard deviation of a rate's logarithm that is assumed until reports show another."""
-
-_CORRELATED: Final = 2.0
-"""Reports that tell about as much as one independent report would: servers report moving averages."""
-
-_SIGMAS: Final = 2.4
-"""An error of more standard deviations than this is as good as excluded."""
-
+_FIRST_SCATTER: Final = 0.13  # standard deviation of a rate's logarithm that is assumed until reports show another
+_CORRELATED: Final = 2.0  # reports that tell about as much as one independent report would: they are moving averages
+_SIGMAS: Final = 2.4  # an error of more standard deviations than this is as good as excluded
+# Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are no more
+# even than that. Equal peers of two such stages seem to differ by as much.
 _WORK_SCATTER: Final = 0.3
-"""Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are no more
-even than that. Equal peers of two such stages seem to differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -142,33 +119,17 @@ class RateEstimate:
         return min(max(SCATTER, _SIGMAS * math.sqrt(self._variance)), 1.0)
 
 
-_FIXED_S: Final = 3.0
-"""Duration of a move at the least: a mover leaves by one record and enters by another."""
-
-_LEAST_BUSY: Final = 1 / 3
-"""Share of the time that the busiest stage must compute: below it no move can save as much as that."""
-
+_FIXED_S: Final = 3.0  # duration of a move at the least: a mover leaves by one record and enters by another
+_LEAST_BUSY: Final = 1 / 3  # of the time the busiest stage must compute: below it no move can save as much as that
+# A stage that dies with its only server is waited for, and then the run rolls back to a snapshot, which takes minutes.
+# But most of what changes a swarm are newcomers, and servers that leave in order.
 _LOST_S: Final = 100.0
-"""A stage that dies with its only server is waited for, and then the run rolls back to a snapshot, which takes minutes.
-But most of what changes a swarm are newcomers, and servers that leave in order."""
-
-_HANDED_OVER: Final = 1.25
-"""How many times as fast a move of the coordinator must make the pipeline: its successor has to learn all anew."""
-
-_FIRST_BYTES_PER_S: Final = 12.5e6
-"""Rate of a download, until one was seen."""
-
-_MOST_WORK: Final = math.log(100.0)
-"""How much more a sample may cost at one stage than at the mean of them."""
-
-_LEARNT: Final = 0.25
-"""Share of an error in two stages' work that each of them takes over from a peer that was at both."""
-
-_MOST_DOWNLOADS: Final = 3
-"""Movers to a stage for each of its members, at a time: the members send them its state."""
-
-_GIVEN_UP: Final = 10.0
-"""A mover is given up when it takes so many times as long as expected."""
+_HANDED_OVER: Final = 1.25  # times as fast a move of the coordinator must make the pipeline: its successor learns anew
+_FIRST_BYTES_PER_S: Final = 12.5e6  # rate of a download, until one was seen
+_MOST_WORK: Final = math.log(100.0)  # how much more a sample may cost at one stage than at the mean of them
+_LEARNT: Final = 0.25  # share of an error in two stages' work that each takes over from a peer that was at both
+_MOST_DOWNLOADS: Final = 3  # movers to a stage for each of its members, at a time: the members send them its state
+_GIVEN_UP: Final = 10.0  # a mover is given up when it takes so many times as long as expected
 
 
 @dataclass(frozen=True)
@@ -179,15 +140,11 @@ class _MoveInProgress:
 
 
 class Balancer:
-    """Decides for one run, by its rule, which peers move.
-
-    Times are on the caller's clock; `state_bytes` has what a server of each stage downloads when it comes.
-    """
+    """Decides for one run, by its rule, which peers move. Times are on the caller's clock."""
 
     def __init__(self, rule: Rebalancing, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
-        self._rule = rule
-        self._interval_s = interval_s
-        self._state_bytes = state_bytes
+        self._rule, self._interval_s = rule, interval_s
+        self._state_bytes = state_bytes  # that a server of each stage downloads when it comes
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
         self._known: dict[PeerId, RateEstimate] = {}  # also of those on their way
         self._log_work = [0.0] * len(state_bytes)
@@ -226,6 +183,7 @@ class Balancer:
             return
         before, source = known.samples_per_s, known.stage
         known.update(rate, index)
+        # Otherwise peers of a stage that costs more would pass for slow ones, and change places with equals for ever.
         if index is not None and source is not None and index != source:
             self._num_compared[frozenset((index, source))] += 1
             error = math.log(before / rate) - (self._log_work[index] - self._log_work[source])
@@ -237,10 +195,6 @@ class Balancer:
         """Share by which the estimate of two stages' work, relative to each other, may be off."""
         num_compared = self._num_compared[frozenset((source, target))]
         return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** num_compared  # both stages take over `_LEARNT` of an error
-
-    def _speed(self, known: RateEstimate) -> float:
-        """A peer's samples/s at a stage of work 1."""
-        return known.samples_per_s * (1.0 if known.stage is None else math.exp(self._log_work[known.stage]))
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
         """Enter that a mover has arrived."""
@@ -258,10 +212,7 @@ class Balancer:
         leader: PeerId | None = None,
         now_s: float,
     ) -> list[Move]:
-        """Choose who moves now: of the peers that are not `fixed`, given who is `joining` which stage.
-
-        The leader, which is the coordinator, moves only if that gains much more than moves of the others.
-        """
+        """Choose who moves now: of the peers that are not `fixed`, given who is `joining` which stage."""
         if self._rule == "none":
             return []
         if self._asked_s is not None:
@@ -280,7 +231,7 @@ class Balancer:
         if any(not any(peer in self._known for peer in roster) for roster in rosters):
             return []  # of some stage nothing was measured yet
         if self._rule == "gain" and not self._computing_limits(rosters):
-            return []
+            return []  # rates of computing mean nothing where it is not what takes the time
         self._seen, self._decided_s = there, now_s
         return self._bounded(rosters, self._plan(rosters, fixed, joining, leader, now_s))
 
@@ -292,10 +243,7 @@ class Balancer:
         joining: Mapping[PeerId, int],
         now_s: float,
     ) -> list[StageRelease]:
-        """Choose who gives up one of several stages now; never a stage that a peer is just being sent.
-
-        `leaving` are members that are to be let go, `joining` maps those on their way to their stages.
-        """
+        """Choose who gives up one of several stages now; never a stage that a peer is just being sent."""
         num_held = Counter(peer for roster in rosters for peer in roster)
         if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
             return []
@@ -365,7 +313,7 @@ class Balancer:
             costs = MoveCosts(move_s, self._pace.horizon_s(now_s), _LOST_S)
             moves = plan(stages, costs)
             all_free = self._stages(rosters, fixed, joining)
-            others = plan(all_free, costs)
+            others = plan(all_free, costs)  # the coordinator, too, which moves only if that gains much more
             gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
             return others if gains else moves
         queues = [
@@ -387,8 +335,12 @@ class Balancer:
         by_rates: bool = True,
     ) -> StageRates:
         known = self._known if by_rates else {}
-        stages = StageRates(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None, self._work_scatter)
-        speeds = {peer: self._speed(rate) for peer, rate in known.items()}
+        work = [math.exp(log) for log in self._log_work]
+        stages = StageRates(len(rosters), work if by_rates else None, self._work_scatter)
+        # In samples/s at a stage of work 1.
+        speeds = {
+            peer: one.samples_per_s * (1.0 if one.stage is None else work[one.stage]) for peer, one in known.items()
+        }
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
         for index, roster in enumerate(rosters):
@@ -417,7 +369,4 @@ class Balancer:
 
     def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
         """Give up the movers that have not even asked to join for too long."""
-        late = [peer for peer, move in self._moving.items() if now_s >= move.until_s]
-        for peer in late:
-            if peer not in joining:
-                del self._moving[peer]
+        self._moving = {peer: move for peer, move in self._moving.items() if now_s < move.until_s or peer in joining}

@@ -1,11 +1,4 @@
-"""Decides which peers move to which stages. Pure.
-
-A pipeline is as fast as its slowest stage. So the slowest stage gets a peer: the one after whose move the slower of the
-two stages, giver and taker, is fastest. Or it exchanges one of its own peers for a faster one. That is repeated until
-nothing is gained, and of these moves as many are made as pay: a mover computes nothing while it downloads its stage.
-A move that takes nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener the stages,
-the less the next loss takes.
-"""
+"""Decides which peers move to which stages. Pure."""
 
 from __future__ import annotations
 
@@ -19,17 +12,12 @@ from typing import Final, TypeAlias
 
 from lightning_swarm.network import PeerId
 
-_ROUNDING: Final = 1e-9
-"""Share of a rate that floating-point sums may be off by."""
+SCATTER: Final = 0.06  # share by which a rate may be off at the least
+_ROUNDING: Final = 1e-9  # share of a rate that floating-point sums may be off by
+_MOST_BACK: Final = 4  # peers of a stage that are considered for an exchange, evenly from the slowest to the fastest
 
+# A stage that may give a peer, how much more than it gets back makes both alike, and how much more it may give.
 _Source: TypeAlias = tuple[int, float, float]
-"""A stage that may give a peer, how much more than it gets back makes both alike, and how much more it may give."""
-
-SCATTER: Final = 0.06
-"""Share by which a rate may be off at the least."""
-
-_MOST_BACK: Final = 4
-"""Peers of a stage that are considered for an exchange, evenly from the slowest to the fastest."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +50,12 @@ class _StagePeer:
 
 
 class StageRates:
-    """Peers and rates of each stage, kept sorted, so that a decision looks at a few peers of each stage.
-
-    A peer's rate is in samples/s at a stage of work 1. A peer on its way to a stage counts there, but cannot be moved
-    again until it has arrived. The work of a stage is what a sample costs there, relative to the others.
-    """
+    """Peers and rates of each stage, kept sorted, so that a decision looks at a few peers of each stage."""
 
     def __init__(
         self,
         num_stages: int,
-        work: Sequence[float] | None = None,
+        work: Sequence[float] | None = None,  # what a sample costs at each stage, relative to the others
         work_scatter: Callable[[int, int], float] = lambda source, target: 0.0,
     ) -> None:
         self.work = work or [1.0] * num_stages
@@ -94,17 +78,15 @@ class StageRates:
         left: Collection[int] = (),
         scatter: float = SCATTER,
     ) -> None:
-        """Enter a peer that serves a stage, in place of what was known of it.
-
-        A peer does not go back to a stage in `left`, from which it moved since peers came or went last: where one stage
-        is more work than another its rate changes with every move, and two peers would change places for ever.
-        `scatter` is the share by which its rate may be off; a gain below that would have peers move to and fro. It is a
-        smaller share of a large stage's sum, where errors cancel.
-        """
+        """Enter a peer that serves a stage, in place of what was known of it; its rate is at a stage of work 1."""
+        # It does not go back to a stage in `left`, from which it moved since peers came or went last: where one stage
+        # is more work than another its rate changes with every move, and two peers would change places for ever.
+        # `scatter` is the share by which its rate may be off; a gain below that would have peers move to and fro. It is
+        # a smaller share of a large stage's sum, where errors cancel.
         self._enter(peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, left=left, scatter=scatter))
 
     def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
-        """Enter a peer that is on its way to a stage, in place of what was known of it."""
+        """Enter a peer on its way to a stage, in place of what was known of it: it cannot move until it is there."""
         self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, left=(), scatter=SCATTER))
 
     def _enter(self, peer: PeerId, place: _StagePeer) -> None:
@@ -179,6 +161,11 @@ def stage_for(stages: StageRates) -> int:
 
 def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
+    # A pipeline is as fast as its slowest stage. So that gets a peer: the one after whose move the slower of the two
+    # stages, giver and taker, is fastest. Or it exchanges one of its own peers for a faster one. That is repeated until
+    # nothing is gained, and of these moves as many are made as pay: a mover computes nothing while it downloads its
+    # stage. One that takes nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener
+    # the stages, the less the next loss takes.
     draft = _MovePlan(stages, costs)
     best: list[Move] = []
     best_rate = draft.mean_rate()
@@ -316,13 +303,9 @@ class _MovePlan:
 
 
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
-    """Plan by the paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest.
-
-    It does not say when to stop: see `StageRates.stays_ahead`. `queued` has the samples that wait at each stage,
-    `queues` those at each of its peers.
-
-    Source: SWARM, arXiv:2301.11913, appendix D.
-    """
+    """By the paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest."""
+    # Source: SWARM, arXiv:2301.11913, appendix D. It does not say when to stop: see `StageRates.stays_ahead`.
+    # `queued` has the samples that wait at each stage, `queues` those at each of its peers.
     movable = [index for index, peers in enumerate(queues) if len(peers) > 1]
     if not movable:
         return []
@@ -333,17 +316,14 @@ def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, floa
     return [Move(min(queues[source], key=queues[source].__getitem__), source, target)]
 
 
-_MANY: Final = 20
-"""Peers a stage from which the fastest-first rule alone is within a thousandth."""
+_MANY: Final = 20  # peers a stage from which the fastest-first rule alone is within a thousandth
 
 
 def best_rate(rates: Iterable[float], num_stages: int) -> float:
-    """Rate of the slowest stage under an assignment of peers that is as good as can be found quickly.
-
-    The fastest peer goes first, each to the slowest stage; where they are few, they then move as long as `plan` gains
-    by it. Exact for equal peers; else at least three quarters of the optimum, with six peers a stage nearly all.
-    Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
-    """
+    """Rate of the slowest stage under an assignment of peers that is as good as can be found quickly."""
+    # The fastest peer goes first, each to the slowest stage; where they are few, they then move as long as `plan` gains
+    # by it. Exact for equal peers; else at least three quarters of the optimum, with six peers a stage nearly all.
+    # Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
     ordered = sorted(rates, reverse=True)
     if ordered and ordered[0] == ordered[-1]:
         return len(ordered) // num_stages * ordered[0]
@@ -376,18 +356,13 @@ class StageRelease:
 
 
 def plan_shedding(
-    rates: Sequence[Mapping[PeerId, float]],
+    rates: Sequence[Mapping[PeerId, float]],  # of each stage, in samples/s if its peers computed nothing else
     *,
-    kept: Collection[int] = (),
-    leaving: Collection[PeerId] = (),
-    lone_costs: float = 0.0,
+    kept: Collection[int] = (),  # stages that nobody gives up
+    leaving: Collection[PeerId] = (),  # a stage keeps a peer that is none of these
+    lone_costs: float = 0.0,  # share of the run that is lost, on the average, where a stage is left to one server
 ) -> list[StageRelease]:
-    """Plan which peers give up a stage: where the busiest of those that share the stage has clearly less to do then.
-
-    At most one peer gives up each stage, and a stage keeps a peer that is not `leaving`. Nobody gives up a stage in
-    `kept`. `rates` has, for each stage, how many samples/s its peers would compute there if they computed nothing else;
-    `lone_costs` is the share of the run that is lost, on the average, where a stage is left to one server.
-    """
+    """Plan which peers give up a stage: where the busiest of those that share the stage has clearly less to do then."""
     held = [dict(stage) for stage in rates]
     found: list[StageRelease] = []
     while choices := _choices(held, {*kept, *(one.stage for one in found)}, leaving, lone_costs):

@@ -1,7 +1,4 @@
-"""Which batches a step takes: those of all epochs in their order, whole, until its samples are reached. Pure.
-
-So the steps of a run do not depend on who brings what, nor on how many trainers there are.
-"""
+"""Which batches a step takes, whoever brings them: those of all epochs in order, up to its samples. Pure."""
 
 from __future__ import annotations
 
@@ -80,14 +77,12 @@ class DataOrder:
 
 @dataclass
 class StepWindow:
-    """The batches of one step: from `begin` on, until they have `target_batch_size` samples.
-
-    Batches in `dropped` count nowhere, by the word of their own `training_step`. Others take their place.
-    """
+    """The batches of one step: from `begin` on, until they have `target_batch_size` samples."""
 
     order: DataOrder
     begin: BatchNumber
     target_batch_size: int
+    # By the word of their own `training_step` these count nowhere. Others take their place.
     dropped: set[BatchNumber] = field(default_factory=set)
     _places: dict[BatchNumber, int] = field(default_factory=dict)
     _num_samples: int = 0  # of all that were looked at
@@ -132,10 +127,6 @@ class StepWindow:
         self._extend()
         return self._places[number]
 
-    def is_before(self, number: BatchNumber) -> bool:
-        """Return whether a batch belongs to a step before this one, or was dropped."""
-        return number < self.begin or number in self.dropped
-
     def is_passed(self, number: BatchNumber, through: Collection[BatchNumber]) -> bool:
         """Return whether all batches before `number`, the end of an epoch, are through."""
         self._extend()
@@ -156,10 +147,7 @@ class WaitingTrainer:
 def choose_besides(
     waiting: WaitingTrainer, free: Sequence[BatchNumber], unattended: Collection[BatchNumber], *, now_s: float
 ) -> BatchNumber | None:
-    """Choose what a waiting trainer brings besides: the first batch that nobody will come to, or not soon.
-
-    `free` are the step's batches that nobody has, in order; `unattended` those of them that are in the lanes of
-    trainers that are gone, or are further on.
-    """
+    """Choose what a waiting trainer brings besides: the first of the `free` ones that nobody comes to, or not soon."""
+    # `unattended` ones are in the lanes of trainers that are gone, or are further on.
     patient = now_s < waiting.since_s + waiting.patience_s
     return next((one for one in free if one < waiting.batch and (one in unattended or not patient)), None)

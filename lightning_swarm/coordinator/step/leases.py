@@ -1,15 +1,10 @@
-"""Places in the open step: who is granted one, who waits for one in the step after, and who has it already.
-
-Where the order of an epoch is known to all, a step takes certain batches, and a trainer asks with the number of the one
-that it has read. Who has to wait brings besides what nobody else will: what was in the lane of a trainer that is gone,
-or that has not come to it after a while.
-"""
+"""Places in the open step: who is granted one, who waits for one in the step after, and who has it already."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 from msgspec.structs import replace as replaced
@@ -19,20 +14,14 @@ from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.batches import (
-    Grant,
-    GrantReply,
-    GrantRequest,
-    WaitForRecord,
-)
+from lightning_swarm.protocol.messages.batches import Grant, GrantReply, GrantRequest, WaitForRecord
 from lightning_swarm.protocol.messages.run import BatchNumber, Term
 from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 
 _log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 0.5
-_FIRST_PATIENCE_S: Final = 5.0
-"""Patience with a trainer of which no batch was seen yet: compilers and caches are cold."""
+_FIRST_PATIENCE_S: Final = 5.0  # with a trainer of which no batch was seen yet: compilers and caches are cold
 
 
 def first_lease(term: Term) -> int:
@@ -41,11 +30,7 @@ def first_lease(term: Term) -> int:
 
 
 class LeaseTable:
-    """Grants places in the open step, and remembers who waits for one.
-
-    `on_grant` is called with a step and the trainer that has a place in it from now on; `gone` are trainers that do not
-    answer.
-    """
+    """Grants places in the open step, and remembers who waits for one."""
 
     def __init__(
         self,
@@ -56,8 +41,8 @@ class LeaseTable:
     ) -> None:
         self._run = run
         self._leases = leases  # their numbers
-        self._on_grant = on_grant
-        self._gone = gone
+        self._on_grant = on_grant  # called with a step and the trainer that has a place in it from now on
+        self._gone = gone  # trainers that do not answer
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
         self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
         self._idle: dict[PeerId, WaitingTrainer] = {}  # who was told to wait with a batch of another step
@@ -66,10 +51,7 @@ class LeaseTable:
         self._warned_large = False
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
-        """Grant a trainer a place in the open step, or say what to wait for.
-
-        Raises ProtocolError if no step has a place for this batch.
-        """
+        """Grant a trainer a place in the open step, or say what to wait for; raise ProtocolError if no step has one."""
         if self._is_beyond(step):
             return GrantReply(over=True)
         if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
@@ -93,11 +75,9 @@ class LeaseTable:
         return GrantReply(grant=grant)
 
     def ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
-        """Grant a place for a batch that its trainer has not begun, if there is one now.
-
-        It may be asked for a second time when the batch has long been given up: nobody would ever take that place.
-        """
-        if self._is_beyond(step) or step.gave_up(trainer, request.number):
+        """Grant a place for a batch that its trainer has not begun, if there is one now."""
+        # It may be asked for a second time when the batch has long been given up: nobody would ever take that place.
+        if self._is_beyond(step) or (trainer, request.number) in step.given_up:
             return None
         with contextlib.suppress(ProtocolError):  # which it will get when it asks for one again
             grant = self._grant(step, trainer, request)
@@ -107,13 +87,11 @@ class LeaseTable:
         return None
 
     def opened(self, step: OpenStep) -> OpenStep:
-        """Grant places in a new step to those who wait.
-
-        The lead comes first, so that it waits for one record only; but where a batch is a step, nobody else would ever
-        have a place: there they take turns.
-        """
+        """Grant places in a new step to those who wait."""
         self._idle = {}
         lead = self._run.manifest.lead
+        # The lead comes first, so that it waits for one record only; but where a batch is a step, nobody else would
+        # ever have a place: there they take turns.
         waiting = sorted(self._waiting.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
         self._waiting, self._reserved = {}, {}
         for trainer, request in () if self._is_beyond(step) else waiting:
@@ -127,21 +105,21 @@ class LeaseTable:
 
     # ------------------------------------------------------------------ where batches have numbers
 
+    # A step takes certain batches, and a trainer asks with the number of the one that it has read. Who has to wait
+    # brings besides what was in the lane of a trainer that is gone, or that has not come to it after a while.
+
     def batch_ended(self, trainer: PeerId) -> None:
         """Enter that a trainer's batch is through, or withdrawn, and how long that took."""
         if trainer in self._granted_s:
             self._took_s[trainer] = now_s() - self._granted_s.pop(trainer)
 
-    def is_idle(self, trainer: PeerId) -> bool:
-        """Return whether it was told to wait with a batch of another step."""
-        return trainer in self._idle
-
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether who was told to wait would hear something else by now."""
+        """Return whether a trainer that waits would hear something else by now."""
         waiting = self._idle.get(trainer)
-        if waiting is None or step.window is None:
-            return False
-        return self._passed(step, waiting.batch) or self._besides(step, waiting) is not None
+        if waiting is None:
+            return not step.closing
+        has_window = step.window is not None
+        return has_window and (self._passed(step, waiting.batch) or self._besides(step, waiting) is not None)
 
     def patience_s(self, trainer: PeerId) -> float | None:
         """Seconds for which a trainer still leaves others' batches to them."""
@@ -191,7 +169,8 @@ class LeaseTable:
         if batch[1] == plan.num_batches:
             # A step that closes is waited for: what follows an epoch's end, a checkpoint say, shall miss no step of it.
             return batch <= window.begin or (not step.closing and window.is_passed(batch, step.batches_through))
-        return window.is_before(batch) or (batch in window.numbers and batch not in step.free)
+        before = batch < window.begin or batch in window.dropped
+        return before or (batch in window.numbers and batch not in step.free)
 
     def _besides(self, step: OpenStep, waiting: WaitingTrainer) -> BatchNumber | None:
         """The batch that a waiting trainer brings, if any."""
@@ -208,11 +187,8 @@ class LeaseTable:
         """The trainer in whose lane a batch is, as far as that is known here."""
         assert step.window is not None
         plan = step.window.order.plan(number[0])
-        return owner_of(0 if plan is None else plan.begin, number[1], self._lanes)
-
-    @property
-    def _lanes(self) -> Sequence[PeerId]:
-        return lanes_of(self._run.trainers, self._run.manifest.lead)
+        lanes = lanes_of(self._run.trainers, self._run.manifest.lead)
+        return owner_of(0 if plan is None else plan.begin, number[1], lanes)
 
     # ------------------------------------------------------------------ where they have none
 

@@ -1,8 +1,4 @@
-"""The state of the open step: who was granted what, what is through, and whether the step can close. Pure.
-
-Two ways of counting (`target_batch_size`): a number of samples, where samples weigh equally; or Lightning's own
-arithmetic, where the lead says when its accumulation window ends and batches weigh equally.
-"""
+"""The state of the open step: who was granted what, what is through, and whether the step can close. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, LoggedVal
 from lightning_swarm.protocol.messages.calls import PLACES, Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber
 
-CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+CLIP_EPSILON = 1e-6  # added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does
 
 
 @dataclass
@@ -40,18 +35,20 @@ class OpenStep:
     """Grants and completions of one step."""
 
     step: int
-    target_batch_size: int | None  # samples that close the step; None: the lead closes it
+    # Samples that close the step, and weigh equally. None: the lead closes it, by Lightning's own arithmetic, when its
+    # accumulation window ends, and batches weigh equally.
+    target_batch_size: int | None
     window: StepWindow | None = None  # the batches that it takes; None: those that come first
     _batches: dict[int, _LeasedBatch] = field(default_factory=dict)
     _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
-    _first_lease: int = 0
+    first_lease: int = 0  # those before it are a former coordinator's: such as were not restored count nowhere
     _next_first: int = 0
     close_asked: bool = False
     gradient_scale: float | None = None  # settled by the first grant
     sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
-    _given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
+    given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
     _num_again: int = 0  # batches that were granted again
     # Where batches have numbers: those that were granted before, and those that shall count nowhere.
     _tried: set[BatchNumber] = field(default_factory=set)
@@ -98,8 +95,7 @@ class OpenStep:
     @property
     def batches_through(self) -> set[BatchNumber]:
         """The step's batches that are through."""
-        through = [one.batch for one in self._batches.values() if one.completed is not None]
-        return {number for number in through if number is not None}
+        return {one.batch for one in self._batches.values() if one.completed is not None and one.batch is not None}
 
     @property
     def ready(self) -> bool:
@@ -126,20 +122,17 @@ class OpenStep:
         self._batches[lease] = _LeasedBatch(trainer, first, num_samples, weight, number)
         return first, weight
 
-    def hand_out(
-        self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float = 1.0, number: int = 0
-    ) -> tuple[int, float]:
+    def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, number: int) -> None:
         """Grant a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
         assert self.window is not None
         size, first = self.window.order.size(batch), self.window.place(batch)
         if batch in self._tried or self._next_first > 0:
             # Servers may have been told to give up what goes by that name; random draws go by the place alone.
             self._num_again += 1
-            first += ((self._first_lease >> 32 << 6) + self._num_again) * PLACES
+            first += ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
         self._tried.add(batch)
         self.gradient_scale = gradient_scale
         self._batches[lease] = _LeasedBatch(trainer, first, size, float(size), number, batch=batch)
-        return first, float(size)
 
     def granted(self, trainer: PeerId, number: int) -> int | None:
         """The lease of a trainer's batch, if it has its place already."""
@@ -147,10 +140,6 @@ class OpenStep:
             if number and (batch.trainer, batch.number) == (trainer, number):
                 return lease
         return None
-
-    def gave_up(self, trainer: PeerId, number: int) -> bool:
-        """Return whether a trainer's batch had a place that it has no more."""
-        return (trainer, number) in self._given_up
 
     def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
         """Position and weight of a batch that has a place; where batches have numbers, its own and its samples."""
@@ -170,7 +159,7 @@ class OpenStep:
             if any(one.batch == grant.batch for one in self._batches.values()):
                 return
         if lease.withdrawn:
-            self._given_up.add((trainer, request.number))
+            self.given_up.add((trainer, request.number))
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
             return
         if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
@@ -185,10 +174,6 @@ class OpenStep:
             batch.armed = tuple(lease.armed)
         self._batches[grant.lease] = batch
 
-    def take_over(self, first_lease: int) -> None:
-        """Leases before this one are a former coordinator's: those that were not restored count nowhere."""
-        self._first_lease = first_lease
-
     def skip_to(self, first: int) -> None:
         """Grant no place before this one."""
         self._next_first = max(self._next_first, first)
@@ -196,24 +181,26 @@ class OpenStep:
     def complete(
         self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[LoggedValue] = ()
     ) -> None:
-        """Enter that a batch is through: its trainer saw a receipt of each of its microbatches from every stage.
+        """Enter that a batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
+        batch = self._reported(lease, trainer, completed, logs)
+        if batch is not None:
+            batch.completed, batch.logs = tuple(completed), tuple(logs)
 
-        Reported twice, or after servers completed it without its trainer, it changes nothing.
-        """
-        if self._is_repeated(lease, trainer, completed):
-            return
+    def _reported(
+        self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]
+    ) -> _LeasedBatch | None:
+        """Return the batch that a trainer reports on, if the report is new."""
+        batch = self._batches.get(lease)
+        completed = batch.completed if batch is not None and batch.trainer == trainer else None
+        if completed is not None and set(completed) == set(receipts):
+            return None  # no answer came to the first report, or servers completed the batch without its trainer
         batch = self._leased(lease, trainer)
-        self._check_reports(lease, batch, completed, logs)
-        batch.completed, batch.logs = tuple(completed), tuple(logs)
-
-    def _check_reports(
-        self, lease: int, batch: _LeasedBatch, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]
-    ) -> None:
         names = {one.name for other in self._batches.values() for one in other.logs} | {one.name for one in logs}
         if len(names) > MAX_LOGS:
             raise ProtocolError(f"the batches of a step may log {MAX_LOGS} names for all trainers, got {len(names)}")
         if any(first != batch.first for first, _, _ in receipts) or len(set(receipts)) != len(receipts):
             raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
+        return batch
 
     def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int) -> None:
         """Keep a batch's `BatchMetrics` until the step's record is decided."""
@@ -230,30 +217,20 @@ class OpenStep:
         batch.metrics = metrics
 
     def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
-        """Enter that a batch will not come, by its trainer's word; if it is `dropped`, nobody shall bring it again.
-
-        Returns its place; what was added of it anywhere is named by nobody.
-        """
-        if (lease, trainer) in self._withdrawn:
-            return self._withdrawn[lease, trainer]  # reported twice
-        batch = self._leased(lease, trainer)
-        first = batch.first
-        if dropped and batch.batch is not None:
-            self._dropped.add(batch.batch)
-        self.strike([first])
-        self._withdrawn[lease, trainer] = first
-        return first
+        """Enter that the batch at the returned place will not come; if it is `dropped`, nobody shall bring it again."""
+        if (lease, trainer) not in self._withdrawn:  # else it is reported twice
+            batch = self._leased(lease, trainer)
+            if dropped and batch.batch is not None:
+                self._dropped.add(batch.batch)
+            self.strike([batch.first])
+            self._withdrawn[lease, trainer] = batch.first
+        return self._withdrawn[lease, trainer]
 
     def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
-        """Enter that servers have all that they need: if the trainer goes, the batch counts once they have receipts.
-
-        Reported again when they have them, for no answer came, it changes nothing.
-        """
-        if self._is_repeated(lease, trainer, receipts):
-            return
-        batch = self._leased(lease, trainer)
-        self._check_reports(lease, batch, receipts, logs)
-        batch.armed, batch.logs = tuple(receipts), tuple(logs)
+        """Enter that servers have all that they need: if the trainer goes, the batch counts once they have receipts."""
+        batch = self._reported(lease, trainer, receipts, logs)
+        if batch is not None:
+            batch.armed, batch.logs = tuple(receipts), tuple(logs)
 
     def under_way(self, trainer: PeerId) -> dict[int, tuple[Receipt, ...] | None]:
         """The trainer's batches that are not through, by their places; with its receipts where one is armed."""
@@ -270,30 +247,24 @@ class OpenStep:
         return False
 
     def strike(self, firsts: Collection[int]) -> dict[int, PeerId]:
-        """Let batches, by their places, count nowhere; their samples may be granted to others.
-
-        Returns the trainers of those that were there.
-        """
+        """Let batches, by their places, count nowhere; return the trainers of those that were there."""
+        # Their samples may be granted to others. What was added of them anywhere is named by nobody.
         struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
         self._struck |= struck.keys()
-        self._given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
+        self.given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 
     def strike_others(self) -> None:
-        """Strike batches of the next step, which were taken because one was dropped, if nobody reports that any more.
-
-        They are in the window of the next step, and would count twice.
-        """
+        """Strike batches of the next step that were taken because one was dropped, if nobody reports that any more."""
+        # They are in the window of the next step, and would count twice.
         if self.window is not None and self.window.whole:
             own = set(self.window.numbers)
             self.strike([one.first for one in self._batches.values() if one.batch not in own])
 
     def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
-        """Return whether the step would still grant nothing if these were struck.
-
-        Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
-        """
+        """Return whether the step would still grant nothing if these were struck."""
+        # Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
         full = self._is_full(without=firsts)
         return full or self.sealed or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
 
@@ -346,16 +317,9 @@ class OpenStep:
         batches = self._batches.values()
         return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
 
-    def _is_repeated(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> bool:
-        """Return whether a report is a repetition: the answer to the first may have been lost."""
-        batch = self._batches.get(lease)
-        if batch is None or batch.trainer != trainer or batch.completed is None:
-            return False
-        return set(batch.completed) == set(completed)
-
     def _leased(self, lease: int, trainer: PeerId) -> _LeasedBatch:
         batch = self._batches.get(lease)
-        if lease in self._struck or (batch is None and lease < self._first_lease):
+        if lease in self._struck or (batch is None and lease < self.first_lease):
             raise LeaseRevoked(f"the batch was struck from step {self.step}")
         if batch is None or batch.trainer != trainer or batch.completed is not None:
             raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")

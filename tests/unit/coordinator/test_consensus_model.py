@@ -325,7 +325,7 @@ class FallsBack(Voter):
     """Accepts what comes, under whatever term."""
 
     def consider(self, proposal: Proposal) -> Vote:
-        self._term = min(self._term, proposal.term)
+        self.term = min(self.term, proposal.term)
         return super().consider(proposal)
 
 

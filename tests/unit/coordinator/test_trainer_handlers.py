@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,26 @@ def test_samples_of_all_trainers_weigh_equally(make_swarm: MakeSwarm) -> None:
         (2 / 6 * swarm.module(rows(seed)).square().sum() / 2).backward()
     optimizer.step()
     torch.testing.assert_close(swarm.weights(), dict(swarm.module.state_dict()), rtol=1e-12, atol=1e-14)
+
+
+def test_the_wait_for_batches_begins_as_a_delayed_step_s_successor_is_full(make_swarm: MakeSwarm) -> None:
+    limits = replace(LIMITS, snapshot_interval=None)  # a step whose record orders one is not late
+    swarm = make_swarm("a", "b", target_batch_size=2, limits=limits, delays=True)
+    other = client(swarm)
+
+    async def go() -> None:
+        grant = await swarm.steps.grant(2)
+        asking = asyncio.create_task(other.grant(2))
+        await asyncio.sleep(1.0)
+        await swarm.through(key(grant.first, step=grant.step), rows(0), weight=grant.weight)
+        await swarm.steps.done(grant.lease, [key(grant.first).receipt])
+        asking.cancel()
+
+    swarm.run(go())
+    state = swarm.coordinator.generation.step_state
+    assert state.open.step == 1
+    assert state.open.closing
+    assert state.closing_s is not None, "a batch that never comes is given up"
 
 
 def test_a_trainer_that_was_busy_elsewhere_jumps_to_the_newest_record(make_swarm: MakeSwarm) -> None:

@@ -173,7 +173,7 @@ def test_where_nobody_takes_over_who_coordinates_stays_and_another_one_moves(mak
 
         swarm.network.find(name)._call_handlers[TAKE_OVER] = refuses
     Staying(swarm, A)
-    balance = swarm.coordinator._balancer
+    balance = swarm.coordinator.balancer
     balance._rule, balance._interval_s = "gain", 60.0
 
     async def go() -> None:
@@ -254,7 +254,7 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
     make_swarm: MakeSwarm, monkeypatch: Any, rate: float
 ) -> None:
     swarm = make_swarm("a b", "c")
-    balance = swarm.coordinator._balancer
+    balance = swarm.coordinator.balancer
     balance._rule, balance._interval_s = "gain", 1e-3
 
     class Absurd(StageLoad):

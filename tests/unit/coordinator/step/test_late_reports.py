@@ -77,7 +77,7 @@ def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns:
 def test_a_batch_whose_place_is_taken_is_not_restored() -> None:
     new = (1 << 32) + 1
     step = OpenStep(3, 4)
-    step.take_over(new)
+    step.first_lease = new
     place = step.grant(new, OTHER, 2)
     assert place is not None
     step.restore(PeerId("trainer"), lease(1, place[0], step=3), None)
