@@ -7,6 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.core.clock import now_s
@@ -42,7 +43,7 @@ from lightning_swarm.network.framing import (
     take_tensors,
 )
 from lightning_swarm.network.liveness import Exchange, Liveness
-from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, check_answer
+from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, ask, check_answer, serve
 
 _T = TypeVar("_T")
 
@@ -52,12 +53,11 @@ PING: Final = "transport.ping"
 SILENCE_S: Final = 10.0
 """Seconds without a sign of life after which the exchanges with a peer are ended."""
 
+_IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream, so that no request meets a closing one
+
 
 class Tap(Protocol):
-    """Sees and changes a peer's exchanges: this is how tests plan their faults.
-
-    The control bodies identify an exchange. The tap also sees the exchanges of a peer with itself.
-    """
+    """Sees and changes a peer's exchanges, also those with itself, told apart by their bodies: so tests plan faults."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
         """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
@@ -222,6 +222,21 @@ class BaseTransport(Transport):
             raise from_wire(*to_wire(error)) from error
         _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
         return answer
+
+    async def _ask_over(
+        self, channel: Channel, peer: PeerId, method: str, message: Message, max_bytes: int
+    ) -> tuple[Message, bool]:
+        """Send a message with tensors over a channel, as `ask` does, with its bytes counted as they move."""
+        try:
+            with self._liveness.moving(peer, channel):
+                return await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes)
+        finally:
+            self._count(peer, method, channel)
+
+    async def _serve_channel(self, channel: Channel, caller: PeerId) -> None:
+        """Answer the messages with tensors that `caller` sends over a channel."""
+        find, count = partial(self._find, caller), partial(self._count_served, caller)
+        await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S)
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
         """Count the bytes that went over a channel since the last time."""

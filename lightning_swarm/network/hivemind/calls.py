@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
@@ -38,20 +39,15 @@ Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
 # libp2p's own unary calls cost the daemon two to three times the work, and open a stream each time.
+@dataclass(eq=False)
 class OutgoingCalls:
     """Sends calls to other peers, over one stream to each."""
 
-    def __init__(
-        self,
-        open_stream: Callable[[PeerId], Awaitable[Stream]],
-        spawn: Spawn,
-        patience_s: Callable[[PeerId], float],
-    ) -> None:
-        self._open_stream = open_stream
-        self._spawn = spawn  # runs a task for as long as the transport is open
-        self._patience_s = patience_s  # how long a peer may be silent
-        self._openings = asyncio.Semaphore(_MAX_OPENING)
-        self._streams: dict[PeerId, asyncio.Task[_PeerStream]] = {}
+    _open_stream: Callable[[PeerId], Awaitable[Stream]]
+    _spawn: Spawn  # runs a task for as long as the transport is open
+    _patience_s: Callable[[PeerId], float]  # how long a peer may be silent
+    _openings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_OPENING))
+    _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
 
     async def exchange(self, peer: PeerId, request: bytes) -> bytes:
         """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
@@ -180,13 +176,7 @@ class _IncomingMessages:
         return bool(self._data)
 
     async def next(self, idle_timeout: float) -> tuple[FixedHeader, bytes]:
-        """Read the next message.
-
-        Raises:
-            TimeoutError: No message has begun for `idle_timeout` seconds, or the rest of one did not come.
-            ProtocolError: The message is malformed or too long.
-            EOFError: The stream has ended, or it broke, which may also be an `OSError`.
-        """
+        """Read the next message; `TimeoutError` if none begins for `idle_timeout` seconds, or its rest stays out."""
         while (message := self._split()) is None:
             async with asyncio.timeout(STALL_TIMEOUT_S if self.is_partial else idle_timeout):
                 data = await self._channel.read(_READ_BYTES)
@@ -208,10 +198,7 @@ class _IncomingMessages:
 
 
 async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
-    """Answer the calls that come over a stream, all at once, until the stream ends or breaks the protocol.
-
-    `serve` makes the encoded answer to an encoded call. A handler whose caller gave up, or hung up, is cancelled.
-    """
+    """Answer the encoded calls of a stream by `serve`, all at once, until it ends or breaks the protocol."""
     incoming = _IncomingMessages(stream.channel)
     answers = _Answers(stream, serve, spawn)
     stream.gather_writes()
@@ -228,17 +215,17 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
         return
     finally:
         stream.close()
-        await ended(list(answers.tasks.values()))
+        await ended(list(answers.tasks.values()))  # cancels the handlers whose caller hung up
 
 
+@dataclass(eq=False)
 class _Answers:
     """Answers the calls of one stream, each in a task of its own."""
 
-    def __init__(self, stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
-        self._stream = stream
-        self._serve = serve
-        self._spawn = spawn
-        self.tasks: dict[int, asyncio.Task[None]] = {}  # by exchange id
+    _stream: Stream
+    _serve: Callable[[bytes], Awaitable[bytes]]
+    _spawn: Spawn
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by exchange id
 
     async def accept(self, head: FixedHeader, request: bytes) -> None:
         """Start to answer a call, or cancel one."""
