@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import (
-    StageSpec,
-    balanced_ranges,
-    build_stages,
-    find_blocks,
-    named_ranges,
-    parameter_costs,
-)
+from lightning_swarm.model.partition import build_stages, find_blocks
+from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
+from lightning_swarm.model.partition.split import parameter_costs
+from lightning_swarm.model.partition.stages import StageSpec
 
 
 def all_cuts(num_blocks: int, num_stages: int) -> list[tuple[range, ...]]:
