@@ -31,17 +31,9 @@ from lightning_swarm.network import (
     StreamHandler,
     Traffic,
     Transport,
+    framing,
 )
-from lightning_swarm.network.framing import (
-    Head,
-    Kind,
-    check_outgoing,
-    decode,
-    encode,
-    encode_error,
-    exchange_id_of,
-    take_tensors,
-)
+from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, ask, check_answer, serve
 
@@ -136,17 +128,17 @@ class BaseTransport(Transport):
     async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Exchange messages that are small enough for the stream of the calls."""
         exchange_id = next(self._exchange_ids)
-        request = b"".join(encode(kind, exchange_id, method, message))
+        request = b"".join(framing.encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
         began_s = now_s()
         data = await self._send_call(peer, method, request)
         self._liveness.heard(peer)
         self.links.add_sample(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
         self.traffic.received_bytes[peer, method] += len(data)
-        head = decode(data)
+        head = framing.decode(data)
         check_answer(head, exchange_id, method)
         head.check_size(max_bytes)
-        answer = Message(head.body, take_tensors(data, head))
+        answer = Message(head.body, framing.take_tensors(data, head))
         if self.tap is not None:
             await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
         return answer
@@ -164,7 +156,7 @@ class BaseTransport(Transport):
 
     async def _ping(self, peer: PeerId) -> None:
         """Ping a peer during an exchange. Any answer, even an error, is a sign of life."""
-        request = b"".join(encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
+        request = b"".join(framing.encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
         self.traffic.sent_bytes[peer, PING] += len(request)
         answer = await self._send_call(peer, PING, request)
         self.traffic.received_bytes[peer, PING] += len(answer)
@@ -181,14 +173,14 @@ class BaseTransport(Transport):
         """Make the encoded answer to an encoded call."""
         method = ""
         try:
-            head = decode(request)
+            head = framing.decode(request)
             max_bytes, respond = self._find(caller, head)
             head.check_size(max_bytes)
             method = head.method
-            message = Message(head.body, take_tensors(request, head))
+            message = Message(head.body, framing.take_tensors(request, head))
             answer = b"".join(await answer_to(head, respond, message, max_bytes=SMALL_BYTES))
         except ProtocolError as error:
-            answer = b"".join(encode_error(exchange_id_of(request), error))
+            answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
         self.traffic.received_bytes[caller, method] += len(request)
         self.traffic.sent_bytes[caller, method] += len(answer)
         return answer
@@ -332,5 +324,5 @@ def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:
 
 def _describe(kind: Kind, method: str, message: Message) -> Head:
     """Make the head that `message` would have on the wire."""
-    check_outgoing(method, message)
+    framing.check_outgoing(method, message)
     return Head(kind, 0, method, message.body, (), message.num_tensor_bytes)

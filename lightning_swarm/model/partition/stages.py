@@ -72,13 +72,9 @@ class StageModule(nn.Module):
         """Return full names and parameters, each once, in the LightningModule's order."""
         return [(name, getattr(owner, key)) for name, owner, key in self._slots.parameters]
 
-    def named_stage_buffers(self) -> list[tuple[str, Tensor]]:
-        """Return full names and buffers, persistent or not, each once, in the LightningModule's order."""
-        return [(name, getattr(owner, key)) for name, owner, key in self._slots.buffers]
-
     def named_stage_tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by full names."""
-        return {**dict(self.named_stage_parameters()), **dict(self.named_stage_buffers())}
+        """Return parameters, then buffers, persistent or not, by full names."""
+        return {name: getattr(owner, key) for name, owner, key in (*self._slots.parameters, *self._slots.buffers)}
 
     def copied(self) -> "StageModule":
         """Make a stage without blocks that has copies of this one's parameters."""

@@ -73,6 +73,7 @@ async def _start_daemon(
     initial_peers: Sequence[str],
     startup_timeout: float,
 ) -> P2P:
+    # Nothing forks: the only child process is libp2p's daemon, which dies with this one.
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:

@@ -11,16 +11,8 @@ from typing import Any, Final
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ProtocolError, Unreachable
 from lightning_swarm.core.tasks import ended
-from lightning_swarm.network import PeerId
-from lightning_swarm.network.framing import (
-    HEADER_BYTES,
-    FixedHeader,
-    Kind,
-    encode_cancel,
-    encode_error,
-    exchange_id_of,
-    parse_small,
-)
+from lightning_swarm.network import PeerId, framing
+from lightning_swarm.network.framing import FixedHeader, Kind
 from lightning_swarm.network.hivemind.streams import Stream
 from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel
 
@@ -107,7 +99,7 @@ class _PeerStream:
         return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
 
     async def exchange(self, request: bytes) -> bytes:
-        exchange_id = exchange_id_of(request)
+        exchange_id = framing.exchange_id_of(request)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[exchange_id] = answer
         try:
@@ -126,7 +118,7 @@ class _PeerStream:
 
     def _cancel(self, exchange_id: int) -> None:
         with suppress(OSError):
-            self._stream.write_soon(encode_cancel(exchange_id))
+            self._stream.write_soon(framing.encode_cancel(exchange_id))
         since_s = self._silent_since_s
         is_silent = since_s is not None and now_s() - since_s >= self._patience_s(self._peer)
         # The connection may be dead without an error, and the peer reachable by a new one.
@@ -187,8 +179,8 @@ class _IncomingMessages:
 
     def _split(self) -> tuple[FixedHeader, bytes] | None:
         """Take a message off the bytes that have come, if it is complete."""
-        if self._head is None and len(self._data) >= HEADER_BYTES:
-            self._head = parse_small(self._data)
+        if self._head is None and len(self._data) >= framing.HEADER_BYTES:
+            self._head = framing.parse_small(self._data)
         if self._head is None or len(self._data) < self._head.num_bytes:
             return None
         head, self._head = self._head, None
@@ -237,7 +229,7 @@ class _Answers:
             raise ProtocolError(f"call {exchange_id} came twice")
         elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations
             busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
-            await self._send(b"".join(encode_error(exchange_id, busy)))
+            await self._send(b"".join(framing.encode_error(exchange_id, busy)))
         else:
             self.tasks[exchange_id] = task = self._spawn(self._answer(request))
             task.add_done_callback(lambda _: self.tasks.pop(exchange_id))

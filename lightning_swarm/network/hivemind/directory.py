@@ -54,13 +54,7 @@ class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     expires_at: float
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Announcement)
-
-
-def pack(announcement: Announcement) -> bytes:
-    """Encode an announcement for the DHT."""
-    return _encoder.encode(announcement)
 
 
 def unpack(data: object, now_s: float) -> bytes | None:
@@ -224,7 +218,7 @@ class HivemindDirectory(Directory):
         # hivemind keeps the record that lives longest, so a new one must live longest; its real end is inside.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
-        record = pack(Announcement(value, expires_at))
+        record = msgspec.msgpack.encode(Announcement(value, expires_at))
         async with self._deadline(f"announce under {key!r}"):
             knows_others = bool(self._node.protocol.routing_table.uid_to_peer_id)
             if knows_others and not await self._node.store(

@@ -42,12 +42,7 @@ class LocalPeers:
     """Opens streams to other peers of this machine, and accepts theirs."""
 
     def __init__(
-        self,
-        peer: PeerId,
-        introduce: Callable[[PeerId], Awaitable[bytes]],
-        serve: Serve,
-        *,
-        greeting_s: float,
+        self, peer: PeerId, introduce: Callable[[PeerId], Awaitable[bytes]], serve: Serve, *, greeting_s: float
     ) -> None:
         self._peer = peer  # this one
         self._introduce = introduce  # asks a peer for the secrets of `INTRODUCE`, over its daemon

@@ -303,7 +303,7 @@ def test_specs_name_tensors_as_the_state_dict_does() -> None:
         ("net.0.scale", "float64", True),
         ("net.0.cache", "float32", False),
     ]
-    assert dict(first.named_stage_buffers())["net.0.scale"] is model.net[0].scale
+    assert first.named_stage_tensors()["net.0.scale"] is model.net[0].scale
     assert [name for name, _ in second.named_stage_parameters()] == [p.name for p in second.spec.parameters]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(first.spec), type=StageSpec) == first.spec
 
