@@ -273,7 +273,7 @@ def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
 
 def adopt_layers(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     """Give a model the boundary layers of another one, of which the parameters' names and shapes are known."""
-    # A `ConfigError` comes before memory is taken.
+    # They come from other peers, so all refusals precede the first allocation.
     current, wanted = describe_layers(module), _layers_of_shapes(shapes)
     if current != wanted:
         for name in wanted:

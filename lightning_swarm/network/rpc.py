@@ -124,32 +124,26 @@ async def serve(
     idle_timeout: float,
 ) -> None:
     """Answer the requests that come over a channel, one after the other, until it ends or breaks the protocol."""
-    fit = True
-    while fit:
-        method = ""
+    while True:
+        exchange_id, method = 0, ""
         try:
             async with asyncio.timeout(idle_timeout):
                 head = await read_head(channel)
-            method = head.method
-            fit = await _serve_one(channel, head, find)
+            exchange_id, method = head.exchange_id, head.method
+            await _serve_one(channel, head, find)
         except ProtocolError as error:
-            await _refuse(channel, 0, error)
-            fit = False
+            await _refuse(channel, exchange_id, error)
+            return
         except (OSError, EOFError):
-            fit = False
+            return
         finally:
             count(method, channel)
 
 
-async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> bool:
-    """Answer one request, and return whether the channel is fit for another."""
-    try:
-        max_bytes, respond = find(head)
-        head.check_size(max_bytes)
-        message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
-    except ProtocolError as error:
-        await _refuse(channel, head.exchange_id, error)
-        return False
+async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> None:
+    max_bytes, respond = find(head)
+    head.check_size(max_bytes)
+    message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
     work = answer_to(head, respond, message)
     async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
         await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +151,6 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoi
             raise EOFError("the caller is gone, or does not wait for its answers")
         answer = working.result()
     await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
-    return True
 
 
 async def answer_to(

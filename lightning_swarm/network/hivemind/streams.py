@@ -283,15 +283,13 @@ class Daemon:
             await write_pbmsg(writer, request)
             response = p2pd_pb2.Response()
             await read_pbmsg_safe(reader, response)
-        except (OSError, EOFError) as error:
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise Unreachable(f"Cannot {purpose}: {response.error.msg}.")
+        except BaseException as error:
             writer.transport.abort()
-            raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon hung up.") from error
-        except BaseException:
-            writer.transport.abort()
+            if isinstance(error, OSError | EOFError):
+                raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon hung up.") from error
             raise
-        if response.type == p2pd_pb2.Response.ERROR:
-            writer.transport.abort()
-            raise Unreachable(f"Cannot {purpose}: {response.error.msg}.")
         return Stream(reader, writer)
 
 
