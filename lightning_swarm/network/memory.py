@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -46,8 +47,9 @@ class MemoryNetwork:
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
-        self._wires: dict[_Wire, None] = {}
-        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
+        self.wires: dict[_Wire, None] = {}  # ordered, so that a run repeats exactly
+        # Each peer's announcement by its key, and when it expires.
+        self.records: defaultdict[str, dict[PeerId, tuple[bytes, float]]] = defaultdict(dict)
         self._numbers = itertools.count(1)
 
     def attach_tap(self, tap: WireTap) -> None:
@@ -128,33 +130,19 @@ class MemoryNetwork:
                 raise ConnectionResetError(f"{peer} is gone")
         return bytes(buffer)
 
-    def records(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
-        """Return each peer's announcement under `key`, and when it expires."""
-        return self._records.setdefault(key, {})
-
-    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _Wire:
-        """Make a wire in one direction. It breaks if either end is removed."""
-        wire = _Wire(self, sender, receiver)
-        self._wires[wire] = None
-        return wire
-
-    def drop_wire(self, wire: _Wire) -> None:
-        """Forget a wire that has been closed."""
-        self._wires.pop(wire, None)
-
     def remove(self, peer: PeerId) -> None:
         """Take a peer off the network, and break its wires in both directions."""
         self._peers.pop(peer, None)
         self.thaw(peer)
         for one, other in [tuple(cut) for cut in self._cuts if peer in cut]:
             self.mend(one, other)
-        for wire in tuple(self._wires):
+        for wire in tuple(self.wires):
             if peer in (wire.sender, wire.receiver):
                 wire.break_off()
 
 
 class _Wire(asyncio.ReadTransport):
-    """A wire that carries bytes in one direction, through a bounded buffer."""
+    """A wire that carries bytes in one direction, through a bounded buffer. It breaks if either end is removed."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
         super().__init__()
@@ -162,6 +150,7 @@ class _Wire(asyncio.ReadTransport):
         self.reader = Feed(limit=_PIPE_BYTES, loop=asyncio.get_running_loop())
         self.reader.set_transport(self)
         self._network = network
+        network.wires[self] = None
         self._room = asyncio.Event()
         self._room.set()
         self._broken = False
@@ -198,14 +187,14 @@ class _Wire(asyncio.ReadTransport):
             self._broken = True
             self.reader.feed_eof()
         self._room.set()
-        self._network.drop_wire(self)
+        self._network.wires.pop(self, None)
 
     def break_off(self) -> None:
         """End the wire as a dying peer does."""
         self._broken = True
         self.reader.set_exception(ConnectionResetError("the peer is gone"))
         self._room.set()
-        self._network.drop_wire(self)
+        self._network.wires.pop(self, None)
 
 
 class MemoryTransport(BaseTransport):
@@ -267,8 +256,7 @@ class MemoryTransport(BaseTransport):
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         remote = self._network.find(peer)
-        request = self._network.connect_wire(self._peer_id, peer)
-        answer = self._network.connect_wire(peer, self._peer_id)
+        request, answer = _Wire(self._network, self._peer_id, peer), _Wire(self._network, peer, self._peer_id)
         if tap := self._network.tap:
             exchange = (self._peer_id, peer, method, message.body)
             request.damaged = tap.damages(*exchange, answer=None, is_answer=False)
@@ -318,13 +306,13 @@ class MemoryDirectory(Directory):
         self._check_open()
         if self._network.is_frozen(self._peer_id):
             raise Unreachable(f"No other peer stored what {self._peer_id} announced under {key!r}.")
-        self._network.records(key)[self._peer_id] = (value, now_s() + ttl_s)
+        self._network.records[key][self._peer_id] = (value, now_s() + ttl_s)
 
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
         """See `Directory`."""
         await self._network.depart(self._peer_id, self._peer_id)
         self._check_open()
-        records, at_s = self._network.records(key), now_s()
+        records, at_s = self._network.records[key], now_s()
         for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= at_s]:
             del records[peer]
         sees_only_itself = self._network.is_frozen(self._peer_id)

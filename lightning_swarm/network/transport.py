@@ -227,8 +227,13 @@ class BaseTransport(Transport):
 
     async def _serve_channel(self, channel: Channel, caller: PeerId) -> None:
         """Answer the messages with tensors that `caller` sends over a channel."""
-        find, count = partial(self._find, caller), partial(self._count_served, caller)
-        await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S)
+
+        def count(method: str, channel: Channel) -> None:
+            # Unknown method names share one entry, or strangers could fill the memory by making up names.
+            known = method in self._call_handlers or method in self._stream_handlers
+            self._count(caller, method if known else "", channel)
+
+        await serve(channel, partial(self._find, caller), count, idle_timeout=_IDLE_TIMEOUT_S)
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
         """Count the bytes that went over a channel since the last time."""
@@ -237,11 +242,6 @@ class BaseTransport(Transport):
             self.traffic.sent_bytes[peer, method] += sent_bytes
         if received_bytes:
             self.traffic.received_bytes[peer, method] += received_bytes
-
-    def _count_served(self, caller: PeerId, method: str, channel: Channel) -> None:
-        # Unknown method names share one entry, or strangers could fill the memory by making up names.
-        known = method in self._call_handlers or method in self._stream_handlers
-        self._count(caller, method if known else "", channel)
 
     @asynccontextmanager
     async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[None]:

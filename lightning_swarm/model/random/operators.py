@@ -1,7 +1,7 @@
 """Implements each random operation inside `KeyedRandom`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -198,25 +198,22 @@ HANDLERS: Final[dict[Any, Handler]] = {
     _aten.rrelu_with_noise.default: _rrelu,
     _aten.rrelu_with_noise_.default: lambda key, target, *args: target.copy_(_rrelu(key, target, *args)),
 }
-_VARIANTS: Final[dict[tuple[str, ...], Handler]] = {
-    ("rand.default", "rand.generator", "rand.out", "rand.generator_out"): _new(_fill_uniform),
-    ("randn.default", "randn.generator", "randn.out", "randn.generator_out"): _new(_fill_normal),
-    ("randint.default", "randint.generator", "randint.out", "randint.generator_out"): _new(_random, torch.int64),
-    ("randint.low", "randint.low_generator", "randint.low_out", "randint.low_generator_out"): _new(
-        _random, torch.int64
+_USUAL: Final = ("default", "generator", "out", "generator_out")
+_VARIANTS: Final[dict[str, tuple[Handler, Sequence[str]]]] = {
+    "rand": (_new(_fill_uniform), _USUAL),
+    "randn": (_new(_fill_normal), _USUAL),
+    "randint": (_new(_random, torch.int64), (*_USUAL, "low", "low_generator", "low_out", "low_generator_out")),
+    "randperm": (_randperm, _USUAL),
+    "rand_like": (_like(_fill_uniform), ("default", "generator")),
+    "randn_like": (_like(_fill_normal), ("default", "generator")),
+    "randint_like": (
+        _like(_random),
+        ("default", "generator", "Tensor", "Tensor_generator", "low_dtype", "low_generator_dtype"),
     ),
-    ("randperm.default", "randperm.generator", "randperm.out", "randperm.generator_out"): _randperm,
-    ("rand_like.default", "rand_like.generator"): _like(_fill_uniform),
-    ("randn_like.default", "randn_like.generator"): _like(_fill_normal),
-    ("randint_like.default", "randint_like.generator", "randint_like.Tensor", "randint_like.Tensor_generator"): _like(
-        _random
-    ),
-    ("randint_like.low_dtype", "randint_like.low_generator_dtype"): _like(_random),
-    ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", "normal.float_float"): _normal_of,
+    "normal": (_normal_of, ("Tensor_Tensor", "Tensor_float", "float_Tensor", "float_float")),
 }
-for _names, _handler in _VARIANTS.items():
-    for _name in _names:
-        _packet, _, _overload = _name.partition(".")
-        # Some versions of torch lack some of them.
-        if _overload in getattr(_aten, _packet).overloads():
-            HANDLERS[getattr(getattr(_aten, _packet), _overload)] = _handler
+for _name, (_handler, _overloads) in _VARIANTS.items():
+    _packet = getattr(_aten, _name)
+    for _overload in _overloads:
+        if _overload in _packet.overloads():  # some versions of torch lack some of them
+            HANDLERS[getattr(_packet, _overload)] = _handler
