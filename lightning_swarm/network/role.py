@@ -86,5 +86,8 @@ class Role(Transport):
     async def _answer(self, method: str, caller: PeerId, request: Any) -> Any:
         handler = self._handlers[method]
         if handler is None:
-            raise NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")
+            raise self._refusal(method)
         return await handler(caller, request)
+
+    def _refusal(self, method: str) -> NotCoordinator:
+        return NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")
