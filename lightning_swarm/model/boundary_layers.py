@@ -272,11 +272,8 @@ def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
 
 
 def adopt_layers(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Give a model the boundary layers of another one, of which the parameters' names and shapes are known.
-
-    Raises `ConfigError`, before memory is taken for them, if they stand after something that this model does not have,
-    are none, or have more numbers than the model.
-    """
+    """Give a model the boundary layers of another one, of which the parameters' names and shapes are known."""
+    # They come from other peers, so all refusals precede the first allocation.
     current, wanted = describe_layers(module), _layers_of_shapes(shapes)
     if current != wanted:
         for name in wanted:
@@ -361,15 +358,13 @@ def _features(block: nn.Module) -> int | None:
 
 
 def _install(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
-    """Give a model these layers and no others.
-
-    They are in the model's order whichever came first, so that the numbers of parameters agree between peers.
-    """
+    """Give a model these layers and no others."""
     owners = {name: _owner(module, name) for name in layers}
     remove_hooks(module)
     for inner in list(module.modules()):
         if isinstance(getattr(inner, _CONTAINER, None), BoundaryLayers):
             delattr(inner, _CONTAINER)
+    # In the model's order, whichever came first, so that the numbers of parameters agree between peers.
     for name in [name for name, _ in module.named_modules(remove_duplicate=False) if name in layers]:
         node: nn.Module = module.get_submodule(owners[name])
         path = [_CONTAINER, *name.removeprefix(f"{owners[name]}.").split(".")]

@@ -1,8 +1,4 @@
-"""Initialises the part of a model on torch's meta device that a process needs, as if all of it were initialised.
-
-So a model that fits nowhere is built as its author wrote it, and any part of it gets the very values, random ones
-included, that it would have if all of it had been built on a device. The idea is that of `deferred_init` in torchdistX.
-"""
+"""Initialises the part of a model on torch's meta device that a process needs, as if all of it were initialised."""
 
 from __future__ import annotations
 
@@ -27,6 +23,8 @@ from lightning_swarm.model.sharded_format import ShardedCheckpoint
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
+# So a model that fits nowhere is built as its author wrote it, and any part of it gets the very values, random ones
+# included, that it would have on a device. The idea is that of `deferred_init` in torchdistX.
 class InitialWeights:
     """Makes the initial values of a module's tensors on meta, for one stage after the other."""
 
@@ -41,19 +39,18 @@ class InitialWeights:
 
     @contextmanager
     def restoring(self, module: nn.Module, state: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-        """Give the state of a checkpoint to be loaded inside, with stand-ins for the module's tensors on meta.
+        """Give the state of a checkpoint to be loaded inside, with stand-ins for the module's tensors on meta."""
 
-        These get the checkpoint's values when they are needed. Tensors of `state` on meta are stand-ins already.
-        """
+        def stand_in(value: Any) -> Any:
+            # It gets the checkpoint's value when that is needed. A tensor on meta is a stand-in already.
+            has_values = isinstance(value, Tensor) and not value.is_meta
+            return self._record.stand_in(value, lambda: value) if has_values else value
+
         state_dict = module.state_dict()
         on_meta = {name for name, value in state_dict.items() if isinstance(value, Tensor) and value.is_meta}
         self._trained = None
         with self.recording(device) if on_meta else contextlib.nullcontext():
-            yield {name: self._stand_in(value) if name in on_meta else value for name, value in state.items()}
-
-    def _stand_in(self, value: Any) -> Any:
-        has_values = isinstance(value, Tensor) and not value.is_meta
-        return self._record.stand_in(value, lambda: value) if has_values else value
+            yield {name: stand_in(value) if name in on_meta else value for name, value in state.items()}
 
     def read_folder(self, module: nn.Module, folder: ShardedCheckpoint) -> dict[str, Any]:
         """Read a folder's weights for `restoring`: those of tensors on meta are read only when they are needed."""
@@ -66,10 +63,7 @@ class InitialWeights:
         }
 
     def index_tensors(self, module: nn.Module) -> None:
-        """Remember the places of the module's tensors on meta, before they are converted or moved.
-
-        Raises `ConfigError` if some were never initialised, or if their initial values are outdated by training.
-        """
+        """Remember the places of the module's tensors on meta, before they are converted or moved."""
         self._views = {name: self._record.view(tensor) for name, tensor in _tensors(module) if tensor.is_meta}
         if self._views and self._trained is not None and self._trained() is module:
             raise ConfigError(

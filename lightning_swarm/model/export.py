@@ -18,11 +18,7 @@ from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, Shard
 
 
 def export_safetensors(checkpoint: Path, target: Path) -> int:
-    """Write the weights of a checkpoint to a `.safetensors` file, atomically, and return the number of tensors.
-
-    The checkpoint is a file that Lightning wrote, or a sharded one; nothing in it is executed. Tensors that share
-    memory, such as tied weights, are written under each of their names.
-    """
+    """Write the weights of a checkpoint to a `.safetensors` file, atomically, and return the number of tensors."""
     if target.suffix != ".safetensors":
         raise ConfigError(f"the exported file must end in .safetensors, got {target}. Name it {target}.safetensors.")
     try:
@@ -42,11 +38,7 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
 
 
 def export_file(folder: Path, target: Path) -> int:
-    """Write a sharded checkpoint as one `.ckpt` file, atomically, and return the number of weights.
-
-    The folder was written with ``state_dict_type="sharded"``; nothing in it is executed. All of it is in memory
-    meanwhile.
-    """
+    """Write a sharded checkpoint as one `.ckpt` file, atomically, and return the number of weights."""
     if not is_folder(folder):
         raise ConfigError(
             f"a .ckpt file is made of a sharded checkpoint, a folder; {folder} is none. Name such a folder, or export "
@@ -73,19 +65,14 @@ def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _read_folder(path: Path) -> dict[str, Any]:
-    """Read a sharded checkpoint into the content of the file that the same run would have written."""
-    content = _read(path / REST)
-    parts = ShardedCheckpoint(path).read_all()
-    content["state_dict"] = parts.get(WEIGHTS, {})
-    if OPTIMIZER in parts:
-        content["optimizer_states"] = [by_numbers({"state": {}, **parts[OPTIMIZER]})]
-    return content
-
-
 def _read(checkpoint: Path) -> dict[str, Any]:
+    """Read a checkpoint, a sharded one as the file that the same run would have written; nothing in it is executed."""
     if is_folder(checkpoint):
-        return _read_folder(checkpoint)
+        content, parts = _read(checkpoint / REST), ShardedCheckpoint(checkpoint).read_all()
+        content["state_dict"] = parts.get(WEIGHTS, {})
+        if OPTIMIZER in parts:
+            content["optimizer_states"] = [by_numbers({"state": {}, **parts[OPTIMIZER]})]
+        return content
     rule = "the checkpoint must be a file that Lightning wrote"
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
@@ -117,5 +104,5 @@ def _weights(content: dict[str, Any], checkpoint: Path) -> dict[str, Tensor]:
             f"safetensors holds dense tensors only; in {checkpoint} these are something else: {others[:5]}. "
             "Leave them out of the module's `state_dict`."
         )
-    # Copies: safetensors refuses tensors that share memory.
+    # Copies: safetensors refuses tensors that share memory, such as tied weights.
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

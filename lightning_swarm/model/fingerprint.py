@@ -1,7 +1,4 @@
-"""Computes a 64-bit fingerprint of tensors that is fast and equal on every device.
-
-It finds replicas that drifted apart by accident; it is not a cryptographic hash and stops no forger.
-"""
+"""Computes a 64-bit fingerprint of tensors, equal on every device, to find accidental drift; it stops no forger."""
 
 from __future__ import annotations
 

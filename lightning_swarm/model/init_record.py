@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -60,19 +60,14 @@ class RecordedCall:
     drawn: Sequence[tuple[torch.Generator, Tensor]]
 
 
+@dataclass(eq=False)
 class CallReplay:
     """Repeats recorded calls on a device."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        meta_storages: dict[int, torch.UntypedStorage],
-        sources: dict[int, Callable[[], Tensor]],  # values that come from elsewhere
-    ) -> None:
-        self._device = device
-        self._meta_storages = meta_storages
-        self._sources = sources
-        self._storages: dict[int, torch.UntypedStorage] = {}
+    _device: torch.device
+    _meta_storages: dict[int, torch.UntypedStorage]
+    _sources: dict[int, Callable[[], Tensor]]  # values that come from elsewhere
+    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def replay(self, calls: Sequence[RecordedCall], kept: Collection[int]) -> None:
         """Repeat calls, and drop each storage after its last use, unless it is among `kept`."""
@@ -182,11 +177,7 @@ class InitRecord:
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
-        """Record the calls that are made inside.
-
-        Random numbers are drawn as they would be on `device`, and dropped: so numbers that are drawn afterwards are
-        those that would be drawn after the model was built.
-        """
+        """Record the calls that are made inside, and draw their random numbers as they would be drawn on `device`."""
         self._device = device
         with _OperatorRecorder(self), _FunctionRecorder(self):
             yield
@@ -218,10 +209,7 @@ class InitRecord:
         return [view for view in views if self._needed({view.storage})[1]]
 
     def values(self, views: Sequence[StorageView], device: torch.device) -> list[Tensor]:
-        """Compute the values that tensors on meta would have; uninitialised ones may have any.
-
-        Raises `ConfigError` if a tensor that went into them has changed since.
-        """
+        """Compute the values that tensors on meta would have; uninitialised ones may have any."""
         kept = {view.storage for view in views}
         replay = CallReplay(self._device, self._storages, self._sources)
         replay.replay(self._needed(kept)[0], kept)
@@ -261,16 +249,14 @@ class InitRecord:
     ) -> None:
         drawn = self._draw(function, *arguments) if is_random else ()
         leaves, spec = tree_flatten(arguments)
-        recorded = [self._recorded(leaf) for leaf in leaves]
-        self._calls.append(RecordedCall(function, recorded, spec, *effects, torch.get_default_dtype(), drawn))
-
-    def _recorded(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return self.view(leaf) if leaf.is_meta else MaterializedTensor(leaf, leaf._version)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[place] = self.view(leaf) if leaf.is_meta else MaterializedTensor(leaf, leaf._version)
+        self._calls.append(RecordedCall(function, leaves, spec, *effects, torch.get_default_dtype(), drawn))
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
         """Draw random numbers and drop them; returns the generators that may have been used, with their old states."""
+        # So numbers that are drawn afterwards are those that would be drawn after the model was built.
         generators = [kwargs.get("generator"), _default_generator(self._device)]
         drawn = [(generator, generator.get_state()) for generator in generators if generator is not None]
         with _disable_current_modes(), torch._C.DisableTorchFunction():

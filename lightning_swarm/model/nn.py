@@ -50,11 +50,8 @@ class Sequential(torch.nn.Sequential):
 
 
 def call_blocks(blocks: Iterable[torch.nn.Module], inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
-    """Call blocks in order: the first with all inputs, later ones with one value, each with the extras it names.
-
-    Extras that no block names are ignored: they are meant for another stage.
-    """
-    for block in blocks:
+    """Call blocks in order: the first with all inputs, later ones with one value, each with the extras it names."""
+    for block in blocks:  # extras that none of them names are for another stage
         inputs = (block(*inputs, **{name: extras[name] for name in _names(block) if name in extras}),)
     if len(inputs) != 1:
         raise TypeError(f"a chain without blocks takes one input, got {len(inputs)}")
@@ -68,11 +65,7 @@ def _names(block: torch.nn.Module) -> tuple[str, ...]:
 
 
 def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
-    """Return the names that a block's ``forward`` takes as keywords, without its first positional parameter.
-
-    ``**kwargs`` adds nothing. A `Sequential` accepts what its own blocks accept. A forward without a readable
-    signature accepts none.
-    """
+    """Return the names that a block's ``forward`` takes as keywords, without its first positional parameter."""
     if isinstance(block, Sequential):
         return frozenset[str]().union(*map(accepted_keywords, block))
     if "forward" in vars(block):
@@ -84,7 +77,7 @@ def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
 def _keywords(forward: Callable[..., Any], *, is_bound: bool) -> frozenset[str]:
     try:
         parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # it has no readable signature
         return frozenset()
     if not is_bound:
         parameters = parameters[1:]

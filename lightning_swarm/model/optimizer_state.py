@@ -16,19 +16,13 @@ from lightning_swarm.protocol.messages.run import Selection
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Describe an optimizer's class and the names of its hyperparameters: several packages may use a class name.
-
-    The hyperparameters' values do not count: each record brings the lead's.
-    """
+    """Describe an optimizer's class and the names of its hyperparameters: several packages may use a class name."""
+    # The hyperparameters' values do not count: each record brings the lead's.
     return f"{type(optimizer).__qualname__}({', '.join(sorted(optimizer.defaults))})"
 
 
 def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
-    """Read the selection from the whole model and its optimizer.
-
-    Raises `ConfigError` if the optimizer holds a parameter that is not the module's, which no stage could train, or if
-    it leaves out one of a boundary layer.
-    """
+    """Read the selection from the whole model and its optimizer."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
         shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
@@ -76,10 +70,7 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[st
 
 
 def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """Return the state that an optimizer would have after loading a state dict, by parameter name.
-
-    The optimizer is over the whole model; its parameters need no values, and it is left as it is.
-    """
+    """Return the state, by parameter name, that an optimizer over the whole model has after loading a state dict."""
     # The optimizer's own code loads it, over parameters of the same kind that take no memory.
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
@@ -102,15 +93,11 @@ def _all(optimizer: Optimizer) -> list[nn.Parameter]:
 def as_state_dict(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
-    """Make the state dict that `optimizer.state_dict()` of one process would return, of state by parameter name.
-
-    The optimizer is over the whole model; its own state is not read, and is there again afterwards. With `shared` the
-    result may share memory with `state`.
-    """
-    copy = dict if shared else _copied
+    """Make the state dict that `optimizer.state_dict()` of one process would return, of state by parameter name."""
+    copy = dict if shared else _copied  # else the result shares no memory with `state`
     states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
     group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
-    before = dict(optimizer.state)
+    before = dict(optimizer.state)  # is not read, and is there again afterwards
     try:
         # The optimizer's own code saves it: some, like those of bitsandbytes, save their state in another form.
         _replace(optimizer.state, {p: values for p, values in states.items() if values or p not in group_values})

@@ -1,7 +1,4 @@
-"""Reads and writes folders in the format of torch.distributed.checkpoint, in parts by several processes.
-
-Their content has the names that Lightning's `FSDPStrategy` gives it. Nothing that is read is executed.
-"""
+"""Reads and writes, in parts, folders in the format of torch.distributed.checkpoint; nothing read is executed."""
 
 from __future__ import annotations
 
@@ -42,6 +39,7 @@ from lightning_swarm.protocol.messages.state import WrittenValue
 REST: Final = "meta.pt"
 """The file with everything in a checkpoint except weights and optimizer state. The name is Lightning's."""
 
+# The names that Lightning's `FSDPStrategy` gives them.
 WEIGHTS: Final = "model"
 OPTIMIZER: Final = "optimizer_0"
 
@@ -91,10 +89,7 @@ def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) ->
 
 
 def finish(folder: Path, written: Sequence[WrittenValue], also: Mapping[str, str]) -> None:
-    """Write the index of a folder whose parts are all written.
-
-    `also` has further names of weights, with the names under which they were written.
-    """
+    """Write the index of a folder whose parts are all written; `also` maps further names of weights to written ones."""
     aliases = [
         msgspec.structs.replace(value, path=[WEIGHTS, alias])
         for value in written
@@ -141,10 +136,7 @@ def is_folder(path: Path) -> bool:
 
 
 class ShardedCheckpoint:
-    """Reads a sharded checkpoint, in parts.
-
-    Raises `ConfigError` if parts of it are missing, or if its index holds more than names and numbers.
-    """
+    """Reads a sharded checkpoint, in parts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -158,6 +150,7 @@ class ShardedCheckpoint:
                 f"cannot be read: {error}. Take another checkpoint."
             ) from error
         self._check_files()
+        self._paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -171,11 +164,6 @@ class ShardedCheckpoint:
                 f"a sharded checkpoint must have all of its files in one folder; in {self._path} "
                 f"{few(problems)}. Copy them there from where they are, or take another checkpoint."
             )
-
-    @cached_property
-    def _paths(self) -> dict[str, tuple[Any, ...]]:
-        paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data
-        return paths
 
     @cached_property
     def _keys(self) -> dict[str, dict[str, list[str]]]:
@@ -227,13 +215,11 @@ class ShardedCheckpoint:
         return dict(self._read(keys).get(OPTIMIZER, {}).get("state", {}))
 
     def _read(self, keys: Sequence[str]) -> dict[str, Any]:
-        targets: dict[str, Any] = {}
+        targets: dict[str, Any] = dict.fromkeys(keys)
         for key in keys:
             stored = self._metadata.state_dict_metadata[key]
             if isinstance(stored, TensorStorageMetadata):
                 targets[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
-            else:
-                targets[key] = None
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, self._metadata, True)
         self._reader.set_up_storage_reader(self._metadata, True)

@@ -1,8 +1,4 @@
-"""The interface of a network for the rest of the package: `Transport`, `Directory`, `Message`.
-
-`network/hivemind/` talks over libp2p and a Kademlia DHT; `network/memory.py` is its twin within one process. Both pass
-the same contract tests, and both send through `network/framing.py`.
-"""
+"""The interface of a network for the rest of the package; `network/hivemind/` and `network/memory.py` implement it."""
 
 from __future__ import annotations
 
@@ -31,15 +27,10 @@ MAX_STREAM_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class Message:
-    """A control body and the tensors that belong to it.
+    """A control body and the tensors that belong to it."""
 
-    Args:
-        body: At most `MAX_CALL_BYTES`; its meaning depends on the method.
-        tensors: CPU tensors of any dense dtype and shape; they travel as raw bytes, never pickled.
-    """
-
-    body: bytes = b""
-    tensors: tuple[Tensor, ...] = ()
+    body: bytes = b""  # at most `MAX_CALL_BYTES`; its meaning depends on the method
+    tensors: tuple[Tensor, ...] = ()  # on the CPU, of any dense dtype and shape; they travel as raw bytes
 
     @property
     def num_tensor_bytes(self) -> int:
@@ -56,10 +47,7 @@ StreamHandler = Callable[[PeerId, Message], Awaitable[Message]]
 
 @dataclass
 class Traffic:
-    """Bytes that this peer sent and received, framing included. Calls to itself are not counted.
-
-    Keys are ``(other peer, method)``.
-    """
+    """Bytes, framing included, that this peer exchanged with others, by ``(other peer, method)``."""
 
     sent_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
@@ -109,11 +97,7 @@ def _faster(one: TransferSample | None, other: TransferSample) -> TransferSample
 
 
 class Transport(ABC):
-    """Exchanges messages with other peers.
-
-    A transport lives on one asyncio loop, and none of its methods may be called from another thread. A peer may call
-    itself: then the handler runs directly, and nothing is copied or counted.
-    """
+    """Exchanges messages with other peers, on one asyncio loop: no method may be called from another thread."""
 
     traffic: Traffic
     links: LinkEstimates
@@ -138,46 +122,27 @@ class Transport(ABC):
 
     @abstractmethod
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
-        """Send one small request and return its answer.
-
-        Args:
-            peer: The peer to ask.
-            method: A method that the other peer has registered.
-            body: At most `MAX_CALL_BYTES`.
-            timeout: Seconds until `DeadlineExceeded`.
-
-        Raises:
-            Unreachable: There is no connection, it broke before the answer, or the peer fell silent: see `ping`.
-            DeadlineExceeded: No answer came in time.
-            ProtocolError: The body or the answer is too long, or the method is unknown there.
-            SwarmError: The handler raised this error; it travels by its name.
-        """
+        """Send one request of at most `MAX_CALL_BYTES`, and return its answer within `timeout` seconds."""
+        # If the peer is this one, the handler runs directly, and nothing is copied or counted. Raises:
+        # - Unreachable: there is no connection, it broke before the answer, or the peer fell silent (see `ping`);
+        # - DeadlineExceeded: no answer came in time;
+        # - ProtocolError: the body or the answer is too long, or the method is unknown there;
+        # - any other SwarmError that the handler raised: it travels by its name.
 
     @abstractmethod
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
     ) -> Message:
-        """Send one message with tensors and return the answer, which has tensors, too. Raises what `call` raises.
-
-        Args:
-            peer: The peer to ask.
-            method: A method that the other peer has registered.
-            message: Its tensors are only read and may be shared, but must not change until this returns.
-            timeout: Seconds for the whole exchange.
-            max_bytes: An answer with more tensor bytes is refused before memory is allocated. If neither the answer nor
-                the request may have more than `SMALL_BYTES`, the exchange costs no more than a call does.
-        """
+        """Send one message with tensors and return the answer, which has tensors, too. Raises what `call` raises."""
+        # The tensors are only read and may be shared, but must not change until this returns. An answer with more than
+        # `max_bytes` of tensors is refused before memory is allocated. If neither it nor the request may have more
+        # than `SMALL_BYTES`, the exchange costs no more than a call does.
 
     @abstractmethod
     async def ping(self, peer: PeerId) -> float:
-        """Ask whether a peer is alive, and return the seconds until it answered. A peer that computes answers, too.
-
-        There is no need to ping before a call: during an exchange its peer is pinged, and `Unreachable` is raised soon
-        after it fell silent. So a call's `timeout` may be as long as the work that it asks for.
-
-        Raises:
-            Unreachable: There is no connection, or no answer for as long as a peer may be silent.
-        """
+        """Return the seconds until a peer answers, though it computes; `Unreachable` if it is silent for too long."""
+        # There is no need to ping before a call: during an exchange its peer is pinged, and `Unreachable` is raised
+        # soon after it fell silent. So a call's `timeout` may be as long as the work that it asks for.
 
     @abstractmethod
     async def connect(self, addresses: Sequence[str]) -> None:
@@ -212,12 +177,7 @@ class Directory(ABC):
 
     @abstractmethod
     async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:
-        """Publish `value` (at most `MAX_RECORD_BYTES`) under `key` for this peer, in place of its earlier one.
-
-        Raises:
-            Unreachable: There are other peers, and none of them stored it.
-            ProtocolError: The value is too long, or its life is.
-        """
+        """Publish `value` in place of this peer's earlier one; `Unreachable` if there are others and none stored it."""
 
     @abstractmethod
     async def read(self, key: str) -> Mapping[PeerId, bytes]:

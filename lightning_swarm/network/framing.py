@@ -1,15 +1,4 @@
-"""The encoding of a `Message`, and of an error as an answer, for every transport.
-
-::
-
-    fixed header   magic, version, kind, exchange id, lengths, checksum of the control part, own checksum
-    control part   msgpack: method (or name of the error), body (or its text), dtype and shape per tensor
-    payload        the tensors' raw bytes, one after the other, little endian, without padding
-    end            marker, checksum of the payload
-
-Lengths are checked before memory is allocated, and a tensor reaches the caller only after the end marker, so a
-malformed or broken message changes nothing. Nothing here is ever pickled.
-"""
+"""The encoding of a `Message`, and of an error as an answer, for every transport. Nothing is ever pickled."""
 
 from __future__ import annotations
 
@@ -39,23 +28,18 @@ _ALIGNMENT: Final = 64  # torch's own: some libraries round differently if memor
 
 
 def new_bytes(n: int) -> Tensor:
-    """Make an uninitialised uint8 tensor ``[n]`` on the CPU, aligned as torch aligns.
-
-    Large ones come from numpy, which asks Linux for huge pages: touching 40 MB of fresh memory for the first time then
-    takes a quarter of the time.
-    """
+    """Make an uninitialised uint8 tensor ``[n]`` on the CPU, aligned as torch aligns."""
     if n < _HUGE_BYTES:
         return torch.empty(n, dtype=torch.uint8)
-    return torch.from_numpy(_aligned(_raw(n), n))
+    # numpy asks Linux for huge pages: touching 40 MB for the first time then takes a quarter of the time.
+    return torch.from_numpy(_aligned(np.empty(n + _ALIGNMENT, dtype=np.uint8), n))
 
 
 class BufferPool:
-    """Reuses memory that is needed again and again, in the same sizes, once nothing refers to it any more.
+    """Reuses memory that is needed again and again, in the same sizes, once nothing refers to it any more."""
 
-    Linux clears each page that it hands out. In a process whose memory has been in use for a while that takes as long
-    as ten passes over it: 0.15 s for 50 MB were measured.
-    """
-
+    # Linux clears each page that it hands out. In a process whose memory has been in use for a while that takes as long
+    # as ten passes over it: 0.15 s for 50 MB were measured.
     def __init__(self, num_spare: int, max_bytes: int) -> None:
         self._max_bytes = max_bytes  # of an unused piece that is kept
         # The newest unused pieces. Any thread may use this: `deque`'s methods are atomic.
@@ -80,15 +64,11 @@ class BufferPool:
             if len(raw) == n + _ALIGNMENT:
                 return raw
             self._spare.append(raw)
-        return _raw(n)
+        return np.empty(n + _ALIGNMENT, dtype=np.uint8)
 
     def _keep(self, raw: npt.NDArray[np.uint8]) -> None:
         if len(raw) <= self._max_bytes:
             self._spare.append(raw)
-
-
-def _raw(n: int) -> npt.NDArray[np.uint8]:
-    return np.empty(n + _ALIGNMENT, dtype=np.uint8)
 
 
 def _aligned(raw: npt.NDArray[np.uint8], n: int) -> npt.NDArray[np.uint8]:
@@ -109,6 +89,10 @@ _JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than more wr
 _MAGIC: Final = b"LSWM"
 _VERSION: Final = 1
 _END: Final = b"LEND"
+# A message is a fixed header, then a control part (msgpack: method or name of the error, body or its text, dtype and
+# shape per tensor), a payload (the tensors' raw bytes, little endian, without padding), and a trailer: marker, checksum
+# of the payload. Lengths are checked before memory is allocated, and a tensor reaches the caller only after the
+# trailer, so a malformed or broken message changes nothing. The fixed header:
 # magic, version, kind, reserved, exchange id, control bytes, payload bytes, control checksum; then its own checksum.
 _FIXED: Final = struct.Struct("<4sBBHQIQI")
 _CHECKSUM: Final = struct.Struct("<I")
@@ -197,11 +181,7 @@ class Head:
 
 
 def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Iterator[Buffer]:
-    """Return the buffers that make up a message, to be written in order.
-
-    A message that cannot travel is refused at once. The payload is read chunk by chunk, as the buffers are taken,
-    without a copy, except for the first and the last 64 KiB (and tensors that are not contiguous).
-    """
+    """Return the buffers that make up a message, to be written in order, or refuse a message that cannot travel."""
     check_outgoing(method, message)
     views = [to_bytes(tensor) for tensor in message.tensors]
     specs = tuple(map(spec_of, message.tensors))
@@ -213,6 +193,7 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     if payload_bytes <= _JOIN_BYTES:
         payload = b"".join(views)
         return iter((b"".join((head, payload, _TRAILER.pack(_END, crc32(payload)))),))
+    # Read chunk by chunk as they are taken, without a copy but of the first and the last 64 KiB.
     return _buffers(head, views)
 
 
@@ -259,24 +240,14 @@ def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
 
 
 async def read_head(reader: Reader) -> Head:
-    """Read a message, except its tensors: `read_tensors` must follow.
-
-    Raises:
-        ProtocolError: The message is malformed, and the rest of the stream is meaningless.
-        asyncio.IncompleteReadError: The stream ended; with ``partial == b""`` if it ended between messages.
-    """
+    """Read a message, except its tensors: `read_tensors` must follow. After an error the stream is of no more use."""
     fixed = _parse_fixed_header(await reader.readexactly(HEADER_BYTES))
     return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
 
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
-    """Read the tensors that `head` announces into new memory. `Head.check_size` must have checked their size.
-
-    Raises:
-        ProtocolError: The tensors are malformed, or were damaged on the way.
-        asyncio.IncompleteReadError: The stream ended too early.
-        TimeoutError: No byte came for `stall_timeout` seconds.
-    """
+    """Read the tensors of `head` into new memory; `TimeoutError` if no byte comes for `stall_timeout` seconds."""
+    # `Head.check_size` must have checked their size.
     raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
     loop = asyncio.get_running_loop()
     checksum = 0
@@ -295,10 +266,8 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
-    """Cut a large payload into writes, the first with the head, the last with the trailer.
-
-    The daemon makes a packet of each write, so head and trailer must not be writes of their own.
-    """
+    """Cut a large payload into writes, the first with the head, the last with the trailer."""
+    # The daemon makes a packet of each write, so head and trailer must not be writes of their own.
     chunks = [view[begin : begin + CHUNK_BYTES] for view in views for begin in range(0, view.nbytes, CHUNK_BYTES)]
     chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
     chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]

@@ -1,15 +1,11 @@
-"""Pings to peers that owe an answer, to find out whether they are alive: one series of pings for each peer.
-
-A dead peer breaks its connections. A frozen peer, or one behind a dead link, breaks nothing and is silent. A busy peer
-answers pings. So an exchange may take long and still end soon after its peer fell silent.
-"""
+"""Pings peers that owe an answer, so that an exchange may take long and still end soon after its peer fell silent."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_swarm.core.errors import SwarmError
@@ -52,26 +48,17 @@ class _WatchedPeer:
         """Return whether an exchange with the peer is going on, or ended a moment ago."""
         return bool(self.exchanges or self.channels or self.tick is not None)
 
-    def check_channels(self, now_s: float) -> None:
-        """Count moving bytes as a sign of life."""
-        num_moved_bytes = sum(channel.num_moved_bytes for channel in self.channels)
-        if num_moved_bytes != self.num_moved_bytes:
-            self.num_moved_bytes, self.heard_s = num_moved_bytes, now_s
 
-
+# A dead peer breaks its connections. A frozen peer, or one behind a dead link, breaks nothing and is silent. A busy
+# peer answers pings.
+@dataclass(eq=False)
 class Liveness:
     """Watches the peers of current exchanges, and ends the exchanges of a peer that falls silent."""
 
-    def __init__(
-        self,
-        silence_s: float,
-        ping: Callable[[PeerId], Coroutine[Any, Any, None]],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
-        self.silence_s = silence_s  # how long a peer may be silent, at least: longer where round trips are slow
-        self._ping = ping  # returns when the peer has answered anything at all, and raises otherwise
-        self._spawn = spawn  # runs a ping in a task that has an owner
-        self._watched: dict[PeerId, _WatchedPeer] = {}
+    silence_s: float  # how long a peer may be silent, at least: longer where round trips are slow
+    _ping: Callable[[PeerId], Coroutine[Any, Any, None]]  # returns when the peer has answered anything, else raises
+    _spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]  # runs a ping in a task that has an owner
+    _watched: dict[PeerId, _WatchedPeer] = field(default_factory=dict)
 
     def patience_s(self, peer: PeerId) -> float:
         """Seconds that `peer` may be silent."""
@@ -139,7 +126,9 @@ class Liveness:
         interval_s = self.patience_s(peer) / PINGS_PER_SILENCE
         if (late_s := now_s - watched.due_s) > interval_s:
             watched.heard_s += late_s  # this process was suspended or blocked, and could hear nothing
-        watched.check_channels(now_s)
+        num_moved_bytes = sum(channel.num_moved_bytes for channel in watched.channels)
+        if num_moved_bytes != watched.num_moved_bytes:  # a sign of life
+            watched.num_moved_bytes, watched.heard_s = num_moved_bytes, now_s
         silent_s = now_s - watched.heard_s
         if silent_s >= self.patience_s(peer):
             for exchange in watched.exchanges:

@@ -1,15 +1,11 @@
-"""A network within one process: the twin of `network/hivemind/`, for tests, on any loop.
-
-It sends through the real framing with checksums, so a message is copied, counted and checked as on a real network. On a
-`VirtualLoop` a run repeats exactly.
-"""
+"""A network within one process, for tests, on any loop: it sends through the real framing, as `network/hivemind/`."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -17,7 +13,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId, check_record
 from lightning_swarm.network.framing import Buffer, Kind, decode
-from lightning_swarm.network.rpc import Channel, Feed, ask, serve
+from lightning_swarm.network.rpc import Channel, Feed
 from lightning_swarm.network.simulated_link import SimulatedLink, cross
 from lightning_swarm.network.transport import SILENCE_S, BaseTransport, Tap
 
@@ -44,25 +40,21 @@ class MemoryNetwork:
         silence_s: float = SILENCE_S,  # without a sign of life, after which peers count another one as gone
         lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # of single peers; their latency comes on top
     ) -> None:
-        self._tap: WireTap | None = None
+        self.tap: WireTap | None = None  # on all wires
         self.silence_s = silence_s
         self._latency_s = latency_s
         self._links = lines
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
-        self._wires: dict[_Wire, None] = {}
-        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
+        self.wires: dict[_Wire, None] = {}  # ordered, so that a run repeats exactly
+        # Each peer's announcement by its key, and when it expires.
+        self.records: defaultdict[str, dict[PeerId, tuple[bytes, float]]] = defaultdict(dict)
         self._numbers = itertools.count(1)
-
-    @property
-    def tapped(self) -> WireTap | None:
-        """The tap on all wires, if there is one."""
-        return self._tap
 
     def attach_tap(self, tap: WireTap) -> None:
         """Put a tap on all wires and on all peers' exchanges."""
-        self._tap = tap
+        self.tap = tap
         for transport in self._peers.values():
             transport.tap = tap
 
@@ -73,7 +65,7 @@ class MemoryNetwork:
         if peer_id in self._peers:
             raise ValueError(f"There is a live peer {peer_id!r} already.")
         self._peers[peer_id] = transport = MemoryTransport(self, peer_id, number)
-        transport.tap = self._tap
+        transport.tap = self.tap
         return transport
 
     def directory(self, transport: MemoryTransport) -> MemoryDirectory:
@@ -122,11 +114,13 @@ class MemoryNetwork:
         await asyncio.sleep(self._latency_s + sum(link.latency_s for link in links))
 
     async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
-        """Carry one buffer across, or raise `ConnectionError` if either peer is gone.
-
-        All bytes between peers come through here, so this is the place for faults.
-        """
-        while obstacle := self._obstacle(sender, receiver):
+        """Carry one buffer across, or raise `ConnectionError` if either peer is gone."""
+        # All bytes between peers come through here, so this is the place for faults.
+        while obstacle := (
+            self._frozen.get(sender)
+            or self._frozen.get(receiver)
+            or (self._cuts.get(frozenset((sender, receiver))) if self._cuts else None)
+        ):
             await obstacle.wait()
         one, other = self._links.get(sender), self._links.get(receiver)
         if sender != receiver and not (one is None and other is None):
@@ -136,41 +130,19 @@ class MemoryNetwork:
                 raise ConnectionResetError(f"{peer} is gone")
         return bytes(buffer)
 
-    def _obstacle(self, sender: PeerId, receiver: PeerId) -> asyncio.Event | None:
-        """Return the event that must happen before any byte gets from one peer to the other."""
-        return (
-            self._frozen.get(sender)
-            or self._frozen.get(receiver)
-            or (self._cuts.get(frozenset((sender, receiver))) if self._cuts else None)
-        )
-
-    def records(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
-        """Return each peer's announcement under `key`, and when it expires."""
-        return self._records.setdefault(key, {})
-
-    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _Wire:
-        """Make a wire in one direction. It breaks if either end is removed."""
-        wire = _Wire(self, sender, receiver)
-        self._wires[wire] = None
-        return wire
-
-    def drop_wire(self, wire: _Wire) -> None:
-        """Forget a wire that has been closed."""
-        self._wires.pop(wire, None)
-
     def remove(self, peer: PeerId) -> None:
         """Take a peer off the network, and break its wires in both directions."""
         self._peers.pop(peer, None)
         self.thaw(peer)
         for one, other in [tuple(cut) for cut in self._cuts if peer in cut]:
             self.mend(one, other)
-        for wire in tuple(self._wires):
+        for wire in tuple(self.wires):
             if peer in (wire.sender, wire.receiver):
                 wire.break_off()
 
 
 class _Wire(asyncio.ReadTransport):
-    """A wire that carries bytes in one direction, through a bounded buffer."""
+    """A wire that carries bytes in one direction, through a bounded buffer. It breaks if either end is removed."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
         super().__init__()
@@ -178,6 +150,7 @@ class _Wire(asyncio.ReadTransport):
         self.reader = Feed(limit=_PIPE_BYTES, loop=asyncio.get_running_loop())
         self.reader.set_transport(self)
         self._network = network
+        network.wires[self] = None
         self._room = asyncio.Event()
         self._room.set()
         self._broken = False
@@ -214,14 +187,14 @@ class _Wire(asyncio.ReadTransport):
             self._broken = True
             self.reader.feed_eof()
         self._room.set()
-        self._network.drop_wire(self)
+        self._network.wires.pop(self, None)
 
     def break_off(self) -> None:
         """End the wire as a dying peer does."""
         self._broken = True
         self.reader.set_exception(ConnectionResetError("the peer is gone"))
         self._room.set()
-        self._network.drop_wire(self)
+        self._network.wires.pop(self, None)
 
 
 class MemoryTransport(BaseTransport):
@@ -253,7 +226,7 @@ class MemoryTransport(BaseTransport):
             self._break_off()
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        network, tap = self._network, self._network.tapped
+        network, tap = self._network, self._network.tap
         network.find(peer)
         body = decode(request).body if tap else b""
         if tap and tap.damages(self._peer_id, peer, method, body, answer=None, is_answer=False):
@@ -283,34 +256,24 @@ class MemoryTransport(BaseTransport):
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         remote = self._network.find(peer)
-        request = self._network.connect_wire(self._peer_id, peer)
-        answer = self._network.connect_wire(peer, self._peer_id)
-        if tap := self._network.tapped:
+        request, answer = _Wire(self._network, self._peer_id, peer), _Wire(self._network, peer, self._peer_id)
+        if tap := self._network.tap:
             exchange = (self._peer_id, peer, method, message.body)
             request.damaged = tap.damages(*exchange, answer=None, is_answer=False)
             answer.damaged = tap.damages(*exchange, answer=None, is_answer=True)
-        channel = Channel(answer.reader, request.write)
-        remote.accept(self._peer_id, request, answer)
+        remote._spawn(remote._serve_wires(self._peer_id, request, answer))
         try:
-            with self._liveness.moving(peer, channel):
-                return (await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes))[0]
+            return (await self._ask_over(Channel(answer.reader, request.write), peer, method, message, max_bytes))[0]
         finally:
-            _hang_up(request, answer)
-            self._count(peer, method, channel)
+            request.hang_up()
+            answer.hang_up()
 
-    def accept(self, caller: PeerId, request: _Wire, answer: _Wire) -> None:
-        """Serve the requests that come over a new pair of wires."""
-
-        async def serve_wires() -> None:
-            channel = Channel(request.reader, answer.write)
-            try:
-                await serve(
-                    channel, partial(self._find, caller), partial(self._count_served, caller), idle_timeout=60.0
-                )
-            finally:
-                _hang_up(request, answer)
-
-        self._spawn(serve_wires())
+    async def _serve_wires(self, caller: PeerId, request: _Wire, answer: _Wire) -> None:
+        try:
+            await self._serve_channel(Channel(request.reader, answer.write), caller)
+        finally:
+            request.hang_up()
+            answer.hang_up()
 
 
 def _damage(data: bytes) -> bytes:
@@ -328,11 +291,6 @@ def _body(answer: bytes) -> bytes:
     return head.body if head.kind is Kind.ANSWER else b""
 
 
-def _hang_up(*wires: _Wire) -> None:
-    for wire in wires:
-        wire.hang_up()
-
-
 class MemoryDirectory(Directory):
     """A directory where every announcement is visible at once. A frozen peer sees only its own."""
 
@@ -348,13 +306,13 @@ class MemoryDirectory(Directory):
         self._check_open()
         if self._network.is_frozen(self._peer_id):
             raise Unreachable(f"No other peer stored what {self._peer_id} announced under {key!r}.")
-        self._network.records(key)[self._peer_id] = (value, now_s() + ttl_s)
+        self._network.records[key][self._peer_id] = (value, now_s() + ttl_s)
 
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
         """See `Directory`."""
         await self._network.depart(self._peer_id, self._peer_id)
         self._check_open()
-        records, at_s = self._network.records(key), now_s()
+        records, at_s = self._network.records[key], now_s()
         for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= at_s]:
             del records[peer]
         sees_only_itself = self._network.is_frozen(self._peer_id)

@@ -27,9 +27,9 @@ class Role(Transport):
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
         # The role's methods are registered now, so that they are refused with a clear error before it is first played.
         for method in calls:
-            self._set_call(method, None)
+            self.handle_call(method, None)
         for method, max_bytes in streams.items():
-            self._set_stream(method, None, max_bytes)
+            self.handle_stream(method, None, max_bytes=max_bytes)
 
     def retire(self) -> None:
         """End the role: refuse its methods from now on."""
@@ -45,13 +45,17 @@ class Role(Transport):
         """See `Transport`."""
         return self._transport.closed
 
-    def handle_call(self, method: str, handler: CallHandler) -> None:
-        """Answer until the role ends."""
-        self._set_call(method, handler)
+    def handle_call(self, method: str, handler: CallHandler | None) -> None:
+        """Answer until the role ends; without a handler, refuse."""
+        if method not in self._handlers:
+            self._transport.handle_call(method, partial(self._answer, method))
+        self._handlers[method] = handler
 
-    def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
-        """Answer until the role ends."""
-        self._set_stream(method, handler, max_bytes)
+    def handle_stream(self, method: str, handler: StreamHandler | None, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+        """Answer until the role ends; without a handler, refuse."""
+        if method not in self._handlers:
+            self._transport.handle_stream(method, partial(self._answer, method), max_bytes=max_bytes)
+        self._handlers[method] = handler
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
@@ -78,16 +82,6 @@ class Role(Transport):
     async def close(self) -> None:
         """End the role, and leave the peer's transport open."""
         self.retire()
-
-    def _set_call(self, method: str, handler: CallHandler | None) -> None:
-        if method not in self._handlers:
-            self._transport.handle_call(method, partial(self._answer, method))
-        self._handlers[method] = handler
-
-    def _set_stream(self, method: str, handler: StreamHandler | None, max_bytes: int) -> None:
-        if method not in self._handlers:
-            self._transport.handle_stream(method, partial(self._answer, method), max_bytes=max_bytes)
-        self._handlers[method] = handler
 
     async def _answer(self, method: str, caller: PeerId, request: Any) -> Any:
         handler = self._handlers[method]

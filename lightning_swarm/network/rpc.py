@@ -92,13 +92,7 @@ Endpoint = tuple[int, Responder]
 async def ask(
     channel: Channel, kind: Kind, exchange_id: int, method: str, message: Message, max_bytes: int
 ) -> tuple[Message, bool]:
-    """Send a request; return the answer, and whether the channel may be used again. After an exception it may not.
-
-    Raises:
-        Unreachable: The channel broke.
-        ProtocolError: The answer is malformed, too large, or one to another request.
-        SwarmError: The answer is an error.
-    """
+    """Send a request; return the answer, and whether the channel may be used again. After an exception it may not."""
     request = encode(kind, exchange_id, method, message)
     # A server may refuse a request that it has not read to its end, so listen while sending.
     async with _in_background(channel.send(request)) as sending:
@@ -108,7 +102,8 @@ async def ask(
             head.check_size(max_bytes)
             answer = Message(head.body, await read_tensors(channel, head))
         except (OSError, EOFError) as error:
-            raise Unreachable(f"The connection broke during `{method}`: {_text_of(error)}.") from error
+            problem = str(error) or type(error).__name__
+            raise Unreachable(f"The connection broke during `{method}`: {problem}.") from error
         # A server that answers before it has read everything refuses the request: the channel is of no more use then.
         return answer, sending.done() and not sending.cancelled() and sending.exception() is None
 
@@ -123,45 +118,39 @@ def check_answer(head: Head, exchange_id: int, method: str) -> None:
 
 async def serve(
     channel: Channel,
-    find: Callable[[Head], Endpoint],
-    count: Callable[[str, Channel], None],
+    find: Callable[[Head], Endpoint],  # or raises `ProtocolError`
+    count: Callable[[str, Channel], None],  # is called after each request
     *,
     idle_timeout: float,
 ) -> None:
-    """Answer the requests that come over a channel, one after the other, until it ends or breaks the protocol.
-
-    `find` returns the function that answers a request, or raises `ProtocolError`; `count` is called after each request.
-    A handler whose caller hangs up is cancelled.
-    """
-    fit = True
-    while fit:
-        method = ""
+    """Answer the requests that come over a channel, one after the other, until it ends or breaks the protocol."""
+    while True:
+        exchange_id, method = 0, ""
         try:
             async with asyncio.timeout(idle_timeout):
                 head = await read_head(channel)
-            method = head.method
-            fit = await _serve_one(channel, head, find)
+            exchange_id, method = head.exchange_id, head.method
+            await _serve_one(channel, head, find)
         except ProtocolError as error:
-            await _refuse(channel, 0, error)
-            fit = False
+            await _refuse(channel, exchange_id, error)
+            return
         except (OSError, EOFError):
-            fit = False
+            return
         finally:
             count(method, channel)
 
 
-async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> bool:
-    """Answer one request, and return whether the channel is fit for another."""
-    try:
-        max_bytes, respond = find(head)
-        head.check_size(max_bytes)
-        message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
-    except ProtocolError as error:
-        await _refuse(channel, head.exchange_id, error)
-        return False
-    answer = await _while_connected(channel, answer_to(head, respond, message))
+async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> None:
+    max_bytes, respond = find(head)
+    head.check_size(max_bytes)
+    message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
+    work = answer_to(head, respond, message)
+    async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
+        await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
+        if hangup.done():  # nobody wants the answer any more, so the handler is cancelled
+            raise EOFError("the caller is gone, or does not wait for its answers")
+        answer = working.result()
     await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
-    return True
 
 
 async def answer_to(
@@ -185,30 +174,15 @@ async def answer_to(
 
 
 async def _refuse(channel: Channel, exchange_id: int, error: ProtocolError) -> None:
-    """Answer a request that has not been read to its end, and wait for the caller to hang up.
-
-    Closing at once, with unread bytes, could destroy the answer on its way.
-    """
+    """Answer a request that has not been read to its end, and wait for the caller to hang up."""
     try:
         async with asyncio.timeout(_LINGER_S):
             await channel.send(encode_error(exchange_id, error))
+            # Closing at once, with unread bytes, could destroy the answer on its way.
             while await channel.read(1 << 16):
                 pass
     except (OSError, EOFError):
         return
-
-
-async def _while_connected(channel: Channel, working: Coroutine[Any, Any, _T]) -> _T:
-    """Await `working`, but cancel it if the caller hangs up and so wants no result any more."""
-    async with _in_background(working) as work, _in_background(channel.read(1)) as hangup:
-        await asyncio.wait({work, hangup}, return_when=asyncio.FIRST_COMPLETED)
-        if hangup.done():
-            raise EOFError("the caller is gone, or does not wait for its answers")
-        return work.result()
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 @asynccontextmanager

@@ -10,7 +10,6 @@ from typing import Final
 from lightning_swarm.core.clock import now_s
 
 PIECE_BYTES: Final = 1 << 16  # a link carries messages in such pieces, between which pieces of others come
-
 FIRST_WINDOW_BYTES: Final = 1 << 18  # of a stream
 
 
@@ -29,13 +28,9 @@ class Direction:
 
 @dataclass
 class FlowWindow:
-    """Flow control of one stream: how many bytes may be on their way until the reader allows more.
+    """Flow control of one stream: how many bytes may be on their way until the reader allows more."""
 
-    The window doubles each time that the reader allows more.
-
-    Source: yamux's specification, and the doubling of go-yamux, which libp2p's daemon has.
-    """
-
+    # Source: yamux's specification, and the doubling each time of go-yamux, which libp2p's daemon has.
     round_trip_s: float  # until the reader's answer to the first bytes of a window arrives
     _size_bytes: int = FIRST_WINDOW_BYTES
     _left_bytes: int = FIRST_WINDOW_BYTES

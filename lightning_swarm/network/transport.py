@@ -7,6 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.core.clock import now_s
@@ -30,19 +31,11 @@ from lightning_swarm.network import (
     StreamHandler,
     Traffic,
     Transport,
+    framing,
 )
-from lightning_swarm.network.framing import (
-    Head,
-    Kind,
-    check_outgoing,
-    decode,
-    encode,
-    encode_error,
-    exchange_id_of,
-    take_tensors,
-)
+from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.liveness import Exchange, Liveness
-from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, check_answer
+from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, ask, check_answer, serve
 
 _T = TypeVar("_T")
 
@@ -52,12 +45,11 @@ PING: Final = "transport.ping"
 SILENCE_S: Final = 10.0
 """Seconds without a sign of life after which the exchanges with a peer are ended."""
 
+_IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream, so that no request meets a closing one
+
 
 class Tap(Protocol):
-    """Sees and changes a peer's exchanges: this is how tests plan their faults.
-
-    The control bodies identify an exchange. The tap also sees the exchanges of a peer with itself.
-    """
+    """Sees and changes a peer's exchanges, also those with itself, told apart by their bodies: so tests plan faults."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
         """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
@@ -136,17 +128,17 @@ class BaseTransport(Transport):
     async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Exchange messages that are small enough for the stream of the calls."""
         exchange_id = next(self._exchange_ids)
-        request = b"".join(encode(kind, exchange_id, method, message))
+        request = b"".join(framing.encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
         began_s = now_s()
         data = await self._send_call(peer, method, request)
         self._liveness.heard(peer)
         self.links.add_sample(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
         self.traffic.received_bytes[peer, method] += len(data)
-        head = decode(data)
+        head = framing.decode(data)
         check_answer(head, exchange_id, method)
         head.check_size(max_bytes)
-        answer = Message(head.body, take_tensors(data, head))
+        answer = Message(head.body, framing.take_tensors(data, head))
         if self.tap is not None:
             await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
         return answer
@@ -164,7 +156,7 @@ class BaseTransport(Transport):
 
     async def _ping(self, peer: PeerId) -> None:
         """Ping a peer during an exchange. Any answer, even an error, is a sign of life."""
-        request = b"".join(encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
+        request = b"".join(framing.encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
         self.traffic.sent_bytes[peer, PING] += len(request)
         answer = await self._send_call(peer, PING, request)
         self.traffic.received_bytes[peer, PING] += len(answer)
@@ -181,14 +173,14 @@ class BaseTransport(Transport):
         """Make the encoded answer to an encoded call."""
         method = ""
         try:
-            head = decode(request)
+            head = framing.decode(request)
             max_bytes, respond = self._find(caller, head)
             head.check_size(max_bytes)
             method = head.method
-            message = Message(head.body, take_tensors(request, head))
+            message = Message(head.body, framing.take_tensors(request, head))
             answer = b"".join(await answer_to(head, respond, message, max_bytes=SMALL_BYTES))
         except ProtocolError as error:
-            answer = b"".join(encode_error(exchange_id_of(request), error))
+            answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
         self.traffic.received_bytes[caller, method] += len(request)
         self.traffic.sent_bytes[caller, method] += len(answer)
         return answer
@@ -223,6 +215,26 @@ class BaseTransport(Transport):
         _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
         return answer
 
+    async def _ask_over(
+        self, channel: Channel, peer: PeerId, method: str, message: Message, max_bytes: int
+    ) -> tuple[Message, bool]:
+        """Send a message with tensors over a channel, as `ask` does, with its bytes counted as they move."""
+        try:
+            with self._liveness.moving(peer, channel):
+                return await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes)
+        finally:
+            self._count(peer, method, channel)
+
+    async def _serve_channel(self, channel: Channel, caller: PeerId) -> None:
+        """Answer the messages with tensors that `caller` sends over a channel."""
+
+        def count(method: str, channel: Channel) -> None:
+            # Unknown method names share one entry, or strangers could fill the memory by making up names.
+            known = method in self._call_handlers or method in self._stream_handlers
+            self._count(caller, method if known else "", channel)
+
+        await serve(channel, partial(self._find, caller), count, idle_timeout=_IDLE_TIMEOUT_S)
+
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
         """Count the bytes that went over a channel since the last time."""
         sent_bytes, received_bytes = channel.take_counts()
@@ -230,11 +242,6 @@ class BaseTransport(Transport):
             self.traffic.sent_bytes[peer, method] += sent_bytes
         if received_bytes:
             self.traffic.received_bytes[peer, method] += received_bytes
-
-    def _count_served(self, caller: PeerId, method: str, channel: Channel) -> None:
-        # Unknown method names share one entry, or strangers could fill the memory by making up names.
-        known = method in self._call_handlers or method in self._stream_handlers
-        self._count(caller, method if known else "", channel)
 
     @asynccontextmanager
     async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[None]:
@@ -317,5 +324,5 @@ def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:
 
 def _describe(kind: Kind, method: str, message: Message) -> Head:
     """Make the head that `message` would have on the wire."""
-    check_outgoing(method, message)
+    framing.check_outgoing(method, message)
     return Head(kind, 0, method, message.body, (), message.num_tensor_bytes)

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import torch
 
@@ -44,7 +45,7 @@ def nested_tuples(levels: int) -> bytes:
 
 
 def good(peer: Peer, value: bytes = b"good") -> bytes:
-    return records.GuardedSerializer.dumps(records.pack(records.Announcement(value, time.time() + LONG_S)))
+    return records.GuardedSerializer.dumps(msgspec.msgpack.encode(records.Announcement(value, time.time() + LONG_S)))
 
 
 NESTED = nested_tuples(300)
@@ -57,8 +58,8 @@ HOSTILE = {
     "too long": msgpack.packb(bytes(records._MAX_PACKED_BYTES)),
     "no announcement": msgpack.packb(b"whatever"),
     "nested inside": msgpack.packb(NESTED),
-    "expired": msgpack.packb(records.pack(records.Announcement(b"", 1.0))),
-    "eternal": msgpack.packb(records.pack(records.Announcement(b"", 1e300))),
+    "expired": msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", 1.0))),
+    "eternal": msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", 1e300))),
     "a dictionary": records.MSGPackSerializer.dumps(engine.DictionaryDHTValue()),
 }
 

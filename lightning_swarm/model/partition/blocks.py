@@ -40,12 +40,8 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
-    """Find the chain of blocks of a LightningModule, whose parameters may be on meta.
-
-    `pipeline` is the dotted name of a ``Sequential``, or of a ``ModuleList`` that the model's own forward goes through.
-    None: the model's own forward if it defines ``configure_stages``, else the one ``Sequential`` that holds all its
-    parameters. Raises `ConfigError` if there is no such submodule, or no one way to read the model as a chain.
-    """
+    """Find the chain of blocks of a LightningModule, whose parameters may be on meta."""
+    # `pipeline` names a `Sequential`, or a `ModuleList` that the model's own forward goes through.
     name, root = ("", model) if pipeline is None else (pipeline, _submodule(model, pipeline))
     if callable(getattr(model, _HOOK, None)):
         return _configured(model, name, root)

@@ -1,9 +1,4 @@
-"""Turns the calls of a list's blocks in the user's own forward into extras that travel with a microbatch, and back.
-
-Blocks may be given different values under one name, such as the masks of local and of global attention. Each value
-travels once; a block's call says which value it takes as which argument. Values that need a gradient, such as an
-encoder's output, travel with the hidden state from block to block, and their gradient comes back with its gradient.
-"""
+"""Turns the calls of a list's blocks in the user's own forward into extras that travel with a microbatch, and back."""
 
 from __future__ import annotations
 
@@ -39,18 +34,25 @@ class BlockCall:
 
 
 def bind(
-    names: Sequence[str], calls: Iterable[BlockCall], shared: Collection[str] = ()
+    names: Sequence[str],
+    calls: Iterable[BlockCall],
+    shared: Collection[str] = (),  # arguments that belong to no sample: no gradient comes back for them
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Turn calls of the named blocks into values that are carried with the hidden state, and extras.
-
-    Arguments in `shared` belong to no sample: no gradient comes back for them.
-    """
+    """Turn calls of the named blocks into values that are carried with the hidden state, and extras."""
+    # Blocks may be given different values under one name, such as the masks of local and of global attention. Each
+    # value travels once; a block's call says which value it takes as which argument.
     values: dict[str, Any] = {}
     bound = {
         name: ({argument: _enter(values, argument, value) for argument, value in call.arguments.items()}, call.picks)
         for name, call in zip(names, calls, strict=True)
     }
-    carried = [name for name, value in values.items() if argument_of(name) not in shared and _wants_gradient(value)]
+    # What needs a gradient, such as an encoder's output, travels with the hidden state from block to block, and its
+    # gradient comes back with the hidden state's.
+    carried = [
+        name
+        for name, value in values.items()
+        if argument_of(name) not in shared and any(t.requires_grad for t in serialization.flatten(value)[1])
+    ]
     extras = {name: value for name, value in values.items() if name not in carried} | {CALLS: bound}
     return [values[name] for name in carried], extras | ({CARRIED: [carried, names[-1]]} if carried else {})
 
@@ -71,12 +73,9 @@ def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, A
 def call_bound(
     blocks: Iterable[nn.Module], names: Sequence[str | None], inputs: tuple[Any, ...], extras: Mapping[str, Any]
 ) -> Any:
-    """Call blocks in order, with the arguments that the extras of `bind` give them.
-
-    A name is None for a layer between blocks, which takes only the hidden state. `inputs` are the output of the block
-    before, or the hidden state and the carried values. Returns the hidden state; if values are carried and this is not
-    the last block, a tuple of the hidden state and these values.
-    """
+    """Call blocks, with the extras of `bind`; return the hidden state, with carried values before the last block."""
+    # A name is None for a layer between blocks, which takes only the hidden state. `inputs` are the output of the block
+    # before, or the hidden state and the carried values.
     carried, last = extras.get(CARRIED, ([], names[-1]))
     hidden, *others = inputs if len(inputs) > 1 or not carried else inputs[0]
     extras = {**extras, **dict(zip(carried, others, strict=True))}
@@ -113,10 +112,6 @@ def _same(one: Any, other: Any) -> bool:
     structure, tensors = serialization.flatten(one)
     other_structure, others = serialization.flatten(other)
     return structure == other_structure and all(a is b for a, b in zip(tensors, others, strict=True))
-
-
-def _wants_gradient(value: Any) -> bool:
-    return any(tensor.requires_grad for tensor in serialization.flatten(value)[1])
 
 
 def _enter(values: dict[str, Any], argument: str, value: Any) -> str:

@@ -40,10 +40,7 @@ def is_computing() -> bool:
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse calls of the blocks' parts with parameters outside of `computing`, until the handles are removed.
-
-    With `callable_blocks` the blocks themselves may be called: something else stands in for their forward.
-    """
+    """Refuse calls of the blocks' parts with parameters outside of `computing`, until the handles are removed."""
     blocks = list(blocks)
     parts = {
         id(part): part
@@ -51,7 +48,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
         for part in block.modules()
         if part._parameters or isinstance(part, OptimizedModule)
     }
-    if callable_blocks:
+    if callable_blocks:  # something else stands in for their forward
         for block in blocks:
             parts.pop(id(block), None)
     return [part.register_forward_pre_hook(_refuse) for part in parts.values()]
@@ -100,10 +97,8 @@ def check_registered(blocks: Blocks, registered: set[int]) -> None:
 
 
 def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
-    """Refuse tied parameters between stages with and without float64 ones.
-
-    Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
-    """
+    """Refuse tied parameters between stages with and without float64 ones."""
+    # Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]
     mixed = [

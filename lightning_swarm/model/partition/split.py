@@ -23,10 +23,7 @@ from lightning_swarm.model.partition.stages import Named, Run, Slot, StageModule
 
 
 def layers_by_block(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
-    """Return a model's boundary layers by the indices of the blocks that they stand after.
-
-    Raises `ConfigError` if one stands after something else.
-    """
+    """Return a model's boundary layers by the indices of the blocks that they stand after."""
     layers = boundary_layers(model)
     places = {id(model.get_submodule(name)): name for name in layers}
     behind = {i: places.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in places}
@@ -46,11 +43,7 @@ def insert_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range],
 
 
 def plan_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> list[str]:
-    """Return the full names of the blocks after which new boundary layers would stand.
-
-    A model that has boundary layers already gets none. Raises `ConfigError` if there is only one stage, a layer cannot
-    stand where a stage ends, or the model's own layers are different ones.
-    """
+    """Return the full names of the blocks after which new layers would stand; none if the model has layers already."""
     last_blocks = [indices.stop - 1 for indices in ranges[:-1]]
     existing = layers_by_block(model, blocks)
     if existing:
@@ -111,11 +104,7 @@ def batch_norms(blocks: Blocks) -> list[str]:
 
 
 def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
-    """Build stages of a LightningModule's blocks, without changing it; its parameters may be on meta.
-
-    Returns one stage for each range; then, if parameters are in no block, one that holds them, on the trainers. Raises
-    `ConfigError` if the ranges do not cover the blocks in order, or the model cannot be trained in stages.
-    """
+    """Build a stage for each range of a LightningModule's blocks, without changing it; parameters may be on meta."""
     checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_by_block(model, blocks)
     outside = _outside(model, [*blocks.modules, *layers.values()])
@@ -141,7 +130,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
         )
         stages.append(StageModule(spec_of(index, names[index], slots), run, slots))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
-    if around:
+    if around:  # parameters in no block are in one more stage, on the trainers
         slots = TensorIndex(around, ())
         stages.append(StageModule(spec_of(len(runs), (), slots, on_trainers=True), (), slots))
     return tuple(stages)
@@ -195,15 +184,11 @@ def choose_ranges(
     blocks: Blocks,
     num_stages: int,
     split: str | tuple[str, ...],
-    measured: Callable[[], Sequence[int]] | None = None,
+    measured: Callable[[], Sequence[int]] | None = None,  # times, for ``split="time"``; None: any partition will do
     *,
-    seams: Collection[int] = (),
+    seams: Collection[int] = (),  # blocks before boundary layers: if any, stages end there, or where `split` says
 ) -> tuple[range, ...]:
-    """Choose the blocks of each stage by the settings `num_stages` and `split` of `SwarmConfig`.
-
-    `measured` returns the time of each block, for ``split="time"``; None: any partition will do. `seams` are blocks
-    that boundary layers stand after; if there are any, stages end only there, or where `split` names it.
-    """
+    """Choose the blocks of each stage by the settings `num_stages` and `split` of `SwarmConfig`."""
     if isinstance(split, str):
         by_size = parameter_costs(blocks)
         costs = measured() if split == "time" and measured else by_size

@@ -1,8 +1,4 @@
-"""Stages: runs of blocks that a server computes, and the tensors in them.
-
-A stage holds the user's own modules, not copies, and knows their tensors by the names that the
-LightningModule's state dict gives them. So a checkpoint needs no translation.
-"""
+"""Stages: runs of the user's own blocks that a server computes, and the tensors in them by the state dict's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,16 +30,13 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 class StageSpec(msgspec.Struct, frozen=True):
-    """The blocks and tensors of a stage, in the LightningModule's order. Part of the run's manifest.
-
-    The last stage may be *on the trainers*: it has no blocks, but the parameters that stand around the pipeline.
-    """
+    """The blocks and tensors of a stage, in the LightningModule's order. Part of the run's manifest."""
 
     index: int
     block_names: tuple[str, ...]
     parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...]
-    on_trainers: bool = False
+    on_trainers: bool = False  # the last stage may have no blocks, but the parameters around the pipeline
 
 
 class StageModule(nn.Module):
@@ -60,11 +53,7 @@ class StageModule(nn.Module):
         self._slots = slots
 
     def forward(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
-        """Run the blocks on the inputs of the first one.
-
-        Extras are keyword arguments of the pipeline's call, or what `call_binding.bind` made of the calls of a list's
-        blocks; those for blocks of other stages are ignored.
-        """
+        """Run the blocks on the inputs of the first one. Extras for blocks of other stages are ignored."""
         if call_binding.CALLS in extras:
             return call_binding.call_bound(self.blocks, self._names, inputs, extras)
         return call_blocks(self.blocks, inputs, extras)
@@ -83,13 +72,9 @@ class StageModule(nn.Module):
         """Return full names and parameters, each once, in the LightningModule's order."""
         return [(name, getattr(owner, key)) for name, owner, key in self._slots.parameters]
 
-    def named_stage_buffers(self) -> list[tuple[str, Tensor]]:
-        """Return full names and buffers, persistent or not, each once, in the LightningModule's order."""
-        return [(name, getattr(owner, key)) for name, owner, key in self._slots.buffers]
-
     def named_stage_tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by full names."""
-        return {**dict(self.named_stage_parameters()), **dict(self.named_stage_buffers())}
+        """Return parameters, then buffers, persistent or not, by full names."""
+        return {name: getattr(owner, key) for name, owner, key in (*self._slots.parameters, *self._slots.buffers)}
 
     def copied(self) -> "StageModule":
         """Make a stage without blocks that has copies of this one's parameters."""

@@ -25,31 +25,25 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def time_costs(
     model: nn.Module,
     blocks: Blocks,
-    example: Any,
+    example: Any,  # what `model.forward` takes, or the pipelined module if there is none: value, tuple, or keywords
     *,
-    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,  # around forwards, for autocast
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, ...]:
-    """Measure the nanoseconds of a forward and a backward of each block: the median of a few, without the first.
-
-    `example` is what `model.forward` takes: a value, a tuple of them, or a dict of keyword arguments; if the model has
-    no forward, what the pipelined module takes. `context` is entered around forwards, for autocast. The model, which
-    has its weights and is where it computes, is left as it is, and so are random generators.
-    """
+    """Measure the nanoseconds of a forward and a backward of each block: the median of a few, without the first."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with _undisturbed(model, device), context():
         inputs = _inputs(model, blocks, example_arguments(example))
 
-    def measure_once(block: nn.Module, arguments: Arguments) -> float:
-        call = prepare_call(block, arguments, context)
-        _synchronize(device)
-        start_s = clock()
-        call()
-        _synchronize(device)
-        return clock() - start_s
-
     def measure(block: nn.Module, arguments: Arguments) -> int:
-        times = [measure_once(block, arguments) for _ in range(1 + _NUM_REPEATS)]
+        times = []
+        for _ in range(1 + _NUM_REPEATS):
+            call = prepare_call(block, arguments, context)
+            _synchronize(device)
+            start_s = clock()
+            call()
+            _synchronize(device)
+            times.append(clock() - start_s)
         return round(statistics.median(times[1:]) * 1e9)
 
     with _undisturbed(model, device, evaluating=False), torch.enable_grad():

@@ -210,18 +210,15 @@ computes, it would be computed twice each time."""
 
 
 # Every operation inside `KeyedRandom` passes through Python, which takes a few per cent of a stage's time on a CPU.
-# Most models draw nothing, so it is entered only where it is needed.
+# Most models draw nothing, so it is entered only where it is needed: a computation that drew nothing in the mode runs
+# without it from then on, while torch's generators are watched. If one has moved, it runs again in the mode, which
+# tells whether the computation drew after all, or another thread of this process did. A draw that leaves no trace in
+# the generators (in ``torch.random.fork_rng``) is seen if the first run has it.
 class KeyedOnDemand:
-    """Runs computations of a stage, and those that draw random numbers in `KeyedRandom`.
-
-    A computation that drew nothing in the mode runs without it from then on, while torch's generators are watched. If
-    one has moved, it runs again in the mode, which tells whether the computation drew after all, or another thread of
-    this process did. A draw that leaves no trace in the generators (in ``torch.random.fork_rng``) is seen if the first
-    run has it. On devices other than CPU and CUDA everything runs in the mode.
-    """
+    """Runs computations of a stage, and those that draw random numbers in `KeyedRandom`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_known = device.type in ("cpu", "cuda")
+        self._is_known = device.type in ("cpu", "cuda")  # on others everything runs in the mode
         # A tensor tells the index: "cuda" means whichever device is the current one.
         self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
         self._drawless: set[Hashable] = set()
@@ -229,16 +226,12 @@ class KeyedOnDemand:
 
     def run(
         self,
-        kind: Hashable,
+        kind: Hashable,  # computations of one kind all draw or all do not
         seed: int,
         compute: Callable[[], _T],
-        anew: Callable[[], Callable[[], _T]] | None = None,
+        anew: Callable[[], Callable[[], _T]] | None = None,  # makes what computes the same again, if `compute` cannot
     ) -> tuple[_T, bool]:
-        """Compute, and return the result and whether random numbers were drawn.
-
-        Computations of one `kind` all draw or all do not. `anew` returns a function that computes the same once more,
-        if `compute` cannot. Raises `ConfigError` if numbers were drawn in backward; see `KeyedRandom`.
-        """
+        """Compute, and return the result and whether random numbers were drawn."""
         if kind not in self._drawless:
             return self._run_keyed(kind, seed, compute)
         before = self._states()

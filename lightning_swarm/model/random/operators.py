@@ -1,10 +1,7 @@
-"""Implements each random operation inside `KeyedRandom`.
-
-`HANDLERS` draw from the stream, and are called with ``(key, *arguments as in torch's schema)``.
-"""
+"""Implements each random operation inside `KeyedRandom`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -19,18 +16,16 @@ _plain = torch.ops.aten._scaled_dot_product_attention_math
 
 
 class PlainAttention(TorchFunctionMode):
-    """Computes attention with dropout by matrix products, as torch does on the CPU.
+    """Computes attention with dropout by matrix products, as torch does on the CPU."""
 
-    The fused kernels of GPUs draw their own numbers; attention without dropout still uses them. The usual way to choose
-    a kernel, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads would see.
-    """
-
+    # The fused kernels of GPUs draw their own numbers; attention without dropout still uses them. The usual way to
+    # choose a kernel, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads see.
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch, and replace attention with dropout."""
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention and _dropout_p(*args, **kwargs):
+        if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)):
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -38,18 +33,6 @@ class PlainAttention(TorchFunctionMode):
 def plain_attention() -> AbstractContextManager[object]:
     """Return `PlainAttention` if there is a GPU: on the CPU attention with dropout is plain anyway."""
     return PlainAttention() if torch.cuda.is_initialized() else nullcontext()
-
-
-def _dropout_p(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    **__: Any,
-) -> float:
-    return dropout_p
 
 
 def _attention(
@@ -68,6 +51,7 @@ def _attention(
 
 
 Handler = Callable[..., Any]
+"""Draws from the stream; called with ``(key, *arguments as in torch's schema)``."""
 
 _MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
@@ -127,14 +111,6 @@ def _random(key: int, self: Tensor, *bounds: int | None, **_: Any) -> Tensor:
     return _fill_integers(key, self, low or 0, high)
 
 
-def _bernoulli(key: int, self: Tensor, **_: Any) -> Tensor:
-    return _bernoulli_by(key, torch.empty_like(self), self)
-
-
-def _bernoulli_p(key: int, self: Tensor, p: float, **_: Any) -> Tensor:
-    return _bernoulli_(key, torch.empty_like(self), p)
-
-
 def _bernoulli_(key: int, self: Tensor, p: float = 0.5, **_: Any) -> Tensor:
     return keep(key, self, p, out=self)
 
@@ -161,10 +137,6 @@ def _rrelu(
     _fill_uniform(key, noise, lower, upper)
     noise.masked_fill_(self > 0, 1.0)
     return self * noise
-
-
-def _rrelu_(key: int, self: Tensor, *args: Any) -> Tensor:
-    return self.copy_(_rrelu(key, self, *args))
 
 
 def _normal_of(key: int, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
@@ -195,13 +167,10 @@ def _like(fill: Handler) -> Handler:
     """Make the handler of an operation that makes a tensor like another, ``(self, *fill's arguments, *, options)``."""
 
     def rule(key: int, self: Tensor, *bounds: Any, generator: None = None, **options: Any) -> Tensor:
-        return fill(key, torch.empty_like(self, **options), *map(_number, bounds))  # type: ignore[no-any-return]
+        numbers = [bound.item() if isinstance(bound, Tensor) else bound for bound in bounds]
+        return fill(key, torch.empty_like(self, **options), *numbers)  # type: ignore[no-any-return]
 
     return rule
-
-
-def _number(bound: Any) -> Any:
-    return bound.item() if isinstance(bound, Tensor) else bound
 
 
 def _randperm(key: int, n: int, *, generator: None = None, out: Tensor | None = None, **options: Any) -> Tensor:
@@ -216,8 +185,8 @@ def _randperm(key: int, n: int, *, generator: None = None, out: Tensor | None = 
 _aten: Final = torch.ops.aten
 HANDLERS: Final[dict[Any, Handler]] = {
     _aten.native_dropout.default: _native_dropout,
-    _aten.bernoulli.default: _bernoulli,
-    _aten.bernoulli.p: _bernoulli_p,
+    _aten.bernoulli.default: lambda key, p, **_: _bernoulli_by(key, torch.empty_like(p), p),
+    _aten.bernoulli.p: lambda key, like, p, **_: _bernoulli_(key, torch.empty_like(like), p),
     _aten.bernoulli_.float: _bernoulli_,
     _aten.bernoulli_.Tensor: _bernoulli_by,
     _aten.uniform_.default: _fill_uniform,
@@ -227,27 +196,24 @@ HANDLERS: Final[dict[Any, Handler]] = {
     _aten.random_.to: _random,
     getattr(_aten.random_, "from"): _random,
     _aten.rrelu_with_noise.default: _rrelu,
-    _aten.rrelu_with_noise_.default: _rrelu_,
+    _aten.rrelu_with_noise_.default: lambda key, target, *args: target.copy_(_rrelu(key, target, *args)),
 }
-_VARIANTS: Final[dict[tuple[str, ...], Handler]] = {
-    ("rand.default", "rand.generator", "rand.out", "rand.generator_out"): _new(_fill_uniform),
-    ("randn.default", "randn.generator", "randn.out", "randn.generator_out"): _new(_fill_normal),
-    ("randint.default", "randint.generator", "randint.out", "randint.generator_out"): _new(_random, torch.int64),
-    ("randint.low", "randint.low_generator", "randint.low_out", "randint.low_generator_out"): _new(
-        _random, torch.int64
+_USUAL: Final = ("default", "generator", "out", "generator_out")
+_VARIANTS: Final[dict[str, tuple[Handler, Sequence[str]]]] = {
+    "rand": (_new(_fill_uniform), _USUAL),
+    "randn": (_new(_fill_normal), _USUAL),
+    "randint": (_new(_random, torch.int64), (*_USUAL, "low", "low_generator", "low_out", "low_generator_out")),
+    "randperm": (_randperm, _USUAL),
+    "rand_like": (_like(_fill_uniform), ("default", "generator")),
+    "randn_like": (_like(_fill_normal), ("default", "generator")),
+    "randint_like": (
+        _like(_random),
+        ("default", "generator", "Tensor", "Tensor_generator", "low_dtype", "low_generator_dtype"),
     ),
-    ("randperm.default", "randperm.generator", "randperm.out", "randperm.generator_out"): _randperm,
-    ("rand_like.default", "rand_like.generator"): _like(_fill_uniform),
-    ("randn_like.default", "randn_like.generator"): _like(_fill_normal),
-    ("randint_like.default", "randint_like.generator", "randint_like.Tensor", "randint_like.Tensor_generator"): _like(
-        _random
-    ),
-    ("randint_like.low_dtype", "randint_like.low_generator_dtype"): _like(_random),
-    ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", "normal.float_float"): _normal_of,
+    "normal": (_normal_of, ("Tensor_Tensor", "Tensor_float", "float_Tensor", "float_float")),
 }
-for _names, _handler in _VARIANTS.items():
-    for _name in _names:
-        _packet, _, _overload = _name.partition(".")
-        # Some versions of torch lack some of them.
-        if _overload in getattr(_aten, _packet).overloads():
-            HANDLERS[getattr(getattr(_aten, _packet), _overload)] = _handler
+for _name, (_handler, _overloads) in _VARIANTS.items():
+    _packet = getattr(_aten, _name)
+    for _overload in _overloads:
+        if _overload in _packet.overloads():  # some versions of torch lack some of them
+            HANDLERS[getattr(_packet, _overload)] = _handler

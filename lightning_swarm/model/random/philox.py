@@ -1,10 +1,4 @@
-"""The keyed stream: draws as a pure function of (key, index of the element).
-
-Three rounds of xor-shift and multiply on 32-bit integers (after the finalisers of MurmurHash3 and of Wellons'
-*hash-prospector*), where the key chooses where counting begins and the first multiplier. It is no cryptography.
-32-bit multiplication is vectorised on every CPU, so a mask costs less than torch's own.
-Masks, uniforms and integers are bitwise equal on every device; normals up to the rounding of its logarithm and cosine.
-"""
+"""The keyed stream: draws as a pure function of (key, index of the element), no cryptography."""
 
 import math
 from typing import Final
@@ -38,6 +32,9 @@ _SECOND: Final = 0x7FEB352D
 _THIRD: Final = _signed(0x846CA68B)
 
 
+# Three rounds of xor-shift and multiply on 32-bit integers (after the finalisers of MurmurHash3 and of Wellons'
+# *hash-prospector*), where the key chooses where counting begins and the first multiplier. 32-bit multiplication is
+# vectorised on every CPU, so a mask costs less than torch's own. All but normals are bitwise equal on every device.
 def bits(key: int, count: int, device: torch.device) -> Tensor:
     """Draw `count` uniform int32, a function of (key, index)."""
     x: Tensor
@@ -76,6 +73,7 @@ def uniform(key: int, count: int, dtype: torch.dtype, device: torch.device) -> T
 
 def normal(key: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Draw `count` standard normals, in float32 or float64, by Box and Muller's method."""
+    # Equal on every device up to the rounding of its logarithm and cosine.
     half = (count + 1) // 2
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     radius, angle = uniform(key, 2 * half, wide, device).view(2, half)

@@ -1,8 +1,4 @@
-"""Transport and directory over libp2p and a Kademlia DHT: the only place that imports hivemind.
-
-hivemind's `P2P` and `DHTNode` run on the loop that calls `start`. Nothing forks; the only child process is libp2p's
-daemon, which dies with this one. Between peers of one machine it carries only their introduction to each other.
-"""
+"""Transport and directory over libp2p and a Kademlia DHT: the only place that imports hivemind."""
 
 from __future__ import annotations
 
@@ -33,33 +29,15 @@ _LOOPBACK: Final = HostPort("127.0.0.1", 0)
 
 async def start(
     *,
-    listen: HostPort = _LOOPBACK,
-    announce: Sequence[str] = (),
-    identity_path: str | None = None,
-    initial_peers: Sequence[str] = (),
-    startup_timeout: float = 60.0,
-    silence_timeout: float = SILENCE_S,
-    neighbours: bool = True,
+    listen: HostPort = _LOOPBACK,  # ``0.0.0.0`` for all addresses
+    announce: Sequence[str] = (),  # multiaddresses under which others find this peer; empty: those it listens on
+    identity_path: str | None = None,  # file of the private key, made if it is not there; None: a new identity
+    initial_peers: Sequence[str] = (),  # full addresses of peers to join; empty begins a new network
+    startup_timeout: float = 60.0,  # of each attempt to start the daemon
+    silence_timeout: float = SILENCE_S,  # without a sign of life, after which exchanges with another peer are ended
+    neighbours: bool = True,  # reach peers of this machine past the daemons; not for measurements and emulated networks
 ) -> tuple[HivemindTransport, HivemindDirectory]:
-    """Start this process's peer on the running loop.
-
-    Args:
-        listen: The IP address and TCP port to listen on; ``0.0.0.0`` for all addresses, port 0 lets the system choose.
-        announce: Multiaddresses under which others find this peer. Empty announces the addresses it listens on.
-        identity_path: File of the private key, made if it is not there. None makes a new identity.
-        initial_peers: Full addresses of peers to join. Empty begins a new network.
-        startup_timeout: Seconds for each attempt to start the daemon.
-        silence_timeout: Seconds without a sign of life after which exchanges with another peer are ended.
-        neighbours: Whether to reach peers of this machine past the daemons. False for measurements, and for networks
-            that are emulated on one machine.
-
-    Returns:
-        The transport, which the caller closes last, and the directory, which it closes first.
-
-    Raises:
-        ConfigError: The host is no IP address, or the port is in use.
-        Unreachable: The daemon does not start, or no initial peer answers. Says what to check.
-    """
+    """Start this process's peer on the running loop. The caller closes the directory first, the transport last."""
     try:
         ipaddress.ip_address(listen.host)
     except ValueError as error:
@@ -95,6 +73,7 @@ async def _start_daemon(
     initial_peers: Sequence[str],
     startup_timeout: float,
 ) -> P2P:
+    # Nothing forks: the only child process is libp2p's daemon, which dies with this one.
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:

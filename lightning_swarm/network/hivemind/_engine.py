@@ -1,8 +1,4 @@
-"""The used parts of hivemind, imported without the import's side effects on the process.
-
-The import sets the start method of multiprocessing to fork, torch's sharing strategy to files, and the name of a log
-level, all for parts of hivemind that are not used here.
-"""
+"""The used parts of hivemind, imported without the import's side effects on the process."""
 
 from __future__ import annotations
 
@@ -16,6 +12,8 @@ import torch.multiprocessing
 
 @contextmanager
 def _process_settings_kept() -> Iterator[None]:
+    # The import sets the start method to fork, torch's sharing strategy to files, and the name of a log level, all for
+    # parts of hivemind that are not used here.
     start_method = multiprocessing.get_start_method(allow_none=True)
     sharing_strategy = torch.multiprocessing.get_sharing_strategy()
     level_name = logging.getLevelName(logging.WARNING)

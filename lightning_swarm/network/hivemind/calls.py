@@ -5,21 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ProtocolError, Unreachable
 from lightning_swarm.core.tasks import ended
-from lightning_swarm.network import PeerId
-from lightning_swarm.network.framing import (
-    HEADER_BYTES,
-    FixedHeader,
-    Kind,
-    encode_cancel,
-    encode_error,
-    exchange_id_of,
-    parse_small,
-)
+from lightning_swarm.network import PeerId, framing
+from lightning_swarm.network.framing import FixedHeader, Kind
 from lightning_swarm.network.hivemind.streams import Stream
 from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel
 
@@ -38,20 +31,15 @@ Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
 # libp2p's own unary calls cost the daemon two to three times the work, and open a stream each time.
+@dataclass(eq=False)
 class OutgoingCalls:
     """Sends calls to other peers, over one stream to each."""
 
-    def __init__(
-        self,
-        open_stream: Callable[[PeerId], Awaitable[Stream]],
-        spawn: Spawn,
-        patience_s: Callable[[PeerId], float],
-    ) -> None:
-        self._open_stream = open_stream
-        self._spawn = spawn  # runs a task for as long as the transport is open
-        self._patience_s = patience_s  # how long a peer may be silent
-        self._openings = asyncio.Semaphore(_MAX_OPENING)
-        self._streams: dict[PeerId, asyncio.Task[_PeerStream]] = {}
+    _open_stream: Callable[[PeerId], Awaitable[Stream]]
+    _spawn: Spawn  # runs a task for as long as the transport is open
+    _patience_s: Callable[[PeerId], float]  # how long a peer may be silent
+    _openings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_OPENING))
+    _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
 
     async def exchange(self, peer: PeerId, request: bytes) -> bytes:
         """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
@@ -111,7 +99,7 @@ class _PeerStream:
         return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
 
     async def exchange(self, request: bytes) -> bytes:
-        exchange_id = exchange_id_of(request)
+        exchange_id = framing.exchange_id_of(request)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[exchange_id] = answer
         try:
@@ -130,7 +118,7 @@ class _PeerStream:
 
     def _cancel(self, exchange_id: int) -> None:
         with suppress(OSError):
-            self._stream.write_soon(encode_cancel(exchange_id))
+            self._stream.write_soon(framing.encode_cancel(exchange_id))
         since_s = self._silent_since_s
         is_silent = since_s is not None and now_s() - since_s >= self._patience_s(self._peer)
         # The connection may be dead without an error, and the peer reachable by a new one.
@@ -180,13 +168,7 @@ class _IncomingMessages:
         return bool(self._data)
 
     async def next(self, idle_timeout: float) -> tuple[FixedHeader, bytes]:
-        """Read the next message.
-
-        Raises:
-            TimeoutError: No message has begun for `idle_timeout` seconds, or the rest of one did not come.
-            ProtocolError: The message is malformed or too long.
-            EOFError: The stream has ended, or it broke, which may also be an `OSError`.
-        """
+        """Read the next message; `TimeoutError` if none begins for `idle_timeout` seconds, or its rest stays out."""
         while (message := self._split()) is None:
             async with asyncio.timeout(STALL_TIMEOUT_S if self.is_partial else idle_timeout):
                 data = await self._channel.read(_READ_BYTES)
@@ -197,8 +179,8 @@ class _IncomingMessages:
 
     def _split(self) -> tuple[FixedHeader, bytes] | None:
         """Take a message off the bytes that have come, if it is complete."""
-        if self._head is None and len(self._data) >= HEADER_BYTES:
-            self._head = parse_small(self._data)
+        if self._head is None and len(self._data) >= framing.HEADER_BYTES:
+            self._head = framing.parse_small(self._data)
         if self._head is None or len(self._data) < self._head.num_bytes:
             return None
         head, self._head = self._head, None
@@ -208,10 +190,7 @@ class _IncomingMessages:
 
 
 async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
-    """Answer the calls that come over a stream, all at once, until the stream ends or breaks the protocol.
-
-    `serve` makes the encoded answer to an encoded call. A handler whose caller gave up, or hung up, is cancelled.
-    """
+    """Answer the encoded calls of a stream by `serve`, all at once, until it ends or breaks the protocol."""
     incoming = _IncomingMessages(stream.channel)
     answers = _Answers(stream, serve, spawn)
     stream.gather_writes()
@@ -228,17 +207,17 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
         return
     finally:
         stream.close()
-        await ended(list(answers.tasks.values()))
+        await ended(list(answers.tasks.values()))  # cancels the handlers whose caller hung up
 
 
+@dataclass(eq=False)
 class _Answers:
     """Answers the calls of one stream, each in a task of its own."""
 
-    def __init__(self, stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
-        self._stream = stream
-        self._serve = serve
-        self._spawn = spawn
-        self.tasks: dict[int, asyncio.Task[None]] = {}  # by exchange id
+    _stream: Stream
+    _serve: Callable[[bytes], Awaitable[bytes]]
+    _spawn: Spawn
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by exchange id
 
     async def accept(self, head: FixedHeader, request: bytes) -> None:
         """Start to answer a call, or cancel one."""
@@ -250,7 +229,7 @@ class _Answers:
             raise ProtocolError(f"call {exchange_id} came twice")
         elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations
             busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
-            await self._send(b"".join(encode_error(exchange_id, busy)))
+            await self._send(b"".join(framing.encode_error(exchange_id, busy)))
         else:
             self.tasks[exchange_id] = task = self._spawn(self._answer(request))
             task.add_done_callback(lambda _: self.tasks.pop(exchange_id))

@@ -1,15 +1,4 @@
-"""The libp2p daemon's process: it is in no terminal's group, dials from any port, and is awaited without SIGCHLD.
-
-A Ctrl-C at a terminal goes to its whole foreground group. A daemon in that group would be gone before its peer could
-say goodbye through it, or fetch the trained weights.
-
-By default libp2p dials from the port that it listens on. If two peers dial each other and their first packets cross,
-which is likely between distant peers when a run begins, they share one connection that both have opened. They cannot
-agree on its keys, and dial again after the same pauses, so they never meet.
-
-Event loops learn of a child's end from SIGCHLD, and torch's DataLoader takes over the signal's handler as soon as it
-starts workers: from then on a loop would wait for ever.
-"""
+"""The libp2p daemon's process: it is in no terminal's group, dials from any port, and is awaited without SIGCHLD."""
 
 from __future__ import annotations
 
@@ -50,10 +39,7 @@ class _PendingCalls(dict[UUID, asyncio.Future[Any]]):
 
 
 def steady(p2p: P2P) -> asyncio.Task[None]:
-    """Make a connected client ignore late answers, and return the task that reads for all calls.
-
-    When this task ends, no call is answered any more.
-    """
+    """Make a connected client ignore late answers; return the task without which no call is answered any more."""
     control = p2p._client.control
     control._pending_calls = _PendingCalls(control._pending_calls)
     reading: asyncio.Task[None] = control._read_task
@@ -62,15 +48,18 @@ def steady(p2p: P2P) -> asyncio.Task[None]:
 
 _POLL_S: Final = 0.2
 
-# Without hole punching there is no reason to dial from the port that the daemon listens on.
+# By default libp2p dials from the port that it listens on. If two peers dial each other and their first packets cross,
+# which is likely between distant peers when a run begins, they share one connection that both have opened. They cannot
+# agree on its keys, and dial again after the same pauses, so they never meet. Only hole punching needs that port.
 _DIALING: Final = {"LIBP2P_TCP_REUSEPORT": "false"}
 
 
 @contextmanager
 def on_its_own() -> Iterator[None]:
     """Put a daemon that the running loop starts within this context in no terminal's group; it dials from any port."""
+    # A Ctrl-C at a terminal goes to its whole foreground group: a daemon in it would be gone before its peer could say
+    # goodbye through it, or fetch the trained weights. hivemind starts the daemon itself and lets nobody pass options.
     loop: Any = asyncio.get_running_loop()
-    # hivemind starts the daemon itself and lets nobody pass options.
     start = loop.subprocess_exec
 
     def start_alone(*command: Any, env: Mapping[str, str], **options: Any) -> Any:
@@ -84,16 +73,16 @@ def on_its_own() -> Iterator[None]:
 
 
 async def exited(pid: int) -> None:
-    """Return when the child process `pid` has ended.
-
-    The process is not reaped here: hivemind may still signal the pid, which must not be another process's by then.
-    """
+    """Return when the child process `pid` has ended."""
+    # It is not reaped here: hivemind may still signal the pid, which must not be another process's by then. And not
+    # awaited by SIGCHLD: torch's DataLoader takes over the signal's handler as soon as it starts workers.
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     except (AttributeError, OSError):  # no Linux, or one that is too old
-        await _polled(pid)
+        while not _has_ended(pid):  # noqa: ASYNC110 - another process sets no event
+            await asyncio.sleep(_POLL_S)
         return
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -103,11 +92,6 @@ async def exited(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-async def _polled(pid: int) -> None:
-    while not _has_ended(pid):  # noqa: ASYNC110 - another process sets no event
-        await asyncio.sleep(_POLL_S)
 
 
 def _has_ended(pid: int) -> bool:

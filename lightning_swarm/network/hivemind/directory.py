@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import secrets
 import time
@@ -55,13 +54,7 @@ class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     expires_at: float
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Announcement)
-
-
-def pack(announcement: Announcement) -> bytes:
-    """Encode an announcement for the DHT."""
-    return _encoder.encode(announcement)
 
 
 def unpack(data: object, now_s: float) -> bytes | None:
@@ -120,10 +113,7 @@ def _is_short_bytes(packed: Any) -> bool:
 
 
 def check_nesting(data: bytes) -> None:
-    """Refuse msgpack that nests deeper than any record does, or ends too early.
-
-    The bytes are walked over without decoding them, and without recursion.
-    """
+    """Refuse msgpack that nests deeper than any record does, or ends too early, without decoding or recursion."""
     regions = [(0, len(data), 0)]
     while regions:
         offset, end, depth = regions.pop()
@@ -177,8 +167,6 @@ def _read_header(data: bytes, offset: int) -> _Header:
     return _Header(offset, num_bytes=_FIXED_BYTES.get(first, 0))
 
 
-_log = logging.getLogger(__name__)
-
 _TIMEOUT_S: Final = 15.0
 _LEAVE_TIMEOUT_S: Final = 1.0
 _NEWER_S: Final = 0.001  # hivemind tells records apart by their expiry: a record that ends so much later is newer
@@ -230,9 +218,10 @@ class HivemindDirectory(Directory):
         # hivemind keeps the record that lives longest, so a new one must live longest; its real end is inside.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
-        record = pack(Announcement(value, expires_at))
+        record = msgspec.msgpack.encode(Announcement(value, expires_at))
         async with self._deadline(f"announce under {key!r}"):
-            if self._knows_others() and not await self._node.store(
+            knows_others = bool(self._node.protocol.routing_table.uid_to_peer_id)
+            if knows_others and not await self._node.store(
                 key, record, stored_until, subkey=self._transport.peer_id, exclude_self=True
             ):
                 raise Unreachable(f"No other peer stored what {self._transport.peer_id} announced under {key!r}.")
@@ -265,9 +254,6 @@ class HivemindDirectory(Directory):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                     await self._node.shutdown()
-
-    def _knows_others(self) -> bool:
-        return bool(self._node.protocol.routing_table.uid_to_peer_id)
 
     def _check_open(self) -> None:
         if self._closed:

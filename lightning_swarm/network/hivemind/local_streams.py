@@ -1,16 +1,4 @@
-"""Streams between peers of one machine, past their daemons.
-
-Bytes that go through two daemons are copied, encrypted and decrypted. That costs milliseconds of processor time for
-every MiB, which peers of one machine would take from each other's computing. They use a Unix socket instead.
-
-libp2p still proves the identity of the other end. A peer that finds a socket with another peer's name asks that peer,
-over the daemon, for two secrets: one that it sends over the socket, and one that it must receive there. So another user
-of the machine can impersonate neither of them, except with processes in the network namespaces of both.
-
-The sockets have names of Linux's abstract kind: they end with their process, and they are visible in one network
-namespace only, so peers in containers with networks of their own use those. Other systems have no such sockets, and
-there peers always use the daemons.
-"""
+"""Streams between peers of one machine, past their daemons, which cost milliseconds of processor time for every MiB."""
 
 from __future__ import annotations
 
@@ -47,16 +35,14 @@ Serve = Callable[[str, PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awai
 The protocol's name is whatever the neighbour sent."""
 
 
+# libp2p still proves the identity of the other end. A peer that finds a socket with another peer's name asks that peer,
+# over the daemon, for two secrets: one that it sends over the socket, and one that it must receive there. So another
+# user of the machine can impersonate neither of them, except with processes in the network namespaces of both.
 class LocalPeers:
     """Opens streams to other peers of this machine, and accepts theirs."""
 
     def __init__(
-        self,
-        peer: PeerId,
-        introduce: Callable[[PeerId], Awaitable[bytes]],
-        serve: Serve,
-        *,
-        greeting_s: float,
+        self, peer: PeerId, introduce: Callable[[PeerId], Awaitable[bytes]], serve: Serve, *, greeting_s: float
     ) -> None:
         self._peer = peer  # this one
         self._introduce = introduce  # asks a peer for the secrets of `INTRODUCE`, over its daemon
@@ -162,6 +148,8 @@ class LocalPeers:
 
 
 def _name(peer: PeerId) -> str:
+    # Names of Linux's abstract kind end with their process, and are visible in one network namespace only: peers in
+    # containers with networks of their own use the daemons.
     return f"\0lightning_swarm/{peer}"
 
 

@@ -22,12 +22,9 @@ _STAGING_BYTES: Final = 64 << 10
 # Bytes go from the socket straight into the memory that needs them. asyncio's `StreamReader` copies each byte three
 # times on its way there, and wakes its reader for every piece.
 class Inbox(asyncio.BufferedProtocol):
-    """A `Reader` of a connected socket, which also knows whether the other direction has room.
+    """A `Reader` of a connected socket, whose protocol it becomes; it knows whether the other direction has room."""
 
-    The socket calls it as its protocol from now on. `arrived` has been read from the socket before, and `ended` says
-    whether that was all.
-    """
-
+    # `arrived` has been read from the socket before, and `ended` says whether that was all.
     def __init__(self, transport: asyncio.Transport, arrived: bytes, *, ended: bool) -> None:
         self._transport = transport
         self._staging = memoryview(bytearray(max(_STAGING_BYTES, 2 * len(arrived))))
@@ -286,15 +283,13 @@ class Daemon:
             await write_pbmsg(writer, request)
             response = p2pd_pb2.Response()
             await read_pbmsg_safe(reader, response)
-        except (OSError, EOFError) as error:
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise Unreachable(f"Cannot {purpose}: {response.error.msg}.")
+        except BaseException as error:
             writer.transport.abort()
-            raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon hung up.") from error
-        except BaseException:
-            writer.transport.abort()
+            if isinstance(error, OSError | EOFError):
+                raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon hung up.") from error
             raise
-        if response.type == p2pd_pb2.Response.ERROR:
-            writer.transport.abort()
-            raise Unreachable(f"Cannot {purpose}: {response.error.msg}.")
         return Stream(reader, writer)
 
 

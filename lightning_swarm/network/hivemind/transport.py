@@ -20,22 +20,17 @@ from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
 from lightning_swarm.network.hivemind.daemon import exited, steady
 from lightning_swarm.network.hivemind.local_streams import INTRODUCE, LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
-from lightning_swarm.network.rpc import ask, serve
+from lightning_swarm.network.rpc import ask
 from lightning_swarm.network.transport import BaseTransport
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"
 _CONNECT_TIMEOUT_S: Final = 30.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
-# Longer than the other side's pool keeps an idle stream, so that no request meets a closing stream.
-_IDLE_TIMEOUT_S: Final = 60.0
 
 
 class HivemindTransport(BaseTransport):
-    """A peer's transport on libp2p, made by `lightning_swarm.network.hivemind.start`.
-
-    It owns `p2p`, the client of the daemon. With `neighbours` it reaches peers of this machine past the daemons.
-    """
+    """A peer's transport on libp2p, made by `start` of this package; it owns `p2p`, the client of the daemon."""
 
     def __init__(self, p2p: P2P, *, silence_s: float, neighbours: bool) -> None:
         super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s)
@@ -43,12 +38,9 @@ class HivemindTransport(BaseTransport):
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._open_stream, protocol=_STREAM))
         self._calls = OutgoingCalls(partial(self._open_stream, protocol=_CALL), self._spawn, self._liveness.patience_s)
-        self._neighbours: LocalPeers | None = None
-        if neighbours:
-            # Half the time that a peer may be silent, so that there is time left to try the daemon.
-            self._neighbours = LocalPeers(
-                self._peer_id, self._ask_introduction, self._serve_stream, greeting_s=silence_s / 2
-            )
+        # Half the time that a peer may be silent, so that there is time left to try the daemon.
+        local = LocalPeers(self._peer_id, self._ask_introduction, self._serve_stream, greeting_s=silence_s / 2)
+        self._neighbours = local if neighbours else None
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -89,9 +81,6 @@ class HivemindTransport(BaseTransport):
         await self._wait_until_served()
         if self._watch is not None:
             await ended([self._watch])
-        await self._stop_daemon()
-
-    async def _stop_daemon(self) -> None:
         pid = self.daemon_pid
         self._p2p._terminate()
         try:
@@ -139,13 +128,7 @@ class HivemindTransport(BaseTransport):
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         async with self._pool.lease(peer) as stream:
-            try:
-                with self._liveness.moving(peer, stream.channel):
-                    answer, fit = await ask(
-                        stream.channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes
-                    )
-            finally:
-                self._count(peer, method, stream.channel)
+            answer, fit = await self._ask_over(stream.channel, peer, method, message, max_bytes)
             if fit and not self._closed:
                 self._pool.keep(peer, stream)
             return answer
@@ -163,17 +146,13 @@ class HivemindTransport(BaseTransport):
         try:
             if not self._closed:
                 with self._ended_by_close():
-                    await self._answer(protocol, caller, stream)
+                    if protocol == _CALL:
+                        await answer_calls(stream, partial(self._serve_call, caller), self._spawn)
+                    elif protocol == _STREAM:
+                        await self._serve_channel(stream.channel, caller)
         except asyncio.CancelledError:
             # asyncio's stream server would log the cancellation of a task that it started as a failure.
             if not self._closed:
                 raise
         finally:
             stream.close()
-
-    async def _answer(self, protocol: str, caller: PeerId, stream: Stream) -> None:
-        if protocol == _CALL:
-            await answer_calls(stream, partial(self._serve_call, caller), self._spawn)
-        elif protocol == _STREAM:
-            find, count = partial(self._find, caller), partial(self._count_served, caller)
-            await serve(stream.channel, find, count, idle_timeout=_IDLE_TIMEOUT_S)

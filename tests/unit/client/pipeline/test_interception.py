@@ -17,18 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_swarm.client.pipeline.interception import Interception
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import (
-    CALLS,
-    CARRIED,
-    BlockCall,
-    Blocks,
-    argument_of,
-    bind,
-    call_bound,
-    computing,
-    extras_for,
-    find_blocks,
-)
+from lightning_swarm.model.partition import CALLS, BlockCall, Blocks, argument_of, bind, computing, find_blocks
+from lightning_swarm.model.partition.call_binding import CARRIED, call_bound, extras_for
 from lightning_swarm.protocol import serialization
 
 

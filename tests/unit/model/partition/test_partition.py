@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import (
-    StageSpec,
-    balanced_ranges,
-    build_stages,
-    find_blocks,
-    named_ranges,
-    parameter_costs,
-)
+from lightning_swarm.model.partition import build_stages, find_blocks
+from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
+from lightning_swarm.model.partition.split import parameter_costs
+from lightning_swarm.model.partition.stages import StageSpec
 
 
 def all_cuts(num_blocks: int, num_stages: int) -> list[tuple[range, ...]]:
@@ -307,7 +303,7 @@ def test_specs_name_tensors_as_the_state_dict_does() -> None:
         ("net.0.scale", "float64", True),
         ("net.0.cache", "float32", False),
     ]
-    assert dict(first.named_stage_buffers())["net.0.scale"] is model.net[0].scale
+    assert first.named_stage_tensors()["net.0.scale"] is model.net[0].scale
     assert [name for name, _ in second.named_stage_parameters()] == [p.name for p in second.spec.parameters]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(first.spec), type=StageSpec) == first.spec
 
