@@ -33,7 +33,7 @@ _WEIGHT_CALLBACKS = ("ModelPruning",)
 _MEMORY_CALLBACKS = ("BatchSizeFinder",)
 
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
-_TRIAL_CALLBACKS = ("LearningRateFinder",)
+TRIAL_CALLBACKS = ("LearningRateFinder",)
 
 # They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
 # trainers are in the middle of theirs then.
@@ -75,14 +75,9 @@ def check_callbacks(trainer: Trainer) -> None:
         )
 
 
-def makes_trials(trainer: Trainer) -> bool:
-    """True if a callback may train for a while and then restore what it found."""
-    return bool(callbacks_of(trainer, *_TRIAL_CALLBACKS))
-
-
 def of_tuner(callback: object) -> str:
     """Name what the user may have written in place of the callback."""
-    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
+    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
 def check_strategy(strategy: Strategy, framework: ImportTree) -> None:

@@ -45,10 +45,10 @@ class SwarmOptimization:
         self,
         trainer: Trainer,
         session: Session,
+        data: SharedData,
         target_batch_size: int | None,
         *,
         max_metric_bytes: int,
-        data: SharedData,
     ) -> None:
         self.trainer = trainer
         self._data = data

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning.pytorch import Trainer
 
 from lightning_swarm.core.errors import LeftOut, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.boundary_layers import add_hooks
 from lightning_swarm.model.deferred_init import staying_on_meta
-from lightning_swarm.strategy import model_setup
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -54,17 +56,14 @@ def _retire(strategy: SwarmStrategy, reason: str) -> None:
 
 
 def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
-    """Leave an interrupted run in order.
-
-    At the lead the module then holds what it learned, as on one machine, if the swarm can still send it.
-    """
+    """Leave an interrupted run in order: if the swarm can still send it, the lead's module holds what it learned."""
     strategy._trains = False
     try:
         strategy._checkpoints.close_files()
     except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
         exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
     if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
-        exception.add_note(model_setup.how_to_go_on(strategy._loop.trainer))
+        exception.add_note(_how_to_go_on(strategy._loop.trainer))
     if strategy._joined is not None:
         if not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
             _leave_run_under_way(strategy, exception)
@@ -74,6 +73,20 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
                 strategy._session.quit(f"{type(exception).__name__}: {exception}")
     else:
         _keep_weights(strategy)
+
+
+def _how_to_go_on(trainer: Trainer) -> str:
+    """Tell the user what to do when a run broke off."""
+    saved = {
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        for name in ("last_model_path", "best_model_path")
+        if (path := getattr(callback, name, "")) and Path(path).exists()
+    }
+    if not saved:
+        return "No checkpoint of this run is left to go on from: start it again, with a ModelCheckpoint."
+    newest = max(saved, key=lambda path: path.stat().st_mtime)
+    return f"Start the run again with `ckpt_path={str(newest)!r}`: it goes on from there, with the peers that it finds."
 
 
 def _keep_weights(strategy: SwarmStrategy) -> None:
@@ -102,7 +115,7 @@ def _leave_run_under_way(strategy: SwarmStrategy, exception: BaseException) -> N
 
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
-    rolls_back = strategy._recovery.is_rolling_back
+    rolls_back = strategy._rollback.is_rolling_back
     try:
         try:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):

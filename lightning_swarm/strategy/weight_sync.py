@@ -222,11 +222,6 @@ class ModuleWeights:
         return self._session, self._peer.lead.run
 
 
-def writes_weights(trainer: Trainer) -> bool:
-    """True if a callback puts averages into the lead's module."""
-    return bool(callbacks_of(trainer, "WeightAveraging", "StochasticWeightAveraging"))
-
-
 class WeightSync(Callback):
     """Puts weights into the module before callbacks read them, as the Trainer's first callback, until `close`.
 

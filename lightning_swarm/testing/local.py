@@ -31,6 +31,7 @@ from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.strategy import model_setup
 from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
@@ -193,7 +194,7 @@ class InMemoryStrategy(_SwarmStrategy):
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
         _poison(module)
-        return self._models.served(module)
+        return model_setup.served_model(self, module)
 
     @override
     def leave(self) -> None:
