@@ -313,8 +313,7 @@ class SwarmLauncher(_Launcher):
 
     def _invite(self) -> None:
         """Print how others join the run."""
-        peer = self._strategy.peer
-        assert peer is not None
+        peer = self._strategy._own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         rank_zero_info(process.invitation(self._strategy.config, addresses))
 

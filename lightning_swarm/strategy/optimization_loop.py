@@ -418,12 +418,10 @@ class SwarmOptimization:
 
     def tell_selection(self, optimizer: Optimizer) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""
-        before, selection = self._session.selection, read_selection(self.trainer.lightning_module, optimizer)
-        if selection == before:
+        selection = read_selection(self.trainer.lightning_module, optimizer)
+        if selection == self._session.selection:
             return
-        checks.check_new_selection(
-            before, selection, is_shared=self._session.is_shared, pending_samples=self.pending_samples
-        )
+        checks.check_new_selection(self._session, selection, self.pending_samples)
         self._catch_up()
         self._count_others(optimizer)
         self._session.select(selection)

@@ -51,22 +51,25 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
 
 
 def check_brought_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Refuse callbacks that the module brings, once they are the Trainer's."""
+    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's."""
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     if not strategy.is_global_zero:
         extra_trainers.leave_decisions(trainer)
-    checks.check_brought_callbacks(trainer, strategy.config, beside_others=beside_others)
+    checks.check_callback_imports(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        checks.check_callbacks(trainer)
+        if beside_others:
+            checks.check_trainers(trainer, strategy.config)
     strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
 
 
 def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
     """Join a run that is under way as one more trainer, if there is one."""
-    assert strategy.peer is not None
     config = strategy.config
     may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
     if not may_train or not config.initial_peers or strategy.local_rank:
         return False
-    view = strategy.peer.follower.find_run()
+    view = strategy._own_peer.follower.find_run()
     if view is None:
         return False
     checks.check_trainers(trainer, config)
@@ -110,8 +113,7 @@ def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
 def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Give each trainer random numbers of its own, and number the weights that the module does not hold yet."""
     if strategy._joined is not None:
-        assert strategy.peer is not None
-        extra_trainers.reseed(strategy.peer.boot_id)
+        extra_trainers.reseed(strategy._own_peer.boot_id)
     elif not strategy.is_global_zero:
         extra_trainers.reseed(strategy.local_rank)
     checks.check_on_meta(trainer, strategy._own_module, strategy.config)
@@ -141,9 +143,8 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
 
 def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
     """Start a run as its lead, or come to it as one more trainer."""
-    assert strategy.peer is not None
     module, config = strategy._own_module, strategy.config
-    rollback, follower, device = strategy._rollback, strategy.peer.follower, strategy.root_device
+    rollback, follower, device = strategy._rollback, strategy._own_peer.follower, strategy.root_device
     if strategy._is_shared:
         strategy._undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
     if strategy._joined is not None and not (rollback.is_resuming or rollback.begins_anew):
@@ -162,15 +163,14 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
 
 def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
     """Start a run as its lead."""
-    assert strategy.peer is not None
-    launcher = strategy._swarm_launcher
+    peer, launcher = strategy._own_peer, strategy._swarm_launcher
     if launcher is not None:
-        strategy.peer.lead.num_known_dead = lambda: launcher.num_ended
-    strategy.peer.lead.check_first()
+        peer.lead.num_known_dead = lambda: launcher.num_ended
+    peer.lead.check_first()
     if strategy.config.role != "trainer":
-        strategy.peer.serve(model_setup.own_server_model(strategy, strategy._own_module, model), trains=True)
+        peer.serve(model_setup.own_server_model(strategy, strategy._own_module, model), trains=True)
     spec = _run_spec(strategy, trainer, selection)
-    return strategy.peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
+    return peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
 
 
 def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | None) -> RunSpec:
@@ -210,7 +210,6 @@ def _total_steps(trainer: Trainer) -> int | None:
 def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
     """Make the training loop's steps the swarm's."""
     config, data = strategy.config, _data_of(strategy, trainer)
-    assert strategy.peer is not None
     data.open(session)
     strategy._undo.callback(data.close)
     strategy._loop = SwarmOptimization(
@@ -218,16 +217,15 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     )
     strategy._loop.take_over()
     strategy._trains = True
-    strategy._rollback.begin_run(trainer, strategy.peer, session, strategy._loop)
+    strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
 
 
 def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
     """Keep weights and files, at the lead, where callbacks and whatever follows the run look for them."""
     module, config = strategy._own_module, strategy.config
-    assert strategy.peer is not None
     fitting = trainer.state.fn == TrainerFn.FITTING
     stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
-    strategy._weights = ModuleWeights(strategy.peer, session, module, limits=config.limits, stale=stale)
+    strategy._weights = ModuleWeights(strategy._own_peer, session, module, limits=config.limits, stale=stale)
     strategy._undo.callback(WeightSync(trainer, strategy._weights, stays=strategy._gathers).close)
     if fitting and config.gather_on_end and not strategy._gathers:
         rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
@@ -242,9 +240,7 @@ def serve(
     strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
 ) -> str | None:
     """Serve, and take the run over if its lead dies, as `SwarmStrategy.serve` says."""
-    module = strategy._own_module
-    peer = strategy.peer
-    assert peer is not None
+    module, peer = strategy._own_module, strategy._own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)
     restore = model_setup.remember(module)

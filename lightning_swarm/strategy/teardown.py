@@ -42,10 +42,9 @@ def end_loop(strategy: SwarmStrategy) -> None:
 
 def _serve_on(strategy: SwarmStrategy) -> None:
     """Serve, beside the lead, until the lead's loop has come to its end, too."""
-    assert strategy.peer is not None
     _retire(strategy, "its loop has come to its end")
     if strategy._joined is None or strategy.config.role == "both":
-        strategy.peer.follower.wait_until_dismissed()
+        strategy._own_peer.follower.wait_until_dismissed()
 
 
 def _retire(strategy: SwarmStrategy, reason: str) -> None:
@@ -133,13 +132,12 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
 
 def _release(strategy: SwarmStrategy) -> None:
     """End the run, but none of the peers."""
-    assert strategy.peer is not None
     first_step = strategy._rollback.first_step
     assert first_step is not None or not strategy.is_global_zero
     _end_run(strategy)
     strategy._rollback.end_run()
     strategy._weights = None
-    strategy.peer.release(first_step or 0)
+    strategy._own_peer.release(first_step or 0)
 
 
 def _end_run(strategy: SwarmStrategy) -> None:
