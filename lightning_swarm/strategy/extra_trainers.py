@@ -21,7 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data import part_of
+from lightning_swarm.strategy.data.loader import part_of
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 from lightning_swarm.strategy.launcher import SwarmLauncher
 

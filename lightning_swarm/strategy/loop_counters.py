@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_swarm.core.errors import ConfigError, StepError
 from lightning_swarm.protocol.messages.run import BatchNumber
-from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
 
 
@@ -90,10 +89,7 @@ class CompletedBatches:
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
-        """Have a batch run again: its step's record, or the coordinator, does not count it.
-
-        Raises StepError if the batch is not kept any more.
-        """
+        """Have a batch run again: its step's record, or the coordinator, does not count it."""
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
             raise StepError(
@@ -113,16 +109,9 @@ class CompletedBatches:
         self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
-    def recall(self, lost: Mapping[int, Any]) -> None:
-        """Have the batches run again that the loop of another run had lost."""
-        self.lost = dict(lost)
-
 
 class LossScale:
-    """The factor of the lead's losses that keeps small gradients in the range of float16.
-
-    Lightning's precision plugin multiplies by it; the servers divide the mean. The scaler sees none of their gradients.
-    """
+    """The factor by which the lead scales losses, for float16's small range; the servers divide the mean by it."""
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler  # of the precision plugin; None: it never scales
@@ -191,19 +180,12 @@ class LoopCounters:
                 f"{type(batch).__name__}. Put a tensor with one row for each sample into it."
             ) from error
 
-    def begins_window(self, batch_idx: int) -> bool:
-        """True if Lightning's accumulation begins with this batch."""
-        return batch_idx % self._trainer.accumulate_grad_batches == 0
-
     def is_full(self, num_samples: int) -> bool:
         """True if a step with so many of this trainer's samples is full when no other trainer has batches in it."""
         return self._target_batch_size is not None and num_samples >= self._target_batch_size
 
     def is_due(self, num_samples: int) -> bool:
-        """True if a step with so many of this trainer's samples ends here, whatever was granted.
-
-        That is where Lightning's own step would end, or with the last batch.
-        """
+        """True if a step with so many own samples ends here: where Lightning's would, or with the last batch."""
         if self.by_windows:
             # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
             # divided by the window's length already.

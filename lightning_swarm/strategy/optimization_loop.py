@@ -1,8 +1,4 @@
-"""Takes the place of Lightning's automatic optimization: one swarm step is one ``global_step``.
-
-It runs batches and waits for records. `loop_counters.py` says where a step ends by Lightning's own counters, keeps the
-batches that no record counts yet, and moves schedulers once for each record.
-"""
+"""Takes the place of Lightning's automatic optimization: one swarm step is one ``global_step``."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepEr
 from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
 from lightning_swarm.strategy.loop_counters import (
     CompletedBatches,
@@ -81,7 +77,8 @@ class SwarmOptimization:
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self.stepped = False
-        if self.pending_samples and self._counters.by_windows and self._counters.begins_window(batch_idx):
+        begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
+        if self.pending_samples and begins_window:
             _log.warning(
                 "`on_train_batch_start` ended the epoch in the middle of a step: the %d samples of a window that was "
                 "cut off count in the next step; the plain Trainer forgets them.",
@@ -170,7 +167,10 @@ class SwarmOptimization:
             self._session.check(error)
             raise
         except Exception:
-            self._withdraw()
+            try:
+                self._session.withdraw_batch()  # it must not count
+            except SwarmError as error:  # which matters less than what the batch raised
+                _log.warning("The batch could not be withdrawn: %s", error)
             raise
         result = closure.consume_result()
         logs, metrics = self._logs.finish_batch(counts=result.loss is not None)
@@ -252,14 +252,11 @@ class SwarmOptimization:
         return self._logs.pending
 
     def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
-        """Go on between two batches where the loop of another run was.
-
-        It had counted so many records, heard `news` before its next batch, and had `pending` to share.
-        """
+        """Go on where another run's loop was: it heard `news` before its next batch, and had `pending` to share."""
         self._version = num_counted
         self._session.restore_news(news)
         self._logs.recall(pending)
-        self._completed.recall(news.lost)
+        self._completed.lost = dict(news.lost)
         for lease in news.lost:
             self._logs.discard_batch(lease)
 
@@ -273,24 +270,20 @@ class SwarmOptimization:
     def _begin(self, optimizer: Optimizer, batch: LoopBatch) -> int | None:
         """Get a lease, and bring extra batches that no other trainer will. None: another trainer has this batch."""
         while True:
-            grant = self._request_grant(optimizer, batch)
+            try:
+                grant = self._session.begin_batch(
+                    batch.num_samples,
+                    gradient_scale=self._scale.value,
+                    before_record=lambda: self._prepare(optimizer),
+                    batch=batch.number,
+                )
+            finally:
+                self._take_lost()
+                self.on_grant(replace(self._session.news, lost=dict(self._completed.lost)))
+                self._count_others(optimizer)  # the steps that other trainers filled before it came
             if grant is None or grant.batch == batch.number:
                 return None if grant is None else grant.lease
             self._train_extra(optimizer, batch.idx, grant)
-
-    def _request_grant(self, optimizer: Optimizer, batch: LoopBatch) -> Grant | None:
-        """Ask for a grant, and count the steps that other trainers filled before it came."""
-        try:
-            return self._session.begin_batch(
-                batch.num_samples,
-                gradient_scale=self._scale.value,
-                before_record=lambda: self._prepare(optimizer),
-                batch=batch.number,
-            )
-        finally:
-            self._take_lost()
-            self.on_grant(replace(self._session.news, lost=dict(self._completed.lost)))
-            self._count_others(optimizer)
 
     def _count_others(self, optimizer: Optimizer) -> None:
         """Count the records of steps that other trainers filled."""
@@ -312,10 +305,8 @@ class SwarmOptimization:
         self._count_others(optimizer)
 
     def _ends_step(self, *, close: bool) -> bool:
-        """True if the batch waits for the end of a step that closes with it.
-
-        What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
-        """
+        """True if the batch waits for the end of a step that closes with it."""
+        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
     def _catch_up(self) -> None:
@@ -425,10 +416,3 @@ class SwarmOptimization:
         self._catch_up()
         self._count_others(optimizer)
         self._session.select(selection)
-
-    def _withdraw(self) -> None:
-        """`training_step` or its backward raised: the exception goes on, and the batch must not count."""
-        try:
-            self._session.withdraw_batch()
-        except SwarmError as error:  # which matters less than what it raised
-            _log.warning("The batch could not be withdrawn: %s", error)

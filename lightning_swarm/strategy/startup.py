@@ -22,7 +22,7 @@ from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
-from lightning_swarm.strategy.data import SharedData, can_share
+from lightning_swarm.strategy.data.shared import SharedData, can_share
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync

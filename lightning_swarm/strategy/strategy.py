@@ -30,7 +30,7 @@ from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancin
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
-from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization

@@ -19,7 +19,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.strategy.data import STATE, SharedLoader, own_generators, without_resume_warning
+from lightning_swarm.strategy.data.loader import SharedLoader, own_generators
+from lightning_swarm.strategy.data.shared import STATE, without_resume_warning
 
 _log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
-from lightning_swarm.strategy.data import STATE, at_position
+from lightning_swarm.strategy.data.shared import STATE, at_position
 from lightning_swarm.strategy.metric_states import MetricContents
 from lightning_swarm.strategy.metrics import REDUCTIONS, Pending
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization

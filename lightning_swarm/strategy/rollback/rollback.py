@@ -21,7 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed, WentBack
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
-from lightning_swarm.strategy.data import at_position
+from lightning_swarm.strategy.data.shared import at_position
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback import loop_transfer
