@@ -87,7 +87,8 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
     return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
 
 
-def _peer_model(strategy: SwarmStrategy, module: LightningModule, *, keep: bool) -> PeerModel:
+def peer_model(strategy: SwarmStrategy, module: LightningModule, *, keep: bool) -> PeerModel:
+    """A model that this peer cuts into stages; `keep` is that of `PeerModel`."""
     config = strategy.config
     # This process's Trainer knows how long the run is: the lead, whose data counts.
     knows_length = strategy.is_global_zero and not config.only_serves
@@ -101,29 +102,24 @@ def _peer_model(strategy: SwarmStrategy, module: LightningModule, *, keep: bool)
     )
 
 
-def trainer_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
-    """The model that a trainer cuts into stages."""
-    return _peer_model(strategy, module, keep=True)
-
-
 def served_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
     """The model of a peer that only serves, moved to its device as a loop would do."""
     module.trainer.precision_plugin.convert_module(module)
     with staying_on_meta():
         module.to(strategy.root_device)
-    return _peer_model(strategy, module, keep=False)
+    return peer_model(strategy, module, keep=False)
 
 
 def own_server_model(strategy: SwarmStrategy, module: LightningModule, own: PeerModel) -> PeerModel:
     """The model of a trainer's own server: what the trainer cuts itself, if nothing speaks against it."""
     if strategy._is_shared or is_on_meta(module):
         # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
-        return _peer_model(strategy, _twin(module), keep=not is_on_meta(module))
+        return peer_model(strategy, _twin(module), keep=not is_on_meta(module))
     # A callback puts averages into the module, with which the stages' weights must not change.
     if callbacks_of(module.trainer, "WeightAveraging", "StochasticWeightAveraging"):
         apart = copy.deepcopy(module)
         apart.trainer = module.trainer
-        return _peer_model(strategy, apart, keep=False)
+        return peer_model(strategy, apart, keep=False)
     return own
 
 

@@ -62,7 +62,7 @@ class SwarmOptimization:
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
         module = trainer.lightning_module
-        self._logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
+        self.logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
         if session.is_lead:
             session.step_with(lambda: checks.hyperparameters(trainer.optimizers[0]), lambda: trainer.current_epoch)
 
@@ -98,7 +98,7 @@ class SwarmOptimization:
             self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:
-            self._logs.replay()
+            self.logs.replay()
 
     def _loop_batch(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
         number = self._data.number
@@ -112,13 +112,13 @@ class SwarmOptimization:
             lease = self._begin(optimizer, batch)
             if lease is None:
                 return {}  # another trainer has it
-            self._logs.begin_batch(batch.num_samples, lease)
+            self.logs.begin_batch(batch.num_samples, lease)
             try:
                 return self._train_here(optimizer, batch, lease)
             except LeaseRevoked as error:
                 _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
                 self._session.revoke_batch()
-                self._logs.revoke()
+                self.logs.revoke()
                 revoked = error
         raise StepError(
             f"a batch was struck from its step {_MAX_RUNS} times in a row: the coordinator does not hear of this "
@@ -130,20 +130,20 @@ class SwarmOptimization:
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
             self._train(optimizer, batch)
-            self._logs.restore()  # what is logged here has it since its first run
+            self.logs.restore()  # what is logged here has it since its first run
 
     def _train_extra(self, optimizer: Optimizer, batch_idx: int, grant: Grant) -> None:
         """Train on a batch that no other trainer brings. If it is struck, any trainer may get it again."""
         assert grant.batch is not None
         batch = self._data.read_batch(grant.batch)
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        self._logs.begin_batch(grant.samples, grant.lease)
+        self.logs.begin_batch(grant.samples, grant.lease)
         try:
             self._train_here(optimizer, LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
             _log.warning("A batch that was brought for another trainer counts nowhere: %s", error)
             self._session.revoke_batch()
-            self._logs.revoke()
+            self.logs.revoke()
 
     def _end_epoch(self, optimizer: Optimizer, batch_idx: int) -> None:
         """Wait, after this trainer's last batch of the epoch, until all of the epoch is complete."""
@@ -173,7 +173,7 @@ class SwarmOptimization:
                 _log.warning("The batch could not be withdrawn: %s", error)
             raise
         result = closure.consume_result()
-        logs, metrics = self._logs.finish_batch(counts=result.loss is not None)
+        logs, metrics = self.logs.finish_batch(counts=result.loss is not None)
         if result.loss is None:
             self._session.withdraw_batch()
             closing = False
@@ -230,7 +230,7 @@ class SwarmOptimization:
 
     def begin_backward(self) -> None:
         """Send what `training_step` logged, which is complete by now."""
-        logs = self._logs.so_far
+        logs = self.logs.so_far
         if logs is not None:
             self._session.begin_backward(logs)
 
@@ -246,19 +246,14 @@ class SwarmOptimization:
             return 0
         return self._completed.num_batches(self.trainer.current_epoch)
 
-    @property
-    def pending(self) -> Pending:
-        """What is still to be shared, between two batches, of what this trainer's batches logged."""
-        return self._logs.pending
-
     def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
         """Go on where another run's loop was: it heard `news` before its next batch, and had `pending` to share."""
         self._version = num_counted
         self._session.restore_news(news)
-        self._logs.recall(pending)
+        self.logs.recall(pending)
         self._completed.lost = dict(news.lost)
         for lease in news.lost:
-            self._logs.discard_batch(lease)
+            self.logs.discard_batch(lease)
 
     def restart(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
@@ -319,7 +314,7 @@ class SwarmOptimization:
         lost = self._session.take_lost()
         for lease in lost:
             self._completed.lose(lease)
-            self._logs.discard_batch(lease)
+            self.logs.discard_batch(lease)
         return bool(lost)
 
     def _step(self, optimizer: Optimizer) -> None:
@@ -368,7 +363,7 @@ class SwarmOptimization:
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
+        self.logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
         if self._session.is_lead:
             self._log_events()
         if decided is None:  # a later record says as much
@@ -389,7 +384,7 @@ class SwarmOptimization:
         """Log what trainers share of a step that is not the last one in this batch: Lightning logs once a batch."""
         connector = self.trainer._logger_connector
         if self._session.is_lead and connector.should_update_logs:
-            connector.log_metrics(self._logs.of_step)
+            connector.log_metrics(self.logs.of_step)
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
     def _log_events(self) -> None:

@@ -130,7 +130,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
         extra_trainers.follow_schedule(trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
-    model = model_setup.trainer_model(strategy, module)
+    model = model_setup.peer_model(strategy, module, keep=True)
     model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
     strategy._session = strategy._start_run(trainer, model, strategy._ranges, selection)
     strategy._initial_weights.mark_used(module, trains=fitting)

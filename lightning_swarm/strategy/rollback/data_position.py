@@ -1,8 +1,4 @@
-"""Records where a loop is in its data, and brings a loop there again.
-
-An ordinary DataLoader cannot begin in the middle of an epoch. But what it gives follows from the random numbers that
-it begins with: with those set, what was read before is read again and passed over.
-"""
+"""Records where a loop is in its data, and brings a loop there again."""
 
 from __future__ import annotations
 
@@ -41,13 +37,7 @@ class BatchPosition:
 
 
 class DataPosition:
-    """Watches where the training loop is in its data, until `close`.
-
-    Its first epoch goes on at `resume_at`; None: where Lightning says. `on_batch` is called, with this object, between
-    two batches, when all that belongs to the one before is done and the next one is not read, and before the first
-    batch; `on_arrival` before the first batch that is not passed over. `made` returns the random numbers where
-    Lightning made the first epoch's iterator, before the loop began.
-    """
+    """Watches where the training loop is in its data, until `close`."""
 
     def __init__(
         self,
@@ -59,10 +49,10 @@ class DataPosition:
         made: Callable[[], RandomState | None],
     ) -> None:
         self._loop = trainer.fit_loop.epoch_loop
-        self._resume_at = resume_at
-        self._on_batch = on_batch
-        self._on_arrival = on_arrival
-        self._first_made = made
+        self._resume_at = resume_at  # where the first epoch goes on; None: where Lightning says
+        self._on_batch = on_batch  # called between two batches, the next one not read yet, and before the first batch
+        self._on_arrival = on_arrival  # called before the first batch that is not passed over
+        self._first_made = made  # returns the random numbers where the first epoch's iterator was made before the loop
         self._is_first = True  # of this object's epochs
         self._generators: Sequence[torch.Generator] = ()  # that the loop's loaders were given
         self._made = self._first = random_state()
@@ -118,6 +108,7 @@ class DataPosition:
         if position.num_batches is None or type(data_fetcher).__name__ == _READS_ITSELF:
             self._begin(data_fetcher)
         else:
+            # What a loader gives follows from the random numbers that it begins with: read again, and pass over.
             set_random_state(position.made, self._generators)
             iter(data_fetcher)
             set_random_state(position.first, self._generators)
@@ -140,10 +131,7 @@ class DataPosition:
 
 
 def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
-    """Have a checkpoint's training loop go on before its last batches: they are in no update of its weights.
-
-    All these batches are of the epoch under way.
-    """
+    """Have a checkpoint's loop go on before its epoch's last batches: they are in no update of its weights."""
     loop = checkpoint["loops"]["fit_loop"]
     if "combined_loader" in loop["state_dict"]:
         _log.warning(
