@@ -295,7 +295,7 @@ class Checkpoints:
             return
         assert strategy._weights is not None
         assert strategy._loop is not None
-        strategy._loop.tell_selection(strategy.optimizers[0])  # callbacks may have restored parameter groups
+        strategy._loop.tell_selection()  # callbacks may have restored parameter groups
         if self._folder is not None:
             strategy._weights.hand_out_shards(strategy.optimizers[0], self._folder)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from lightning_swarm.core.errors import ConfigError, StepError
 from lightning_swarm.protocol.messages.run import BatchNumber
@@ -24,6 +24,7 @@ class TrainerSchedulers:
     """Moves a Trainer's learning rate schedulers once for each record, from `take_over` on."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._num_moved = 0  # moves for records that are not counted yet
 
@@ -36,17 +37,18 @@ class TrainerSchedulers:
         """The run goes on from other weights."""
         self._num_moved = 0
 
-    def move(self, optimizer: Optimizer, num_records: int) -> None:
+    def move(self, num_records: int) -> None:
         """Move the schedulers to where `num_records` that are not counted yet bring them."""
         while self._num_moved < num_records:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # they ask whether it stepped; it did, elsewhere
+            # They ask whether the optimizer stepped; it did, elsewhere.
+            self._trainer.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
             self._num_moved += 1
 
-    def count(self, optimizer: Optimizer, *, is_first: bool) -> None:
+    def count(self, *, is_first: bool) -> None:
         """A record is counted. Lightning moves the schedulers for the first one in a batch."""
         if not is_first:
-            self.move(optimizer, 1)
+            self.move(1)
             self._num_moved -= 1
 
     def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -1,4 +1,4 @@
-"""Records the states of a trainer's loop, and packs the lead's, without pickle, for peers that may take the run over."""
+"""Records the states of a trainer's loop, and packs the lead's, without pickle, for peers that may take over."""
 
 from __future__ import annotations
 
