@@ -60,12 +60,12 @@ class CheckpointFiles(Callback):
             write(checkpoint, path)
         else:
             self._under_way = os.fspath(path)
-            self._submit(write, taken, path)
+            self._jobs.append(self._thread.submit(self._do, write, taken, path))
 
     def remove(self, path: str | Path) -> None:
         """Remove a file, once what is under way has been written: a killed run leaves the old file or the new one."""
         if self._jobs:
-            self._submit(self._io.remove_checkpoint, path)
+            self._jobs.append(self._thread.submit(self._do, self._io.remove_checkpoint, path))
         else:
             self._io.remove_checkpoint(path)
 
@@ -95,9 +95,6 @@ class CheckpointFiles(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.finish()  # the others look for the last file now
-
-    def _submit(self, do: Callable[..., object], *args: object) -> None:
-        self._jobs.append(self._thread.submit(self._do, do, *args))
 
     def _do(self, do: Callable[..., object], *args: object) -> None:
         if self._error is not None:

@@ -183,7 +183,7 @@ class SwarmLauncher(_Launcher):
         return call.resumed(self._end_with(follow))
 
     def _end_with(self, work: Callable[[], str | None]) -> str:
-        """Do the work, then end the process, unless the work returns something."""
+        """Do the work, then end the process, unless the work returns something: what follows `fit` is for the lead."""
         code = 0
         try:
             result = work()

@@ -205,6 +205,4 @@ class LoopCounters:
         """True if the lead's last epoch ends with the batch in hand."""
         if self._data.shares:
             return False  # the coordinator knows which batch is the run's last one
-        max_epochs = self._trainer.fit_loop.max_epochs
-        last_epoch = max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= max_epochs
-        return last_epoch and self.ends_epoch
+        return self._data.is_last_epoch(self._trainer.current_epoch) and self.ends_epoch

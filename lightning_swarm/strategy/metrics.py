@@ -33,7 +33,7 @@ from lightning_swarm.strategy.metric_states import (
 
 _log = logging.getLogger(__name__)
 _HOOK: Final = "training_step"
-_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # of `self.log`, that travel
+LOG_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # of `self.log`, that travel
 REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
     "mean": torch.mean,
     "sum": torch.sum,
@@ -326,7 +326,7 @@ class SharedLogs:
                 reduce=next(reduction for reduction in REDUCTIONS if getattr(meta, f"is_{reduction}_reduction")),
                 value=float(value),
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
-                **{name: getattr(meta, name) for name in _OPTIONS},
+                **{name: getattr(meta, name) for name in LOG_OPTIONS},
             )
         )
 
@@ -335,7 +335,7 @@ class SharedLogs:
         key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
             reduce_fx = REDUCTIONS[logged.reduce]
-            options = {name: getattr(logged, name) for name in _OPTIONS}
+            options = {name: getattr(logged, name) for name in LOG_OPTIONS}
             nothing = torch.tensor(float("nan"))
             type(self._results).log(
                 self._results, _HOOK, logged.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,6 +16,7 @@ from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
+from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.data.shared import SharedData
@@ -37,21 +37,13 @@ _MAX_RUNS = 8
 class SwarmOptimization:
     """Runs the loop's batches, whose steps happen on the servers. Closure and counters are Lightning's own."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        session: Session,
-        data: SharedData,
-        target_batch_size: int | None,
-        *,
-        max_metric_bytes: int,
-    ) -> None:
+    def __init__(self, trainer: Trainer, session: Session, data: SharedData, config: SwarmConfig) -> None:
         self.trainer = trainer
         self._data = data
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
-        self._counters = LoopCounters(trainer, data, target_batch_size, is_lead=session.is_lead)
+        self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
@@ -60,7 +52,7 @@ class SwarmOptimization:
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
         results = trainer.fit_loop.epoch_loop._results
-        max_bytes = None if session.is_lead else max_metric_bytes
+        max_bytes = None if session.is_lead else config.limits.max_metric_bytes
         module = trainer.lightning_module
         self.logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
         if session.is_lead:
@@ -194,13 +186,10 @@ class SwarmOptimization:
         ends = alone and self._ends_step(close=close or fills)
         ahead = self._next_grant(batch, ends=ends) if alone else None
         window = self._counters.total_weight
-        finish = partial(self._session.finish_batch, logs, metrics, close=close, window=window, ahead=ahead)
         if ends:
             self._before_step()
-            with self._profiled():
-                closing = finish()
-        else:
-            closing = finish()
+        with self._profiled() if ends else nullcontext():
+            closing = self._session.finish_batch(logs, metrics, close=close, window=window, ahead=ahead)
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
@@ -267,10 +256,7 @@ class SwarmOptimization:
         while True:
             try:
                 grant = self._session.begin_batch(
-                    batch.num_samples,
-                    gradient_scale=self._scale.value,
-                    before_record=self._prepare,
-                    batch=batch.number,
+                    batch.num_samples, gradient_scale=self._scale.value, before_record=self._prepare, batch=batch.number
                 )
             finally:
                 self._take_lost()
@@ -326,9 +312,8 @@ class SwarmOptimization:
         with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
-                self._session.close_step(
-                    window=self._counters.total_weight
-                )  # another trainer withdrew its batch, and this one has none to put in its place
+                # Another trainer withdrew its batch, and this one has none to put in its place.
+                self._session.close_step(window=self._counters.total_weight)
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:

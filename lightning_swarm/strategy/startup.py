@@ -209,12 +209,10 @@ def _total_steps(trainer: Trainer) -> int | None:
 
 def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
     """Make the training loop's steps the swarm's."""
-    config, data = strategy.config, _data_of(strategy, trainer)
+    data = _data_of(strategy, trainer)
     data.open(session)
     strategy._undo.callback(data.close)
-    strategy._loop = SwarmOptimization(
-        trainer, session, data, config.settings.target_batch_size, max_metric_bytes=config.limits.max_metric_bytes
-    )
+    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config)
     strategy._loop.take_over()
     strategy._trains = True
     strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)

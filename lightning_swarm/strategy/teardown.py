@@ -64,8 +64,11 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
         exception.add_note(_how_to_go_on(strategy._loop.trainer))
     if strategy._joined is not None:
-        if not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
-            _leave_run_under_way(strategy, exception)
+        if strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
+            _retire(strategy, f"{type(exception).__name__}: {exception}")
+            if strategy._swarm_launcher is not None:
+                strategy._swarm_launcher.let_children_leave()
+            strategy.peer.follower.leave_in_order()
     elif not strategy.is_global_zero:
         if strategy._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
             with contextlib.suppress(SwarmError):  # the run may be over
@@ -97,16 +100,6 @@ def _keep_weights(strategy: SwarmStrategy) -> None:
         weights.gather_into_module(strategy.optimizers[0], timeout=strategy.config.limits.leave_timeout)
     except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
         _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
-
-
-def _leave_run_under_way(strategy: SwarmStrategy, exception: BaseException) -> None:
-    """Leave a run that goes on, and that had begun before this process joined it."""
-    if strategy.peer is None:
-        return
-    _retire(strategy, f"{type(exception).__name__}: {exception}")
-    if strategy._swarm_launcher is not None:
-        strategy._swarm_launcher.let_children_leave()
-    strategy.peer.follower.leave_in_order()
 
 
 # ------------------------------------------------------------------ the run

@@ -35,7 +35,7 @@ class ModuleWeights:
     """Moves weights and optimizer state between the servers and the lead's module and checkpoints."""
 
     def __init__(self, peer: Peer, session: Session, module: nn.Module, *, limits: Limits, stale: bool) -> None:
-        self.stale = stale  # the module's weights are older than the swarm's, at first those of an earlier run
+        self.stale = stale  # the module's weights are older than the swarm's, perhaps since an earlier run
         self.num_lent = 0
         self._peer = peer
         self._session: Session | None = session

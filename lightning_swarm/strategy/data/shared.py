@@ -283,16 +283,17 @@ class SharedData:
             sizes=listing.sizes,
             digest=listing.digest,
             random=random,
-            last=self._is_last(epoch),
+            last=self.is_last_epoch(epoch),
         )
 
     def _list_again(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as it was drawn before the checkpoint."""
         plan = self._restored[epoch]
         self._list_plan(plan, "those that were listed before the checkpoint was written")
-        return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self._is_last(epoch))
+        return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self.is_last_epoch(epoch))
 
-    def _is_last(self, epoch: int) -> bool:
+    def is_last_epoch(self, epoch: int) -> bool:
+        """True if the lead's loop ends with this epoch."""
         max_epochs = self._trainer.fit_loop.max_epochs
         return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
 

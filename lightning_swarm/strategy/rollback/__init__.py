@@ -4,7 +4,7 @@
 `loop_transfer.py` records the loop's state (`loop_state.py`, `data_position.py`), and packs it for standby leads.
 
 Of several trainers the lead decides, and brings the weights. Each rolls its own loop back, to before the first of its
-batches that no record counts which the snapshot is the outcome of. The lead asks which versions they could go on from,
-tells them the version when it releases their servers, and begins the next run when they wait for it (`failover.py` of
-`peer`). A trainer that died with the stage is not waited for.
+batches that is in no record up to the snapshot. The lead asks which versions they could go on from, tells them the
+version when it releases their servers, and begins the next run when they wait for it (`failover.py` of `peer`). A
+trainer that died with the stage is not waited for.
 """

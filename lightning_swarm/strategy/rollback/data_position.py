@@ -175,9 +175,7 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 - what users draw from
-    for device, cuda_state in zip(
-        range(torch.cuda.device_count()), state["cuda"], strict=False
-    ):  # it may be another machine
+    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # it may be another machine
         torch.cuda.set_rng_state(cuda_state, device)
     for generator, own_state in zip(generators, state["own"], strict=True):
         generator.set_state(own_state)

@@ -30,7 +30,7 @@ from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
 from lightning_swarm.strategy.data.shared import STATE, at_position
 from lightning_swarm.strategy.metric_states import MetricContents
-from lightning_swarm.strategy.metrics import REDUCTIONS, Pending
+from lightning_swarm.strategy.metrics import LOG_OPTIONS, REDUCTIONS, Pending
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback.data_position import BatchPosition, DataPosition
 from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint, leaves
@@ -134,15 +134,7 @@ class LoopRecorder:
 _MODULE_KEYS: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 """Entries of a checkpoint that are left out: the next lead's module and data module have their own."""
 
-_LOG_OPTIONS: Final = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "metric_attribute",
-)
+_LOG_OPTIONS: Final = (*LOG_OPTIONS, "enable_graph", "add_dataloader_idx", "metric_attribute")
 """What `self.log` was called with, as Lightning keeps it."""
 
 

@@ -73,26 +73,21 @@ class Rollback:
         self.restore_lead_role: Callable[[], None] = lambda: None
         self.begins_anew = False  # the loop begins beside another lead, as that of a trainer that joins the run
         self._recorder: LoopRecorder | None = None  # of the run
+        self.states: LoopStates | None = None  # of the loop, that are kept in this run
         self._position: DataPosition | None = None  # of the run
         self._offered: dict[int, ResumePoint] = {}  # by version, what the lead was told that this loop can go on from
         self._target: RollbackTarget | None = None
-        self._arrived = True  # no target, or the loop is there
+        self.is_resuming = False  # the loop is on its way to the target
         self._loaders: list[object] = []  # of the training loop, whose iterators are still to be made
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._rate_finders: list[Any] = []
 
-    @property
-    def states(self) -> LoopStates | None:
-        """The states of the loop that are kept in this run. None: it is in no run."""
-        recorder = self._recorder
-        return None if recorder is None else recorder.states
-
     def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
         """Keep states of the loop in a run that begins, or goes on at the target."""
         interval_s = self._strategy.config.limits.snapshot_interval
         recorder = self._recorder = LoopRecorder(trainer, peer, session, loop, interval_s)
-        states = recorder.states
+        states = self.states = recorder.states
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
         else:
@@ -104,7 +99,7 @@ class Rollback:
         def arrive() -> None:
             """The data are where they were at the target: bring the loop there."""
             # Of records that came before its next batch the loop hears at that batch, as if it waited for a grant.
-            self._arrived = True
+            self.is_resuming = False
             assert self._target is not None
             version, point = self._target.version, self._target.resume_point
             restore_metrics(trainer, point.state)
@@ -112,7 +107,7 @@ class Rollback:
             loop.recall(point.num_counted, news, point.state.pending)
             states.resume(ResumePoint(point.state, point.num_counted, version, (), news))
 
-        resume_at = None if self._arrived or self._target is None else self._target.resume_point.state.position
+        resume_at = None if not self.is_resuming or self._target is None else self._target.resume_point.state.position
         self._position = DataPosition(trainer, resume_at, recorder.between_batches, arrive, made=self._take_made)
 
     def discard_snapshots(self) -> None:
@@ -144,11 +139,6 @@ class Rollback:
         """First step of the run that goes on at the target; the loop may have to catch up with it."""
         return None if self._target is None else self._target.version
 
-    @property
-    def is_resuming(self) -> bool:
-        """True while the loop is on its way to the target."""
-        return not self._arrived
-
     def _can_go_on(self, version: int, counts: Counts) -> bool:
         """Called on the swarm's event loop: what it answers must hold when this trainer hears of the rollback."""
         states = self.states  # which the trainer's own thread may end meanwhile
@@ -160,7 +150,7 @@ class Rollback:
     def _discard_states(self) -> None:
         """Go on from none of this loop's states."""
         self._forget_target()
-        self._offered, self._arrived = {}, True
+        self._offered, self.is_resuming = {}, False
 
     def _follow_lead(self, version: int, error: SwarmError) -> RollbackTarget | None:
         """The target at a version that the lead chose. None, with a note on the error: this loop kept no such state."""
@@ -170,7 +160,7 @@ class Rollback:
         if self._target is None or self._target.version != version:
             error.add_note(_BEHIND.format(version))
             return None
-        self._arrived = False
+        self.is_resuming = True
         return self._target
 
     def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
@@ -191,7 +181,7 @@ class Rollback:
                 "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
                 ", ".join(missing),
             )
-        self._arrived = False
+        self.is_resuming = True
         assert peer.lead.run is not None
         strategy = self._strategy
         strategy._inherited_stages = peer.lead.run.manifest.stages
@@ -222,7 +212,7 @@ class Rollback:
             error.add_note(_NO_SNAPSHOT)
             return None
         self._target.num_tries += 1
-        self._arrived = False
+        self.is_resuming = True
         for finder in self._rate_finders:  # it found a rate, which the run goes on with
             finder.on_fit_start = lambda *_: None
         return self._target
@@ -252,13 +242,13 @@ class Rollback:
         """The run is over; another run may go on at the target."""
         if self._position is not None:
             self._position.close()
-        self._recorder = self._position = None
+        self._recorder = self.states = self._position = None
 
     def end_fit(self) -> None:
         """The fit is over."""
         self.end_run()
         self._forget_target()
-        self._arrived, self.begins_anew = True, False
+        self.is_resuming, self.begins_anew = False, False
         for finder in self._rate_finders:
             vars(finder).pop("on_fit_start", None)
         self._rate_finders = []
