@@ -1,6 +1,6 @@
 """Shares what trainers log: ``self.log(..., sync_dist=True)`` means over all samples, of all trainers' batches.
 
-None waits for another: it travels with its batch, and when a record has the batch, the lead adds it to its own results.
+No trainer waits for another: what a batch logged travels with it, and the lead adds it once a record has the batch.
 """
 
 from __future__ import annotations
