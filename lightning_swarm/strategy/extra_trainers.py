@@ -203,10 +203,9 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
     epoch_loop._batches_that_stepped = step
     for optimizer in trainer.optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it never steps here
-    for config in trainer.lr_scheduler_configs:
-        if config.interval == "step" and not config.reduce_on_plateau:
-            for _ in range(step // config.frequency):
-                config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
+    for config in trainer.lr_scheduler_configs:  # `follow_schedule` has left those that count steps
+        for _ in range(step // config.frequency):
+            config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
 
 
 def reseed(rank: int) -> None:
