@@ -129,7 +129,7 @@ class SwarmLauncher(_Launcher):
         kinds = tuple(framework.data_module for framework in FRAMEWORKS)
         datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
         if self._strategy.config.only_serves:
-            return call.run_as_lead(self._serve(call, datamodule))
+            return call.run_as_lead(self._end_with(lambda: self._serve(call, datamodule)))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
@@ -157,15 +157,11 @@ class SwarmLauncher(_Launcher):
                 "of its own, or with `devices=1`."
             )
 
-    def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str:
-        """Serve, then end the process; unless this peer is to lead, from the checkpoint that is returned."""
-
-        def serve() -> str | None:
-            self._start_peers(call.trainer)
-            with leaving_on_signals(self._leave):
-                return self._strategy.serve(call.trainer, datamodule, call.arguments)
-
-        return self._end_with(serve)
+    def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str | None:
+        """Serve. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+        self._start_peers(call.trainer)
+        with leaving_on_signals(self._leave):
+            return self._strategy.serve(call.trainer, datamodule, call.arguments)
 
     def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
         """Train beside the lead, then end the process, unless this peer is to lead, with the call that is returned."""
