@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles(Callback):
-    """Writes the lead's files: those of `ModelCheckpoint` in a thread of their own, all others at once.
-
-    A question whether a file under way is there waits for it, and so do the next file and the end of training. What is
-    to be removed is removed after what was written before it, so a run that is killed leaves the old file or the new
-    one. It is the first of the Trainer's callbacks until `close`.
-    """
+    """Writes the lead's files: those of `ModelCheckpoint` in a thread of their own, all others at once."""
 
     def __init__(self, trainer: Trainer, io: CheckpointIO) -> None:
         self._io = io
@@ -57,10 +52,7 @@ class CheckpointFiles(Callback):
         self._callbacks.insert(0, self)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
-        """Write a file. `own` are the tensors in it that nothing else refers to: they need no copy.
-
-        Raises if this file, or the one before it, cannot be written.
-        """
+        """Write a file. `own` are the tensors in it that nothing else refers to: they need no copy."""
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
         taken = _copied(checkpoint, own) if self._in_background else None
@@ -68,12 +60,12 @@ class CheckpointFiles(Callback):
             write(checkpoint, path)
         else:
             self._under_way = os.fspath(path)
-            self._submit(write, taken, path)
+            self._jobs.append(self._thread.submit(self._do, write, taken, path))
 
     def remove(self, path: str | Path) -> None:
-        """Remove a file, once what is under way has been written."""
+        """Remove a file, once what is under way has been written: a killed run leaves the old file or the new one."""
         if self._jobs:
-            self._submit(self._io.remove_checkpoint, path)
+            self._jobs.append(self._thread.submit(self._do, self._io.remove_checkpoint, path))
         else:
             self._io.remove_checkpoint(path)
 
@@ -103,9 +95,6 @@ class CheckpointFiles(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.finish()  # the others look for the last file now
-
-    def _submit(self, do: Callable[..., object], *args: object) -> None:
-        self._jobs.append(self._thread.submit(self._do, do, *args))
 
     def _do(self, do: Callable[..., object], *args: object) -> None:
         if self._error is not None:
@@ -151,10 +140,7 @@ def _reads(logger: object) -> bool:
 
 
 class Checkpoints:
-    """Saves and loads what the swarm has trained, in Lightning's checkpoints.
-
-    `default` is Lightning's own method for the same.
-    """
+    """Saves and loads what the swarm has trained, in Lightning's checkpoints; `default` is Lightning's own method."""
 
     def __init__(self, strategy: SwarmStrategy) -> None:
         self._strategy = strategy
@@ -306,7 +292,7 @@ class Checkpoints:
             return
         assert strategy._weights is not None
         assert strategy._loop is not None
-        strategy._loop.tell_selection(strategy.optimizers[0])  # callbacks may have restored parameter groups
+        strategy._loop.tell_selection()  # callbacks may have restored parameter groups
         if self._folder is not None:
             strategy._weights.hand_out_shards(strategy.optimizers[0], self._folder)
         else:

@@ -33,7 +33,7 @@ _WEIGHT_CALLBACKS = ("ModelPruning",)
 _MEMORY_CALLBACKS = ("BatchSizeFinder",)
 
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
-_TRIAL_CALLBACKS = ("LearningRateFinder",)
+TRIAL_CALLBACKS = ("LearningRateFinder",)
 
 # They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
 # trainers are in the middle of theirs then.
@@ -75,14 +75,9 @@ def check_callbacks(trainer: Trainer) -> None:
         )
 
 
-def makes_trials(trainer: Trainer) -> bool:
-    """True if a callback may train for a while and then restore what it found."""
-    return bool(callbacks_of(trainer, *_TRIAL_CALLBACKS))
-
-
 def of_tuner(callback: object) -> str:
     """Name what the user may have written in place of the callback."""
-    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
+    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
 def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
@@ -119,7 +114,10 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
             "the other machines the line that the first one prints: lightning-swarm join ADDRESS train.py"
         )
     check_callback_imports(trainer)
-    _check_precision(trainer)
+    if trainer.precision not in _PRECISIONS:
+        raise ConfigError(
+            f"`precision` must be one of {list(_PRECISIONS)}, got {trainer.precision!r}. Choose one of them."
+        )
     if config.settings.delay_optimizer_step and trainer.precision == "16-mixed":
         raise ConfigError(
             "with `delay_optimizer_step` a step begins before the one before it has shown whether its gradients fit "
@@ -141,10 +139,7 @@ def check_interactive(num_devices: int) -> None:
 
 
 def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, object]) -> None:
-    """Refuse to start a run without data. Lightning would notice, too, but only when all peers are up.
-
-    `handed` are the arguments of the Trainer's method, by name.
-    """
+    """Refuse to start a run without data. Lightning would notice, too, but only when all peers are up."""
     assert trainer.state.fn is not None
     function, framework = trainer.state.fn.value, framework_of(trainer)
     hook = _LOADERS[function]
@@ -188,13 +183,6 @@ def check_compiling() -> None:
         raise ConfigError(
             "`torch.compile` of a swarm's stages needs a newer torch, which compiles where random numbers are keyed; "
             f"got {torch.__version__}. Update torch, or pass the module uncompiled."
-        )
-
-
-def _check_precision(trainer: Trainer) -> None:
-    if trainer.precision not in _PRECISIONS:
-        raise ConfigError(
-            f"`precision` must be one of {list(_PRECISIONS)}, got {trainer.precision!r}. Choose one of them."
         )
 
 
@@ -275,18 +263,16 @@ def _plain(name: str, value: object) -> object:
     )
 
 
-def check_new_selection(
-    before: Selection | None, selection: Selection, *, is_shared: bool, pending_samples: int
-) -> None:
+def check_new_selection(session: Session, selection: Selection, pending_samples: int) -> None:
     """Refuse to change what trains in a run of several trainers, or in the middle of a step."""
-    if is_shared:
+    if session.is_shared:
         raise ConfigError(
             "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
             "has changed. Freeze parameters and add groups before `fit`, or use `role='auto'`."
         )
     if pending_samples:
-        assert before is not None
-        changed = sorted(set(before.frozen) ^ set(selection.frozen)) or "parameter groups"
+        assert session.selection is not None
+        changed = sorted(set(session.selection.frozen) ^ set(selection.frozen)) or "parameter groups"
         raise ConfigError(
             "which parameters train, and in which group, may change only where a step begins, for its gradients "
             f"are summed on the servers: {changed} changed with {pending_samples} samples in the open step. "
@@ -371,15 +357,6 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
         )
 
 
-def check_brought_callbacks(trainer: Trainer, config: SwarmConfig, *, beside_others: bool) -> None:
-    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's."""
-    check_callback_imports(trainer)
-    if trainer.state.fn == TrainerFn.FITTING:
-        check_callbacks(trainer)
-        if beside_others:
-            check_trainers(trainer, config)
-
-
 def check_servers(config: SwarmConfig, num_devices: int) -> None:
     """Refuse a run without servers."""
     if config.role == "trainer" and num_devices < 2 and not config.initial_peers:
@@ -398,12 +375,6 @@ def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def check_alone(session: Session, name: str) -> None:
-    """Refuse a collective operation in a batch: the others are in batches of their own."""
-    if session.is_shared and session.pipeline.batch is not None:
-        refuse_collective(name)
 
 
 def refuse_collective(name: str) -> NoReturn:

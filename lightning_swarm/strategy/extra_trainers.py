@@ -21,7 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data import part_of
+from lightning_swarm.strategy.data.loader import part_of
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 from lightning_swarm.strategy.launcher import SwarmLauncher
 
@@ -36,11 +36,10 @@ else:
 
 
 class RankHooks(_Strategy):
-    """The part of `SwarmStrategy` that knows this process among others.
+    """The part of `SwarmStrategy` that knows this process among others, none of which waits for another."""
 
-    Trainers do not wait for each other: what one process would answer is answered at once. That is what Lightning's own
-    callers need, for the lead decides and saves alone. What would need the others' values is refused.
-    """
+    # What one process would answer is answered at once. That is what Lightning's own callers need, for the lead decides
+    # and saves alone. What would need the others' values is refused.
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -60,6 +59,12 @@ class RankHooks(_Strategy):
         module = self.lightning_module
         assert module is not None
         return module
+
+    @property
+    def _own_peer(self) -> Peer:
+        """This process's peer, once it was started."""
+        assert self.peer is not None
+        return self.peer
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -100,8 +105,9 @@ class RankHooks(_Strategy):
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._session is not None:
-            checks.check_alone(self._session, "reduce")
+        # In a batch: the others are in batches of their own.
+        if self._session is not None and self._session.is_shared and self._session.pipeline.batch is not None:
+            checks.refuse_collective("reduce")
         return tensor
 
     @override
@@ -120,9 +126,9 @@ class RankHooks(_Strategy):
             self._in_batches = False
         if name == "pre_setup" and self.num_trainers > 1:
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
-            assert self.peer is not None
-            launch_id = self._swarm_launcher.launch_id if self._swarm_launcher is not None else ""
-            (self.peer.lead.say_prepared if self.is_global_zero else self.peer.follower.await_prepared)(launch_id)
+            peer, launcher = self._own_peer, self._swarm_launcher
+            announce_or_wait = peer.lead.say_prepared if self.is_global_zero else peer.follower.await_prepared
+            announce_or_wait("" if launcher is None else launcher.launch_id)
 
 
 class RankOverride:
@@ -145,10 +151,8 @@ class RankOverride:
 
 
 def follow(trainer: Trainer) -> Callable[[], None]:
-    """Leave validation, files and decisions to the lead; what is returned takes them back.
-
-    Loggers and progress bars are off beyond rank zero anyway.
-    """
+    """Leave validation, files and decisions to the lead; what is returned takes them back."""
+    # Loggers and progress bars are off beyond rank zero anyway.
     own: Any = trainer  # whose attributes Lightning sets in its connectors
     fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
     limits = own.limit_val_batches, own.num_sanity_val_steps
@@ -189,10 +193,7 @@ def follow_schedule(trainer: Trainer) -> None:
 
 
 def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
-    """Set the counters of a fit that is about to begin to where the run is, and the schedulers of its steps.
-
-    Its own optimizer never steps; the records bring what it steps with elsewhere.
-    """
+    """Set the counters of a fit that is about to begin to where the run is, and the schedulers of its steps."""
     fit_loop = trainer.fit_loop
     for progress in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
         vars(progress).update(dict.fromkeys(("ready", "started", "processed", "completed"), epoch))
@@ -201,11 +202,10 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
     optimizer_step.total.ready = optimizer_step.total.completed = step
     epoch_loop._batches_that_stepped = step
     for optimizer in trainer.optimizers:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it did, elsewhere
-    for config in trainer.lr_scheduler_configs:
-        if config.interval == "step" and not config.reduce_on_plateau:
-            for _ in range(step // config.frequency):
-                config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it never steps here
+    for config in trainer.lr_scheduler_configs:  # `follow_schedule` has left those that count steps
+        for _ in range(step // config.frequency):
+            config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
 
 
 def reseed(rank: int) -> None:
@@ -217,11 +217,8 @@ def reseed(rank: int) -> None:
 
 
 def settle_dtype(precision: Precision) -> Callable[[], None]:
-    """Keep the default dtype of `precision` until what is returned is called.
-
-    It belongs to the process. A server's thread and the trainer's own would each set it for a while and put back what
-    they found, which was the other's.
-    """
+    """Keep the default dtype of `precision` until what is returned is called."""
+    # A server's thread and the trainer's would each set the process's dtype and put back what they found: the other's.
     before = torch.get_default_dtype()
     with precision.forward_context():
         wanted = torch.get_default_dtype()
@@ -230,14 +227,11 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
 
 
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:
-    """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`.
-
-    Each trainer takes every n-th sample of an iterable dataset, of its own iteration. What is no DataLoader, and any
-    dataset with `use_distributed_sampler=False`, is read whole by every trainer. Then trainers must draw at random, and
-    a warning says so if they do not seem to. A trainer that `joins` a run under way reads all of any data, too.
-    """
+    """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`."""
     if num_trainers == 1 and not joins:
         return dataloader
+    # What has no parts, and any data of a trainer that joins a run under way, is read whole by every trainer. Then they
+    # must draw at random, and a warning says so if they do not seem to.
     parts = not joins and trainer._accelerator_connector.use_distributed_sampler
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
     if iterable and isinstance(dataloader, DataLoader) and parts:

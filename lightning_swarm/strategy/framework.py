@@ -1,8 +1,4 @@
-"""Lightning's two import trees, `lightning.pytorch` and `pytorch_lightning`: the same code, separate classes.
-
-Both are always imported, so that ``import lightning_swarm`` is enough for either. The second tree costs a tenth of a
-second, for what is large in them, torch, is shared.
-"""
+"""Lightning's two import trees, `lightning.pytorch` and `pytorch_lightning`: the same code, separate classes."""
 
 from __future__ import annotations
 
@@ -18,17 +14,14 @@ from lightning_swarm.core.errors import ConfigError
 
 
 class ImportTree:
-    """The parts of one tree that the package uses. Its enums are compared by value.
-
-    `strategies` is the module from which a script imports SwarmStrategy for it.
-    """
+    """The parts of one tree that the package uses. Its enums are compared by value."""
 
     def __init__(self, name: str, *, strategies: str) -> None:
         def of(module: str, attribute: str) -> Any:
             return getattr(import_module(f"{name}.{module}"), attribute)
 
         self.name = name  # as a script imports it
-        self.strategies = strategies
+        self.strategies = strategies  # the module from which a script imports SwarmStrategy for it
         self.trainer: type[Any] = import_module(name).Trainer
         self.module: type[Any] = import_module(name).LightningModule
         self.data_module: type[Any] = import_module(name).LightningDataModule
@@ -58,14 +51,13 @@ class ImportTree:
         return next(tree for tree in FRAMEWORKS if tree is not self)
 
     def take_messages(self) -> None:
-        """Have both trees log in the name of this tree, for which a script may have set a level.
-
-        Else they log in the name of the tree that was imported last.
-        """
+        """Have both trees log in the name of this tree, for which a script may have set a level."""
+        # Else they log in the name of the tree that was imported last.
         own = import_module(f"{self.name}.utilities.rank_zero")
         own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees have the same
 
 
+# With both imported, ``import lightning_swarm`` is enough for either. The second costs a tenth of a second.
 LIGHTNING: Final = ImportTree("lightning.pytorch", strategies="lightning_swarm")
 PYTORCH_LIGHTNING: Final = ImportTree("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
 FRAMEWORKS: Final = (LIGHTNING, PYTORCH_LIGHTNING)
@@ -82,11 +74,8 @@ def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigEr
 
 
 def explain_mixed_imports() -> None:
-    """Make Lightning's error for a LightningModule of the other tree explain itself.
-
-    Lightning looks for mixed imports itself, before it asks the strategy anything, but only in the name of the object's
-    own class, which is the user's: its error ends in "got `Net`". Only the words of that TypeError change.
-    """
+    """Make Lightning's error for a LightningModule of the other tree explain itself: only its words change."""
+    # Lightning finds mixed imports before it asks the strategy anything, but names the user's class: "got `Net`".
     for framework in FRAMEWORKS:
         for name in ("utilities.compile", "utilities.model_helpers"):
             module = import_module(f"{framework.name}.{name}")

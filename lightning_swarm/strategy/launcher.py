@@ -1,7 +1,4 @@
-"""Starts one process for each further peer of this machine: the script runs again there, and serves or trains along.
-
-Children hold a pipe to their parent. When it closes, however the parent died, they end.
-"""
+"""Starts one process for each further peer of this machine: the script runs again there, and serves or trains along."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -129,9 +126,10 @@ class SwarmLauncher(_Launcher):
         follow_environment()
         self._strategy.config = process.settle(self._strategy.config, self.local_rank)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
-        datamodule = _datamodule((*args, *kwargs.values()))
+        kinds = tuple(framework.data_module for framework in FRAMEWORKS)
+        datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
         if self._strategy.config.only_serves:
-            return call.run_as_lead(self._serve(call, datamodule))
+            return call.run_as_lead(self._end_with(lambda: self._serve(call, datamodule)))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
@@ -159,21 +157,14 @@ class SwarmLauncher(_Launcher):
                 "of its own, or with `devices=1`."
             )
 
-    def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str:
-        """Serve, then end the process; unless this peer is to lead, from the checkpoint that is returned."""
-
-        def serve() -> str | None:
-            self._start_peers(call.trainer)
-            with leaving_on_signals(self._leave):
-                return self._strategy.serve(call.trainer, datamodule, call.arguments)
-
-        return self._end_with(serve)
+    def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str | None:
+        """Serve. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+        self._start_peers(call.trainer)
+        with leaving_on_signals(self._leave):
+            return self._strategy.serve(call.trainer, datamodule, call.arguments)
 
     def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
-        """Train beside the lead, then end the process: what comes after `fit` in the script is for the lead.
-
-        Returns the call with which this peer is to lead, if it comes to that.
-        """
+        """Train beside the lead, then end the process, unless this peer is to lead, with the call that is returned."""
 
         def follow() -> str | None:
             start()
@@ -188,7 +179,7 @@ class SwarmLauncher(_Launcher):
         return call.resumed(self._end_with(follow))
 
     def _end_with(self, work: Callable[[], str | None]) -> str:
-        """Do the work, then end the process, unless the work returns something."""
+        """Do the work, then end the process, unless the work returns something: what follows `fit` is for the lead."""
         code = 0
         try:
             result = work()
@@ -269,11 +260,7 @@ class SwarmLauncher(_Launcher):
         self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
-        """End the children.
-
-        Children that were `dismissed`, told that the run is over, may take `timeout` seconds to end by themselves.
-        Else their run never began.
-        """
+        """End the children; if they were `dismissed`, told that the run is over, give them `timeout` seconds for it."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
@@ -313,8 +300,7 @@ class SwarmLauncher(_Launcher):
 
     def _invite(self) -> None:
         """Print how others join the run."""
-        peer = self._strategy.peer
-        assert peer is not None
+        peer = self._strategy._own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         rank_zero_info(process.invitation(self._strategy.config, addresses))
 
@@ -329,6 +315,7 @@ class SwarmLauncher(_Launcher):
                 trains=self._strategy.num_trainers > 1,
             )
             self._children.append(
+                # Children end when the pipe to their parent closes, however it died.
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
                 subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
             )
@@ -341,9 +328,3 @@ def _share_cores(num_peers: int) -> int | None:
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
     return before
-
-
-def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:
-    """The data module among the arguments of the Trainer's method."""
-    kinds = tuple(framework.data_module for framework in FRAMEWORKS)
-    return next((value for value in handed if isinstance(value, kinds)), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from lightning_swarm.core.errors import ConfigError, StepError
 from lightning_swarm.protocol.messages.run import BatchNumber
-from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
 
 
@@ -25,6 +24,7 @@ class TrainerSchedulers:
     """Moves a Trainer's learning rate schedulers once for each record, from `take_over` on."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._num_moved = 0  # moves for records that are not counted yet
 
@@ -37,17 +37,18 @@ class TrainerSchedulers:
         """The run goes on from other weights."""
         self._num_moved = 0
 
-    def move(self, optimizer: Optimizer, num_records: int) -> None:
+    def move(self, num_records: int) -> None:
         """Move the schedulers to where `num_records` that are not counted yet bring them."""
         while self._num_moved < num_records:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # they ask whether it stepped; it did, elsewhere
+            # They ask whether the optimizer stepped; it did, elsewhere.
+            self._trainer.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
             self._num_moved += 1
 
-    def count(self, optimizer: Optimizer, *, is_first: bool) -> None:
+    def count(self, *, is_first: bool) -> None:
         """A record is counted. Lightning moves the schedulers for the first one in a batch."""
         if not is_first:
-            self.move(optimizer, 1)
+            self.move(1)
             self._num_moved -= 1
 
     def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -90,10 +91,7 @@ class CompletedBatches:
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
-        """Have a batch run again: its step's record, or the coordinator, does not count it.
-
-        Raises StepError if the batch is not kept any more.
-        """
+        """Have a batch run again: its step's record, or the coordinator, does not count it."""
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
             raise StepError(
@@ -113,16 +111,9 @@ class CompletedBatches:
         self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
-    def recall(self, lost: Mapping[int, Any]) -> None:
-        """Have the batches run again that the loop of another run had lost."""
-        self.lost = dict(lost)
-
 
 class LossScale:
-    """The factor of the lead's losses that keeps small gradients in the range of float16.
-
-    Lightning's precision plugin multiplies by it; the servers divide the mean. The scaler sees none of their gradients.
-    """
+    """The factor by which the lead scales losses, for float16's small range; the servers divide the mean by it."""
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler  # of the precision plugin; None: it never scales
@@ -191,19 +182,12 @@ class LoopCounters:
                 f"{type(batch).__name__}. Put a tensor with one row for each sample into it."
             ) from error
 
-    def begins_window(self, batch_idx: int) -> bool:
-        """True if Lightning's accumulation begins with this batch."""
-        return batch_idx % self._trainer.accumulate_grad_batches == 0
-
     def is_full(self, num_samples: int) -> bool:
         """True if a step with so many of this trainer's samples is full when no other trainer has batches in it."""
         return self._target_batch_size is not None and num_samples >= self._target_batch_size
 
     def is_due(self, num_samples: int) -> bool:
-        """True if a step with so many of this trainer's samples ends here, whatever was granted.
-
-        That is where Lightning's own step would end, or with the last batch.
-        """
+        """True if a step with so many own samples ends here: where Lightning's would, or with the last batch."""
         if self.by_windows:
             # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
             # divided by the window's length already.
@@ -221,6 +205,4 @@ class LoopCounters:
         """True if the lead's last epoch ends with the batch in hand."""
         if self._data.shares:
             return False  # the coordinator knows which batch is the run's last one
-        max_epochs = self._trainer.fit_loop.max_epochs
-        last_epoch = max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= max_epochs
-        return last_epoch and self.ends_epoch
+        return self._data.is_last_epoch(self._trainer.current_epoch) and self.ends_epoch

@@ -1,7 +1,6 @@
 """Shares what trainers log: ``self.log(..., sync_dist=True)`` means over all samples, of all trainers' batches.
 
-Trainers do not run in lockstep, so none waits for another here. What a batch logged travels with the batch; when the
-batch is in a record, the lead adds it to its own results, as if it had computed the batch itself.
+No trainer waits for another: what a batch logged travels with it, and the lead adds it once a record has the batch.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from lightning_swarm.strategy.metric_states import (
 
 _log = logging.getLogger(__name__)
 _HOOK: Final = "training_step"
+LOG_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # of `self.log`, that travel
 REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
     "mean": torch.mean,
     "sum": torch.sum,
@@ -52,12 +52,10 @@ Pending: TypeAlias = tuple[Mapping[int, Sequence[LoggedValue]], PendingMetrics]
 
 
 class SharedMetrics:
-    """Shares metric objects that are logged with `sync_dist`.
+    """Shares metric objects that are logged with `sync_dist`, by their names in the module."""
 
-    While a batch is in hand, such a metric holds this batch only; then it is put together again. So what travels is
-    what the batch has added, and a batch that does not count leaves nothing behind. Metrics are named by their places
-    in the module, as in all trainers' modules.
-    """
+    # While a batch is in hand, such a metric holds this batch only; then it is put together again. So what travels is
+    # what the batch has added, and a batch that does not count leaves nothing behind.
 
     def __init__(self, module: nn.Module, results: Any, *, max_bytes: int | None) -> None:
         self._module = module
@@ -212,7 +210,7 @@ class SharedLogs:
         self._module = module
         self._results = results
         self._metrics = metrics
-        self._before: _LogsBefore | None = None
+        self._put_back: Callable[[], None] = lambda: None  # what was there before the newest batch
         self._lease = 0  # of the batch in hand
         self._num_samples: int | None = None  # of the batch in hand
         self._batch: list[LoggedValue] = []
@@ -224,7 +222,7 @@ class SharedLogs:
     def begin_batch(self, num_samples: int, lease: int) -> None:
         """Note what was logged before the batch in hand."""
         self._num_samples, self._lease, self._batch = num_samples, lease, []
-        self._before = _LogsBefore(self._module, self._results)
+        self._put_back = _remember_logs(self._module, self._results)
         self._metrics.begin_batch(lease)
 
     @property
@@ -247,8 +245,7 @@ class SharedLogs:
 
     def restore(self) -> None:
         """Restore results and metrics as they were before the newest batch. What is shared of it is not changed."""
-        assert self._before is not None
-        self._before.restore()
+        self._put_back()
 
     @property
     def pending(self) -> Pending:
@@ -329,10 +326,7 @@ class SharedLogs:
                 reduce=next(reduction for reduction in REDUCTIONS if getattr(meta, f"is_{reduction}_reduction")),
                 value=float(value),
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
-                on_step=meta.on_step,
-                on_epoch=meta.on_epoch,
-                prog_bar=meta.prog_bar,
-                logger=meta.logger,
+                **{name: getattr(meta, name) for name in LOG_OPTIONS},
             )
         )
 
@@ -341,12 +335,7 @@ class SharedLogs:
         key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
             reduce_fx = REDUCTIONS[logged.reduce]
-            options = {
-                "prog_bar": logged.prog_bar,
-                "logger": logged.logger,
-                "on_step": logged.on_step,
-                "on_epoch": logged.on_epoch,
-            }
+            options = {name: getattr(logged, name) for name in LOG_OPTIONS}
             nothing = torch.tensor(float("nan"))
             type(self._results).log(
                 self._results, _HOOK, logged.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options
@@ -359,22 +348,21 @@ class SharedLogs:
         return metric
 
 
-class _LogsBefore:
-    """Copies of what was logged before a batch, and of the module's metrics."""
+def _remember_logs(module: nn.Module, results: Any) -> Callable[[], None]:
+    """Copy what was logged, and the module's metrics; what is returned restores both."""
+    # A logged value is a metric of Lightning's own.
+    entries = {key: copied(entry) for key, entry in results.items()}
+    metrics = [(metric, copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]
 
-    def __init__(self, module: nn.Module, results: Any) -> None:
-        self._results = results
-        # A logged value is a metric of Lightning's own.
-        self._entries = {key: copied(entry) for key, entry in results.items()}
-        self._metrics = [(metric, copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-
-    def restore(self) -> None:
-        for key in self._results.keys() - self._entries.keys():
-            del self._results[key]
-        for key, contents in self._entries.items():
-            restore(self._results[key], contents)
-        for metric, contents in self._metrics:
+    def put_back() -> None:
+        for key in results.keys() - entries.keys():
+            del results[key]
+        for key, contents in entries.items():
+            restore(results[key], contents)
+        for metric, contents in metrics:
             restore(metric, contents)
+
+    return put_back
 
 
 def _tensor(value: float, metric: Any) -> torch.Tensor:

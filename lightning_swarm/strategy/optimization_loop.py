@@ -1,8 +1,4 @@
-"""Takes the place of Lightning's automatic optimization: one swarm step is one ``global_step``.
-
-It runs batches and waits for records. `loop_counters.py` says where a step ends by Lightning's own counters, keeps the
-batches that no record counts yet, and moves schedulers once for each record.
-"""
+"""Takes the place of Lightning's automatic optimization: one swarm step is one ``global_step``."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -21,9 +16,10 @@ from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
+from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
 from lightning_swarm.strategy.loop_counters import (
     CompletedBatches,
@@ -41,21 +37,13 @@ _MAX_RUNS = 8
 class SwarmOptimization:
     """Runs the loop's batches, whose steps happen on the servers. Closure and counters are Lightning's own."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        session: Session,
-        target_batch_size: int | None,
-        *,
-        max_metric_bytes: int,
-        data: SharedData,
-    ) -> None:
+    def __init__(self, trainer: Trainer, session: Session, data: SharedData, config: SwarmConfig) -> None:
         self.trainer = trainer
         self._data = data
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
-        self._counters = LoopCounters(trainer, data, target_batch_size, is_lead=session.is_lead)
+        self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
@@ -64,11 +52,11 @@ class SwarmOptimization:
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
         results = trainer.fit_loop.epoch_loop._results
-        max_bytes = None if session.is_lead else max_metric_bytes
+        max_bytes = None if session.is_lead else config.limits.max_metric_bytes
         module = trainer.lightning_module
-        self._logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
+        self.logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
         if session.is_lead:
-            session.step_with(lambda: checks.hyperparameters(trainer.optimizers[0]), lambda: trainer.current_epoch)
+            session.step_with(lambda: checks.hyperparameters(self._optimizer), lambda: trainer.current_epoch)
 
     def take_over(self) -> None:
         """Take the place of the optimizer's steps."""
@@ -81,17 +69,18 @@ class SwarmOptimization:
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self.stepped = False
-        if self.pending_samples and self._counters.by_windows and self._counters.begins_window(batch_idx):
+        begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
+        if self.pending_samples and begins_window:
             _log.warning(
                 "`on_train_batch_start` ended the epoch in the middle of a step: the %d samples of a window that was "
                 "cut off count in the next step; the plain Trainer forgets them.",
                 self.pending_samples,
             )
-        self.tell_selection(optimizer)
+        self.tell_selection()
         try:
-            result = self._train(optimizer, self._loop_batch(batch_idx, kwargs))
-            self._train_lost(optimizer)
-            self._end_epoch(optimizer, batch_idx)
+            result = self._train(self._loop_batch(batch_idx, kwargs))
+            self._train_lost()
+            self._end_epoch(batch_idx)
             return result
         except RunOver:
             # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
@@ -101,7 +90,7 @@ class SwarmOptimization:
             self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:
-            self._logs.replay()
+            self.logs.replay()
 
     def _loop_batch(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
         number = self._data.number
@@ -109,77 +98,78 @@ class SwarmOptimization:
             return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
         return LoopBatch(batch_idx, kwargs, self._counters.num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
-    def _train(self, optimizer: Optimizer, batch: LoopBatch) -> dict[str, Any]:
+    def _train(self, batch: LoopBatch) -> dict[str, Any]:
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
-            lease = self._begin(optimizer, batch)
+            lease = self._begin(batch)
             if lease is None:
                 return {}  # another trainer has it
-            self._logs.begin_batch(batch.num_samples, lease)
+            self.logs.begin_batch(batch.num_samples, lease)
             try:
-                return self._train_here(optimizer, batch, lease)
+                return self._train_here(batch, lease)
             except LeaseRevoked as error:
                 _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
                 self._session.revoke_batch()
-                self._logs.revoke()
+                self.logs.revoke()
                 revoked = error
         raise StepError(
             f"a batch was struck from its step {_MAX_RUNS} times in a row: the coordinator does not hear of this "
             "trainer, or batches take too long. Look at the network between the two, or raise `Limits.call_timeout`."
         ) from revoked
 
-    def _train_lost(self, optimizer: Optimizer) -> None:
+    def _train_lost(self) -> None:
         """Train again on earlier batches that were complete, but are counted in no record."""
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
-            self._train(optimizer, batch)
-            self._logs.restore()  # what is logged here has it since its first run
+            self._train(batch)
+            self.logs.restore()  # what is logged here has it since its first run
 
-    def _train_extra(self, optimizer: Optimizer, batch_idx: int, grant: Grant) -> None:
+    def _train_extra(self, batch_idx: int, grant: Grant) -> None:
         """Train on a batch that no other trainer brings. If it is struck, any trainer may get it again."""
         assert grant.batch is not None
         batch = self._data.read_batch(grant.batch)
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        self._logs.begin_batch(grant.samples, grant.lease)
+        self.logs.begin_batch(grant.samples, grant.lease)
         try:
-            self._train_here(optimizer, LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
+            self._train_here(LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
             _log.warning("A batch that was brought for another trainer counts nowhere: %s", error)
             self._session.revoke_batch()
-            self._logs.revoke()
+            self.logs.revoke()
 
-    def _end_epoch(self, optimizer: Optimizer, batch_idx: int) -> None:
+    def _end_epoch(self, batch_idx: int) -> None:
         """Wait, after this trainer's last batch of the epoch, until all of the epoch is complete."""
         end = self._data.lane_end
         if end is not None:
             try:
-                self._begin(optimizer, LoopBatch(batch_idx, OrderedDict(), 1, end))
+                self._begin(LoopBatch(batch_idx, OrderedDict(), 1, end))
             except RunOver:  # the batch in hand was the lead's last one
                 if not self._session.is_lead:
                     raise
 
-    def _train_here(self, optimizer: Optimizer, batch: LoopBatch, lease: int) -> dict[str, Any]:
+    def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
-        closure = self._lightning._make_closure(batch.kwargs, optimizer, batch.idx)
+        closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
         try:
             closure()
-            checks.check_untouched(self.trainer.lightning_module, optimizer, self._session.local_layers)
+            checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
         except LeaseRevoked:
             raise
         except (PeerError, StepError) as error:
             self._session.check(error)
             raise
         except Exception:
-            self._withdraw()
+            try:
+                self._session.withdraw_batch()  # it must not count
+            except SwarmError as error:  # which matters less than what the batch raised
+                _log.warning("The batch could not be withdrawn: %s", error)
             raise
         result = closure.consume_result()
-        logs, metrics = self._logs.finish_batch(counts=result.loss is not None)
+        logs, metrics = self.logs.finish_batch(counts=result.loss is not None)
         if result.loss is None:
             self._session.withdraw_batch()
-            closing = False
-        else:
-            closing = self._finish_batch(optimizer, batch, lease, logs, metrics)
-        self._end_step(optimizer, closing=closing)
+        closing = result.loss is not None and self._finish_batch(batch, lease, logs, metrics)
+        self._end_step(closing=closing)
         if self._completed.lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
         if not self._session.is_shared and not self._session.delays:
@@ -187,9 +177,7 @@ class SwarmOptimization:
             self._completed.keep_no_batches()
         return {} if result.loss is None else result.asdict()
 
-    def _finish_batch(
-        self, optimizer: Optimizer, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics
-    ) -> bool:
+    def _finish_batch(self, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics) -> bool:
         """Tell the servers that the batch is complete, and what it logged. True if its step closes now."""
         step = self._session.open_step
         close = self._counters.is_due(batch.num_samples)
@@ -198,13 +186,10 @@ class SwarmOptimization:
         ends = alone and self._ends_step(close=close or fills)
         ahead = self._next_grant(batch, ends=ends) if alone else None
         window = self._counters.total_weight
-        finish = partial(self._session.finish_batch, logs, metrics, close=close, window=window, ahead=ahead)
         if ends:
-            self._before_step(optimizer)
-            with self._profiled(optimizer):
-                closing = finish()
-        else:
-            closing = finish()
+            self._before_step()
+        with self._profiled() if ends else nullcontext():
+            closing = self._session.finish_batch(logs, metrics, close=close, window=window, ahead=ahead)
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
@@ -220,7 +205,7 @@ class SwarmOptimization:
         """Count, where training ends, the records that are still to come."""
         self._session.give_back()
         self._catch_up()
-        self._count_others(self.trainer.optimizers[0])
+        self._count_others()
         if self._completed.lost:
             _log.warning(
                 "Training ended before %d batches could run again, which count nowhere: what servers had added of them "
@@ -230,9 +215,13 @@ class SwarmOptimization:
 
     def begin_backward(self) -> None:
         """Send what `training_step` logged, which is complete by now."""
-        logs = self._logs.so_far
+        logs = self.logs.so_far
         if logs is not None:
             self._session.begin_backward(logs)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self.trainer.optimizers[0]
 
     @property
     def pending_samples(self) -> int:
@@ -246,22 +235,14 @@ class SwarmOptimization:
             return 0
         return self._completed.num_batches(self.trainer.current_epoch)
 
-    @property
-    def pending(self) -> Pending:
-        """What is still to be shared, between two batches, of what this trainer's batches logged."""
-        return self._logs.pending
-
     def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
-        """Go on between two batches where the loop of another run was.
-
-        It had counted so many records, heard `news` before its next batch, and had `pending` to share.
-        """
+        """Go on where another run's loop was: it heard `news` before its next batch, and had `pending` to share."""
         self._version = num_counted
         self._session.restore_news(news)
-        self._logs.recall(pending)
-        self._completed.recall(news.lost)
+        self.logs.recall(pending)
+        self._completed.lost = dict(news.lost)
         for lease in news.lost:
-            self._logs.discard_batch(lease)
+            self.logs.discard_batch(lease)
 
     def restart(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
@@ -270,52 +251,43 @@ class SwarmOptimization:
         self.stepped = False
         self._schedulers.restart()
 
-    def _begin(self, optimizer: Optimizer, batch: LoopBatch) -> int | None:
+    def _begin(self, batch: LoopBatch) -> int | None:
         """Get a lease, and bring extra batches that no other trainer will. None: another trainer has this batch."""
         while True:
-            grant = self._request_grant(optimizer, batch)
+            try:
+                grant = self._session.begin_batch(
+                    batch.num_samples, gradient_scale=self._scale.value, before_record=self._prepare, batch=batch.number
+                )
+            finally:
+                self._take_lost()
+                self.on_grant(replace(self._session.news, lost=dict(self._completed.lost)))
+                self._count_others()  # the steps that other trainers filled before it came
             if grant is None or grant.batch == batch.number:
                 return None if grant is None else grant.lease
-            self._train_extra(optimizer, batch.idx, grant)
+            self._train_extra(batch.idx, grant)
 
-    def _request_grant(self, optimizer: Optimizer, batch: LoopBatch) -> Grant | None:
-        """Ask for a grant, and count the steps that other trainers filled before it came."""
-        try:
-            return self._session.begin_batch(
-                batch.num_samples,
-                gradient_scale=self._scale.value,
-                before_record=lambda: self._prepare(optimizer),
-                batch=batch.number,
-            )
-        finally:
-            self._take_lost()
-            self.on_grant(replace(self._session.news, lost=dict(self._completed.lost)))
-            self._count_others(optimizer)
-
-    def _count_others(self, optimizer: Optimizer) -> None:
+    def _count_others(self) -> None:
         """Count the records of steps that other trainers filled."""
         while self._version < self._session.version:
             self._lightning.optim_progress.optimizer.step.increment_ready()
-            self._count(optimizer)
+            self._count()
 
-    def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
+    def _end_step(self, *, closing: bool) -> None:
         """Wait for the step's record if the step ends with this batch."""
         if not closing and self._counters.is_due(self.pending_samples):
             self._session.close_step(window=self._counters.total_weight)  # the batch was withdrawn
             closing = True
         if self._ends_step(close=closing):
-            self._step(optimizer)
+            self._step()
         else:
             self._session.catch_up_delayed()
         if self._counters.ends_epoch:
             self._catch_up()
-        self._count_others(optimizer)
+        self._count_others()
 
     def _ends_step(self, *, close: bool) -> bool:
-        """True if the batch waits for the end of a step that closes with it.
-
-        What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
-        """
+        """True if the batch waits for the end of a step that closes with it."""
+        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
     def _catch_up(self) -> None:
@@ -328,63 +300,61 @@ class SwarmOptimization:
         lost = self._session.take_lost()
         for lease in lost:
             self._completed.lose(lease)
-            self._logs.discard_batch(lease)
+            self.logs.discard_batch(lease)
         return bool(lost)
 
-    def _step(self, optimizer: Optimizer) -> None:
+    def _step(self) -> None:
         """Wait for the record and count it."""
         if not self._session.has_ended:
-            self._before_step(optimizer)
+            self._before_step()
         progress = self._lightning.optim_progress.optimizer.step
         progress.increment_ready()
-        with nullcontext() if self._session.has_ended else self._profiled(optimizer):
+        with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
-                self._session.close_step(
-                    window=self._counters.total_weight
-                )  # another trainer withdrew its batch, and this one has none to put in its place
+                # Another trainer withdrew its batch, and this one has none to put in its place.
+                self._session.close_step(window=self._counters.total_weight)
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:
-            self._count(optimizer)
+            self._count()
         else:  # a batch was withdrawn, and the step takes others in its place; or records are late
             progress.current.ready -= 1
             progress.total.ready -= 1
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self._prepare(optimizer)
+    def _before_step(self) -> None:
+        self._prepare()
         call = self._framework.call
-        call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
+        call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
+        call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", self._optimizer)
 
-    def _profiled(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def _profiled(self) -> AbstractContextManager[None]:
         """Profile, as in the plain Trainer, the time from the last backward to the new weights."""
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
-        found: AbstractContextManager[None] = profiler.profile(
-            f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"
-        )
+        name = f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step"
+        found: AbstractContextManager[None] = profiler.profile(name)
         return found
 
-    def _count(self, optimizer: Optimizer) -> None:
+    def _count(self) -> None:
         """Count a record that was applied, in Lightning's counters, schedulers and logs."""
         if self.stepped:
             self._log_step()
-        self._schedulers.count(optimizer, is_first=not self.stepped)
+        self._schedulers.count(is_first=not self.stepped)
         self._lightning.optim_progress.optimizer.step.increment_completed()
         decided = self._session.receive_record(self._version)
         self._completed.count(self._version)
         self._version += 1
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
         if self._session.is_lead:
             self._log_events()
         if decided is None:  # a later record says as much
             return
         record = decided.record
         if not self._session.is_lead:
-            for group, values in zip(optimizer.param_groups, record.hyperparameters, strict=True):
+            for group, values in zip(self._optimizer.param_groups, record.hyperparameters, strict=True):
                 set_hyperparameters(group, values)
         skipped = record.outcome == "skip"
         if skipped:
@@ -398,7 +368,7 @@ class SwarmOptimization:
         """Log what trainers share of a step that is not the last one in this batch: Lightning logs once a batch."""
         connector = self.trainer._logger_connector
         if self._session.is_lead and connector.should_update_logs:
-            connector.log_metrics(self._logs.of_step)
+            connector.log_metrics(self.logs.of_step)
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
     def _log_events(self) -> None:
@@ -412,25 +382,16 @@ class SwarmOptimization:
                 logger.log_metrics(metrics, step=step)
         self._num_servers = num_servers
 
-    def _prepare(self, optimizer: Optimizer) -> None:
+    def _prepare(self) -> None:
         """Move schedulers to the next record's step: the records that came are not all counted."""
-        self._schedulers.move(optimizer, self.stepped + self._session.open_step - self._version)
+        self._schedulers.move(self.stepped + self._session.open_step - self._version)
 
-    def tell_selection(self, optimizer: Optimizer) -> None:
+    def tell_selection(self) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""
-        before, selection = self._session.selection, read_selection(self.trainer.lightning_module, optimizer)
-        if selection == before:
+        selection = read_selection(self.trainer.lightning_module, self._optimizer)
+        if selection == self._session.selection:
             return
-        checks.check_new_selection(
-            before, selection, is_shared=self._session.is_shared, pending_samples=self.pending_samples
-        )
+        checks.check_new_selection(self._session, selection, self.pending_samples)
         self._catch_up()
-        self._count_others(optimizer)
+        self._count_others()
         self._session.select(selection)
-
-    def _withdraw(self) -> None:
-        """`training_step` or its backward raised: the exception goes on, and the batch must not count."""
-        try:
-            self._session.withdraw_batch()
-        except SwarmError as error:  # which matters less than what it raised
-            _log.warning("The batch could not be withdrawn: %s", error)

@@ -1,31 +1,31 @@
-"""Brings a strategy into a run: checks what is asked for, prepares the module, then starts, joins or serves the run.
-
-The functions work on the strategy as Lightning's connectors work on the Trainer.
-"""
+"""Brings a strategy into a run: checks what is asked for, prepares the module, then starts, joins or serves the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from lightning_swarm.client.pipeline.interception import Interception
 from lightning_swarm.client.session import Session
 from lightning_swarm.model.deferred_init import is_on_meta
-from lightning_swarm.model.optimizer_state import read_selection
-from lightning_swarm.model.partition import find_blocks
-from lightning_swarm.protocol.messages.run import Selection, ranges_of
+from lightning_swarm.model.optimizer_state import kind_of, read_selection
+from lightning_swarm.peer.lead import RunSpec
+from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
-from lightning_swarm.strategy.data import SharedData, can_share
+from lightning_swarm.strategy.data.shared import SharedData, can_share
+from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync, writes_weights
+from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -51,22 +51,25 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
 
 
 def check_brought_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Refuse callbacks that the module brings, once they are the Trainer's."""
+    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's."""
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     if not strategy.is_global_zero:
         extra_trainers.leave_decisions(trainer)
-    checks.check_brought_callbacks(trainer, strategy.config, beside_others=beside_others)
+    checks.check_callback_imports(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        checks.check_callbacks(trainer)
+        if beside_others:
+            checks.check_trainers(trainer, strategy.config)
     strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
 
 
 def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
     """Join a run that is under way as one more trainer, if there is one."""
-    assert strategy.peer is not None
     config = strategy.config
     may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
     if not may_train or not config.initial_peers or strategy.local_rank:
         return False
-    view = strategy.peer.follower.find_run()
+    view = strategy._own_peer.follower.find_run()
     if view is None:
         return False
     checks.check_trainers(trainer, config)
@@ -107,23 +110,10 @@ def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
 # ------------------------------------------------------------------ the module
 
 
-def cut_module(strategy: SwarmStrategy, module: LightningModule) -> None:
-    """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
-    config = strategy.config
-    blocks = find_blocks(module, config.pipeline)
-    # A run that this process joins or took over is cut already; else it begins one.
-    stages = strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
-    strategy._ranges = ranges_of(stages) or model_setup.choose(module.trainer, blocks, config, strategy._num_stages)
-    restored = strategy._checkpoints.restored_step is not None
-    model_setup.insert_layers(module.trainer, blocks, config, strategy._ranges, restored=restored)
-    strategy._initial_weights.fill_outside(module, blocks, strategy.root_device)
-
-
 def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Give each trainer random numbers of its own, and number the weights that the module does not hold yet."""
     if strategy._joined is not None:
-        assert strategy.peer is not None
-        extra_trainers.reseed(strategy.peer.boot_id)
+        extra_trainers.reseed(strategy._own_peer.boot_id)
     elif not strategy.is_global_zero:
         extra_trainers.reseed(strategy.local_rank)
     checks.check_on_meta(trainer, strategy._own_module, strategy.config)
@@ -140,7 +130,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
         extra_trainers.follow_schedule(trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
-    model = strategy._models.of(module, keep=True)
+    model = model_setup.peer_model(strategy, module, keep=True)
     model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
     strategy._session = strategy._start_run(trainer, model, strategy._ranges, selection)
     strategy._initial_weights.mark_used(module, trains=fitting)
@@ -151,85 +141,89 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
         _connect_weights(strategy, trainer, strategy._session)
 
 
-def start_run(
-    strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-) -> Session:
+def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
     """Start a run as its lead, or come to it as one more trainer."""
-    assert strategy.peer is not None
-    rollback, follower, device = strategy._rollback, strategy.peer.follower, strategy.root_device
+    module, config = strategy._own_module, strategy.config
+    rollback, follower, device = strategy._rollback, strategy._own_peer.follower, strategy.root_device
     if strategy._is_shared:
         strategy._undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
     if strategy._joined is not None and not (rollback.is_resuming or rollback.begins_anew):
-        server = _server_model(strategy, trainer, model) if strategy.config.role == "both" else None
-        inherits = server is not None and model_setup.has_whole_model(strategy._own_module, strategy.config)
+        server = model_setup.own_server_model(strategy, module, model) if config.role == "both" else None
+        inherits = server is not None and model_setup.has_whole_model(module, config)
         session, epoch = follower.train_in(strategy._joined, model, server, device, inherits=inherits)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
         return session
     if strategy.is_global_zero:
-        return start_as_lead(strategy, trainer, model, ranges, selection)
-    session = follower.join_run(model, _server_model(strategy, trainer, model), device)
+        return start_as_lead(strategy, trainer, model, selection)
+    session = follower.join_run(model, model_setup.own_server_model(strategy, module, model), device)
     if rollback.begins_anew:
         extra_trainers.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
     return session
 
 
-def start_as_lead(
-    strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-) -> Session:
+def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
     """Start a run as its lead."""
-    config = strategy.config
-    assert strategy.peer is not None
-    launcher, restored_step = strategy._swarm_launcher, strategy._checkpoints.restored_step
+    peer, launcher = strategy._own_peer, strategy._swarm_launcher
     if launcher is not None:
-        strategy.peer.lead.num_known_dead = lambda: launcher.num_ended
-    strategy.peer.lead.check_first()
-    serves = config.role != "trainer"
-    if serves:
-        strategy.peer.serve(_server_model(strategy, trainer, model), trains=True)
-    spec = model_setup.run_spec(
-        trainer,
-        ranges,
-        selection,
+        peer.lead.num_known_dead = lambda: launcher.num_ended
+    peer.lead.check_first()
+    if strategy.config.role != "trainer":
+        peer.serve(model_setup.own_server_model(strategy, strategy._own_module, model), trains=True)
+    spec = _run_spec(strategy, trainer, selection)
+    return peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
+
+
+def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | None) -> RunSpec:
+    """The run that the strategy and its Trainer ask for."""
+    config, restored_step = strategy.config, strategy._checkpoints.restored_step
+    clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
+    by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+    # Trial steps do not count, and Lightning sets a limit of its own for them.
+    is_limited = trainer.max_steps != -1 and not callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
+    return RunSpec(
+        ranges=strategy._ranges,
         num_servers=strategy.num_awaited_servers,
-        num_trainers=strategy.num_trainers if serves else 0,
-        open_to_trainers=checks.may_be_shared(trainer, config),
+        num_trainers=strategy.num_trainers if config.role != "trainer" else 0,
+        open_to_trainers=selection is not None and checks.may_be_shared(trainer, config),
+        seed=torch.initial_seed() % (1 << 62),
+        gradient_clip_norm=clip_at if by_norm else None,
+        gradient_clip_value=None if by_norm else clip_at,
         # Lightning restores its own counter only after this.
         first_step=trainer.global_step if restored_step is None else restored_step,
+        selection=selection,
+        max_steps=trainer.max_steps if is_limited else None,
+        total_steps=_total_steps(trainer) if selection is not None else None,
+        optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,
     )
-    return strategy.peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
 
 
-def _server_model(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel) -> PeerModel:
-    """The model that this trainer's own server computes with."""
-    written = writes_weights(trainer)
-    return strategy._models.beside(strategy._own_module, model, shared=strategy._is_shared, written=written)
+def _total_steps(trainer: Trainer) -> int | None:
+    """Steps of the whole run, if the Trainer knows them without loading data too early."""
+    if trainer.max_epochs == -1:
+        return trainer.max_steps if trainer.max_steps != -1 else None
+    if trainer.train_dataloader is None:
+        return None
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if steps != float("inf") else None
 
 
 def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
     """Make the training loop's steps the swarm's."""
-    limits, data = strategy.config.limits, _data_of(strategy, trainer)
-    assert strategy.peer is not None
+    data = _data_of(strategy, trainer)
     data.open(session)
     strategy._undo.callback(data.close)
-    strategy._loop = SwarmOptimization(
-        trainer,
-        session,
-        strategy.config.settings.target_batch_size,
-        max_metric_bytes=limits.max_metric_bytes,
-        data=data,
-    )
+    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config)
     strategy._loop.take_over()
     strategy._trains = True
-    strategy._rollback.begin_run(trainer, strategy.peer, session, strategy._loop, limits.snapshot_interval)
+    strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
 
 
 def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
     """Keep weights and files, at the lead, where callbacks and whatever follows the run look for them."""
     module, config = strategy._own_module, strategy.config
-    assert strategy.peer is not None
     fitting = trainer.state.fn == TrainerFn.FITTING
     stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
-    strategy._weights = ModuleWeights(strategy.peer, session, module, limits=config.limits, stale=stale)
+    strategy._weights = ModuleWeights(strategy._own_peer, session, module, limits=config.limits, stale=stale)
     strategy._undo.callback(WeightSync(trainer, strategy._weights, stays=strategy._gathers).close)
     if fitting and config.gather_on_end and not strategy._gathers:
         rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
@@ -244,20 +238,18 @@ def serve(
     strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
 ) -> str | None:
     """Serve, and take the run over if its lead dies, as `SwarmStrategy.serve` says."""
-    module = strategy._own_module
-    peer = strategy.peer
-    assert peer is not None
+    module, peer = strategy._own_module, strategy._own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)
     restore = model_setup.remember(module)
-    model = strategy._models.served(module)
+    model = model_setup.served_model(strategy, module)
     inherits = handed is not None and model_setup.could_lead(trainer, module, strategy.config, handed)
     peer.serve(model, inherits=inherits)
     peer.runtime.run(peer.serve_run(rank_zero_info))
     if not peer.inherits:
         peer.close()
         return None
-    target = strategy._recovery.take_over(trainer, peer)
+    target = strategy._rollback.take_over(trainer, peer)
     shared = peer.lead.run is not None and peer.lead.run.is_shared
     peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
     peer.release(target.version)

@@ -1,8 +1,4 @@
-"""`SwarmStrategy`: its settings, and Lightning's hooks.
-
-What the hooks do is in `startup`, `checkpointing`, `rollback` and `teardown`, which work on the strategy as Lightning's
-connectors work on the Trainer.
-"""
+"""`SwarmStrategy`: its settings, and Lightning's hooks, whose work `startup`, `rollback`, `teardown` and others do."""
 
 from __future__ import annotations
 
@@ -34,11 +30,11 @@ from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancin
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
-from lightning_swarm.strategy.data import SharedData
+from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.rollback.rollback import Rollback, RunRecovery
+from lightning_swarm.strategy.rollback.rollback import Rollback
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 if TYPE_CHECKING:
@@ -189,8 +185,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._undo = contextlib.ExitStack()  # of what a run changes in module, loop and callbacks
         self._initial_weights = InitialWeights()  # of weights that the module does not hold
         self._rank_override = extra_trainers.RankOverride()
-        self._rollback = Rollback()
-        self._recovery = RunRecovery(self)
+        self._rollback = Rollback(self)
         self._checkpoints = Checkpoints(self)
 
     # ------------------------------------------------------------------ module and device
@@ -266,25 +261,23 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead, which another process is."""
-        self._recovery.restore_lead_role = extra_trainers.follow(trainer)
+        self._rollback.restore_lead_role = extra_trainers.follow(trainer)
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
+        """Serve until the run is over. If the lead dies, return the checkpoint from which this peer is to lead.
 
-        Returns the checkpoint from which this peer is to run the Trainer's function, in the place of the lead. None:
-        the run is over. Without `handed` this peer never leads.
+        Without `handed` it never leads.
         """
         return startup.serve(self, trainer, datamodule, handed)
 
     def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again after an error, with what is left of the swarm.
+        """Make ready to run the Trainer's function again after an error. None: the run cannot, or need not, roll back.
 
-        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run. None: the run cannot
-        roll back, or has lost nothing that it needs.
+        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run.
         """
-        return self._recovery.prepare(trainer, error)
+        return self._rollback.prepare(trainer, error)
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
@@ -314,7 +307,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        startup.cut_module(self, self._own_module)  # the last that is done to it before its optimizer is made
+        model_setup.cut(self, self._own_module)  # the last that is done to it before its optimizer is made
         return super()._setup_model(model)
 
     @override
@@ -326,18 +319,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def _start_run(
         self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
-        return startup.start_run(self, trainer, model, ranges, selection)
-
-    @property
-    def _models(self) -> model_setup.ModelSetup:
-        return model_setup.ModelSetup(
-            config=self.config,
-            framework=self.framework,
-            device=self.root_device,
-            initial_weights=self._initial_weights,
-            compiler=self._compiler,
-            knows_length=self.is_global_zero and not self.config.only_serves,
-        )
+        return startup.start_run(self, trainer, model, selection)
 
     # ------------------------------------------------------------------ the loop
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning.pytorch import Trainer
 
 from lightning_swarm.core.errors import LeftOut, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.boundary_layers import add_hooks
 from lightning_swarm.model.deferred_init import staying_on_meta
-from lightning_swarm.strategy import model_setup
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -40,10 +42,9 @@ def end_loop(strategy: SwarmStrategy) -> None:
 
 def _serve_on(strategy: SwarmStrategy) -> None:
     """Serve, beside the lead, until the lead's loop has come to its end, too."""
-    assert strategy.peer is not None
     _retire(strategy, "its loop has come to its end")
     if strategy._joined is None or strategy.config.role == "both":
-        strategy.peer.follower.wait_until_dismissed()
+        strategy._own_peer.follower.wait_until_dismissed()
 
 
 def _retire(strategy: SwarmStrategy, reason: str) -> None:
@@ -54,26 +55,40 @@ def _retire(strategy: SwarmStrategy, reason: str) -> None:
 
 
 def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
-    """Leave an interrupted run in order.
-
-    At the lead the module then holds what it learned, as on one machine, if the swarm can still send it.
-    """
+    """Leave an interrupted run in order: if the swarm can still send it, the lead's module holds what it learned."""
     strategy._trains = False
     try:
         strategy._checkpoints.close_files()
     except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
         exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
     if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
-        exception.add_note(model_setup.how_to_go_on(strategy._loop.trainer))
+        exception.add_note(_how_to_go_on(strategy._loop.trainer))
     if strategy._joined is not None:
-        if not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
-            _leave_run_under_way(strategy, exception)
+        if strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
+            _retire(strategy, f"{type(exception).__name__}: {exception}")
+            if strategy._swarm_launcher is not None:
+                strategy._swarm_launcher.let_children_leave()
+            strategy.peer.follower.leave_in_order()
     elif not strategy.is_global_zero:
         if strategy._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
             with contextlib.suppress(SwarmError):  # the run may be over
                 strategy._session.quit(f"{type(exception).__name__}: {exception}")
     else:
         _keep_weights(strategy)
+
+
+def _how_to_go_on(trainer: Trainer) -> str:
+    """Tell the user what to do when a run broke off."""
+    saved = {
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        for name in ("last_model_path", "best_model_path")
+        if (path := getattr(callback, name, "")) and Path(path).exists()
+    }
+    if not saved:
+        return "No checkpoint of this run is left to go on from: start it again, with a ModelCheckpoint."
+    newest = max(saved, key=lambda path: path.stat().st_mtime)
+    return f"Start the run again with `ckpt_path={str(newest)!r}`: it goes on from there, with the peers that it finds."
 
 
 def _keep_weights(strategy: SwarmStrategy) -> None:
@@ -87,22 +102,12 @@ def _keep_weights(strategy: SwarmStrategy) -> None:
         _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
 
-def _leave_run_under_way(strategy: SwarmStrategy, exception: BaseException) -> None:
-    """Leave a run that goes on, and that had begun before this process joined it."""
-    if strategy.peer is None:
-        return
-    _retire(strategy, f"{type(exception).__name__}: {exception}")
-    if strategy._swarm_launcher is not None:
-        strategy._swarm_launcher.let_children_leave()
-    strategy.peer.follower.leave_in_order()
-
-
 # ------------------------------------------------------------------ the run
 
 
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
-    rolls_back = strategy._recovery.is_rolling_back
+    rolls_back = strategy._rollback.is_rolling_back
     try:
         try:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):
@@ -120,13 +125,12 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
 
 def _release(strategy: SwarmStrategy) -> None:
     """End the run, but none of the peers."""
-    assert strategy.peer is not None
     first_step = strategy._rollback.first_step
     assert first_step is not None or not strategy.is_global_zero
     _end_run(strategy)
     strategy._rollback.end_run()
     strategy._weights = None
-    strategy.peer.release(first_step or 0)
+    strategy._own_peer.release(first_step or 0)
 
 
 def _end_run(strategy: SwarmStrategy) -> None:

@@ -32,13 +32,10 @@ _T = TypeVar("_T")
 
 
 class ModuleWeights:
-    """Moves weights and optimizer state between the servers and the lead's module and checkpoints.
-
-    `stale` is true if an earlier run left the module without what it trained.
-    """
+    """Moves weights and optimizer state between the servers and the lead's module and checkpoints."""
 
     def __init__(self, peer: Peer, session: Session, module: nn.Module, *, limits: Limits, stale: bool) -> None:
-        self.stale = stale  # the module's weights are older than the swarm's
+        self.stale = stale  # the module's weights are older than the swarm's, perhaps since an earlier run
         self.num_lent = 0
         self._peer = peer
         self._session: Session | None = session
@@ -59,10 +56,7 @@ class ModuleWeights:
             self._gather_weights(self._limits.call_timeout)
 
     def gather_into_module(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
-        """Put weights and optimizer state of the last step where one machine would have them.
-
-        The optimizer is that of the whole module. `timeout` is in seconds; None: that of any call.
-        """
+        """Put weights and optimizer state of the last step where one machine has them; `timeout` is in seconds."""
         timeout = self._limits.call_timeout if timeout is None else timeout
         state = self.optimizer_state(optimizer, timeout)
         self._gather_weights(timeout)
@@ -106,10 +100,7 @@ class ModuleWeights:
         return {name: value for name, value in own.items() if first.get(name) not in held}
 
     def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-        """Write a checkpoint, which Lightning made `without_stages`, as a folder to which servers write their stages.
-
-        Without an optimizer its state is left out.
-        """
+        """Write a checkpoint that Lightning made `without_stages` as a folder to which servers write their stages."""
         session, _ = self._active_run
         names, parameter_names = self._saved_names, self._parameter_names
 
@@ -222,21 +213,13 @@ class ModuleWeights:
         return self._session, self._peer.lead.run
 
 
-def writes_weights(trainer: Trainer) -> bool:
-    """True if a callback puts averages into the lead's module."""
-    return bool(callbacks_of(trainer, "WeightAveraging", "StochasticWeightAveraging"))
-
-
 class WeightSync(Callback):
-    """Puts weights into the module before callbacks read them, as the Trainer's first callback, until `close`.
-
-    If it `stays`, the trained model is in the module when training ends: callbacks may change it, and it is saved as
-    it is.
-    """
+    """Puts weights into the module before callbacks read them, as the Trainer's first callback, until `close`."""
 
     def __init__(self, trainer: Trainer, weights: ModuleWeights, *, stays: bool) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights = weights
+        # The trained model is in the module when training ends: callbacks may change it, and it is saved as it is.
         self._keeps_trained = stays
         self._wrapped: list[tuple[Any, str]] = []
         for callback in callbacks_of(trainer, "WeightAveraging"):

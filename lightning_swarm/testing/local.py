@@ -31,6 +31,7 @@ from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.strategy import model_setup
 from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
@@ -196,7 +197,7 @@ class InMemoryStrategy(_SwarmStrategy):
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.fill_(float("nan"))  # so that a weight which nobody hands out is noticed
-        return self._models.served(module)
+        return model_setup.served_model(self, module)
 
     @override
     def leave(self) -> None:

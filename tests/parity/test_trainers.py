@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, StepError
-from lightning_swarm.strategy.data import part_of
+from lightning_swarm.strategy.data.loader import part_of
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
 from tests.parity.test_trainers_come import under_way
 from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, shuffled, train

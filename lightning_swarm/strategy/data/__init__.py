@@ -6,17 +6,3 @@ with the workers that its DataLoader has (`loader.py`); the coordinator leases e
 `step/leases.py`), and a trainer that waits for others reads an extra batch. `shared.py` keeps a trainer's view of it
 all. An iterable dataset has no numbers: each trainer takes every n-th sample.
 """
-
-from lightning_swarm.strategy.data.loader import SharedLoader, own_generators, part_of
-from lightning_swarm.strategy.data.shared import STATE, SharedData, at_position, can_share, without_resume_warning
-
-__all__ = [
-    "STATE",
-    "SharedData",
-    "SharedLoader",
-    "at_position",
-    "can_share",
-    "own_generators",
-    "part_of",
-    "without_resume_warning",
-]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,7 @@ from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
 
 
 class StridedDataset(IterableDataset[Any]):
-    """Every n-th sample of an iterable dataset; all other attributes are those of the whole dataset.
-
-    Each trainer iterates over the whole dataset by itself. If it has one order at all of them, no parts overlap.
-    """
+    """Every n-th sample of an iterable dataset; all other attributes are those of the whole dataset."""
 
     def __init__(self, whole: IterableDataset[Any], rank: int, num_trainers: int) -> None:
         self.whole = whole
@@ -33,6 +30,7 @@ class StridedDataset(IterableDataset[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
+        # Each trainer iterates over all of it: if it has one order everywhere, no parts overlap.
         return islice(iter(self.whole), self._rank, None, self._num_trainers)
 
     def __len__(self) -> int:
@@ -106,15 +104,8 @@ def _as_tensor(buffer: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer), dtype=torch.uint8)
 
 
-_HIDDEN: Final = ("state_dict", "load_state_dict")
-"""A loader has no state of its own: the position in the data is the run's."""
-
-
 class LaneSampler:
-    """The batch sampler of a loader that reads a lane.
-
-    `read` yields number and indices of each batch in the lane of the epoch under way, and how many follow it.
-    """
+    """The batch sampler of a loader that reads a lane."""
 
     def __init__(
         self,
@@ -124,7 +115,7 @@ class LaneSampler:
     ) -> None:
         self.origin = origin  # the user's batch sampler
         self.unread: deque[tuple[BatchNumber, int]] = deque()  # batches that the loader has not given yet
-        self._read = read
+        self._read = read  # the lane of the epoch under way: number and indices of a batch, and how many follow it
         self._num_batches = num_batches
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -145,11 +136,7 @@ class LaneSampler:
 
 
 class SharedLoader:
-    """A DataLoader whose batches have numbers.
-
-    `loader` is the user's, with a `LaneSampler`. `on_batch` is called before each batch is given, with its number and
-    how many follow it in the lane. `instead` returns what to read if this loader cannot be shared after all, or None.
-    """
+    """A DataLoader whose batches have numbers."""
 
     def __init__(
         self,
@@ -157,23 +144,18 @@ class SharedLoader:
         on_batch: Callable[[BatchNumber, int], None],
         instead: Callable[[], DataLoader[Any] | None],
     ) -> None:
-        self.loader = loader
-        self._on_batch = on_batch
-        self._instead = instead
+        assert isinstance(loader.batch_sampler, LaneSampler)
+        self.loader = loader  # the user's, but for its batch sampler
+        self._lane = loader.batch_sampler
+        self._on_batch = on_batch  # called before a batch is given, with its number and how many follow it in the lane
+        self._instead = instead  # returns what to read if this loader cannot be shared after all, or None
         if hasattr(loader, "in_order"):
             loader.in_order = True  # by their order batches get their numbers
-
-    @property
-    def lane(self) -> LaneSampler:
-        """The batch sampler of the DataLoader."""
-        lane = self.loader.batch_sampler
-        assert isinstance(lane, LaneSampler)
-        return lane
 
     def __len__(self) -> int:
         """Batches of a whole epoch's lane."""
         instead = self._instead()
-        return len(self.lane) if instead is None else len(instead)
+        return len(self._lane) if instead is None else len(instead)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the lane."""
@@ -185,7 +167,7 @@ class SharedLoader:
 
     def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
         for batch in iter(self.loader) if made is None else made:
-            number, num_left = self.lane.unread.popleft()
+            number, num_left = self._lane.unread.popleft()
             self._on_batch(number, num_left)
             yield batch
 
@@ -196,7 +178,8 @@ class SharedLoader:
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes of the DataLoader."""
-        if name == "loader" or name in _HIDDEN:
+        # A loader has no state of its own: the position in the data is the run's.
+        if name in ("loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 

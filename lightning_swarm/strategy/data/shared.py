@@ -36,15 +36,12 @@ from lightning_swarm.strategy.framework import framework_of
 
 
 class EpochListing:
-    """The first batches of indices that a batch sampler gives in an epoch, and a digest of them.
-
-    If it `ends`, the sampler is asked for one more, as by loaders with workers.
-    """
+    """The first batches of indices that a batch sampler gives in an epoch, and a digest of them."""
 
     def __init__(self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False) -> None:
         drawn = iter(batches)
         listed = [list(batch) for batch in islice(drawn, num_batches)]
-        if ends:
+        if ends:  # loaders with workers ask for one more
             next(drawn, None)
         lengths = [len(batch) for batch in listed]
         if not all(lengths):
@@ -86,7 +83,7 @@ class SharedData:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._session: Session | None = None
-        self._origin: DataLoader[Any] | None = None
+        self._origin: DataLoader[Any]  # the user's, once it is shared
         self._loader: SharedLoader | None = None
         self._plans: dict[int, EpochPlan] = {}
         self._listings: dict[int, EpochListing] = {}
@@ -99,10 +96,7 @@ class SharedData:
     # ------------------------------------------------------------------ a run begins and ends
 
     def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
-        """Make what takes the place of the user's loader.
-
-        `alone` makes what is read if the loader turns out to be one of several.
-        """
+        """Make what takes the place of the user's loader; if that is one of several, `alone` makes what is read."""
         self._origin = loader
         lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
         # Made anew it would need its class's own arguments, and its user's batch sampler would be another one.
@@ -196,14 +190,12 @@ class SharedData:
 
     def _lane_length(self) -> int:
         """Batches of a whole epoch's lane. Lightning limits it by itself where the limit is a share."""
-        assert self._origin is not None
         limit = self._trainer.limit_train_batches
         length = len(self._origin) if isinstance(limit, float) else self._num_batches()
         return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
 
     def _num_batches(self) -> int:
         """Batches of an epoch of all trainers."""
-        assert self._origin is not None
         length, limit = len(self._origin), self._trainer.limit_train_batches
         return int(length * limit) if isinstance(limit, float) else min(length, limit)
 
@@ -262,12 +254,9 @@ class SharedData:
         self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
 
     def _seed_workers(self) -> None:
-        """Draw the workers' seed, as a loader does where an epoch begins.
-
-        The loader did so before older epochs were listed again, which set its generator back.
-        """
+        """Draw the workers' seed, as a loader does where an epoch begins."""
+        # It did so before older epochs were listed again, which set its generator back.
         origin = self._origin
-        assert origin is not None
         stays = origin.persistent_workers and origin.num_workers > 0
         if origin.generator is not None and not stays:
             torch.empty((), dtype=torch.int64).random_(generator=origin.generator)
@@ -286,7 +275,6 @@ class SharedData:
 
     def _list_anew(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as a DataLoader would draw it now."""
-        assert self._origin is not None
         random = take_random_numbers(own_generators(self._origin))
         listing = self._listings[epoch] = self._list(epoch)
         return EpochPlan(
@@ -295,16 +283,17 @@ class SharedData:
             sizes=listing.sizes,
             digest=listing.digest,
             random=random,
-            last=self._is_last(epoch),
+            last=self.is_last_epoch(epoch),
         )
 
     def _list_again(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as it was drawn before the checkpoint."""
         plan = self._restored[epoch]
         self._list_plan(plan, "those that were listed before the checkpoint was written")
-        return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self._is_last(epoch))
+        return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self.is_last_epoch(epoch))
 
-    def _is_last(self, epoch: int) -> bool:
+    def is_last_epoch(self, epoch: int) -> bool:
+        """True if the lead's loop ends with this epoch."""
         max_epochs = self._trainer.fit_loop.max_epochs
         return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
 
@@ -322,7 +311,6 @@ class SharedData:
 
     def _list_plan(self, plan: EpochPlan, others: str = "those of the lead") -> None:
         """List what was drawn elsewhere, and refuse it if the listing here is another one."""
-        assert self._origin is not None
         own = own_generators(self._origin)
         listing = None
         if len(own) == len(plan.random.own):
@@ -342,7 +330,6 @@ class SharedData:
         self._forget_old_epochs()
 
     def _list(self, epoch: int) -> EpochListing:
-        assert self._origin is not None
         batches: Any = self._origin.batch_sampler
         for sampler in {id(sampler): sampler for sampler in (batches, getattr(batches, "sampler", None))}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
@@ -356,8 +343,7 @@ class SharedData:
         """Forget epochs of which no batch is left."""
         position = self.position
         first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
-        over = [epoch for epoch in self._plans if epoch < first]
-        for epoch in over:
+        for epoch in [epoch for epoch in self._plans if epoch < first]:
             del self._plans[epoch], self._listings[epoch]
 
     # ------------------------------------------------------------------ the place in the data

@@ -1,8 +1,4 @@
-"""Records where a loop is in its data, and brings a loop there again.
-
-An ordinary DataLoader cannot begin in the middle of an epoch. But what it gives follows from the random numbers that
-it begins with: with those set, what was read before is read again and passed over.
-"""
+"""Records where a loop is in its data, and brings a loop there again."""
 
 from __future__ import annotations
 
@@ -19,7 +15,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.strategy.data import STATE, SharedLoader, own_generators, without_resume_warning
+from lightning_swarm.strategy.data.loader import SharedLoader, own_generators
+from lightning_swarm.strategy.data.shared import STATE, without_resume_warning
 
 _log = logging.getLogger(__name__)
 
@@ -40,13 +37,7 @@ class BatchPosition:
 
 
 class DataPosition:
-    """Watches where the training loop is in its data, until `close`.
-
-    Its first epoch goes on at `resume_at`; None: where Lightning says. `on_batch` is called, with this object, between
-    two batches, when all that belongs to the one before is done and the next one is not read, and before the first
-    batch; `on_arrival` before the first batch that is not passed over. `made` returns the random numbers where
-    Lightning made the first epoch's iterator, before the loop began.
-    """
+    """Watches where the training loop is in its data, until `close`."""
 
     def __init__(
         self,
@@ -58,10 +49,10 @@ class DataPosition:
         made: Callable[[], RandomState | None],
     ) -> None:
         self._loop = trainer.fit_loop.epoch_loop
-        self._resume_at = resume_at
-        self._on_batch = on_batch
-        self._on_arrival = on_arrival
-        self._first_made = made
+        self._resume_at = resume_at  # where the first epoch goes on; None: where Lightning says
+        self._on_batch = on_batch  # called between two batches, the next one not read yet, and before the first batch
+        self._on_arrival = on_arrival  # called before the first batch that is not passed over
+        self._first_made = made  # returns the random numbers where the first epoch's iterator was made before the loop
         self._is_first = True  # of this object's epochs
         self._generators: Sequence[torch.Generator] = ()  # that the loop's loaders were given
         self._made = self._first = random_state()
@@ -117,6 +108,7 @@ class DataPosition:
         if position.num_batches is None or type(data_fetcher).__name__ == _READS_ITSELF:
             self._begin(data_fetcher)
         else:
+            # What a loader gives follows from the random numbers that it begins with: read again, and pass over.
             set_random_state(position.made, self._generators)
             iter(data_fetcher)
             set_random_state(position.first, self._generators)
@@ -139,10 +131,7 @@ class DataPosition:
 
 
 def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
-    """Have a checkpoint's training loop go on before its last batches: they are in no update of its weights.
-
-    All these batches are of the epoch under way.
-    """
+    """Have a checkpoint's loop go on before its epoch's last batches: they are in no update of its weights."""
     loop = checkpoint["loops"]["fit_loop"]
     if "combined_loader" in loop["state_dict"]:
         _log.warning(
@@ -186,9 +175,7 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 - what users draw from
-    for device, cuda_state in zip(
-        range(torch.cuda.device_count()), state["cuda"], strict=False
-    ):  # it may be another machine
+    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # it may be another machine
         torch.cuda.set_rng_state(cuda_state, device)
     for generator, own_state in zip(generators, state["own"], strict=True):
         generator.set_state(own_state)

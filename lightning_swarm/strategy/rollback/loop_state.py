@@ -130,11 +130,8 @@ class LoopStates:
             self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
 
     def save(self, version: int, completed: Collection[int], position: BatchPosition, pending: Pending) -> None:
-        """Keep the state of the loop, which is between two batches and has counted to `version`.
-
-        Nothing of it comes from the servers. The hooks that saving a checkpoint calls are called; those that work on
-        weights find tensors without values.
-        """
+        """Keep the state of the loop, which is between two batches and has counted to `version`."""
+        # Nothing of it comes from the servers: hooks that work on weights find tensors without values.
         self._stand_ins = {}
         try:
             state = self._take(position, pending)
@@ -185,10 +182,13 @@ class LoopStates:
 
     def without_weights(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
         """The module's state dict with gaps; `names` are the first name of each tensor by all of its names."""
-        return {
-            name: self._gap(names[name], tensor) if names.get(name) in self._names else tensor
-            for name, tensor in own.items()
-        }
+        assert self._stand_ins is not None
+        state = dict(own)
+        for name, tensor in own.items():
+            if names.get(name) in self._names:
+                stand_in = state[name] = tensor.detach().to("meta")
+                self._stand_ins[id(stand_in)] = stand_in, Awaited(names[name])
+        return state
 
     def without_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict with a gap."""
@@ -196,12 +196,6 @@ class LoopStates:
         state: dict[int, Any] = {}
         self._stand_ins[id(state)] = state, Awaited(None)
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-
-    def _gap(self, name: str, tensor: Tensor) -> Tensor:
-        assert self._stand_ins is not None
-        stand_in = tensor.detach().to("meta")
-        self._stand_ins[id(stand_in)] = stand_in, Awaited(name)
-        return stand_in
 
 
 def restore_metrics(trainer: Trainer, state: LoopState) -> None:

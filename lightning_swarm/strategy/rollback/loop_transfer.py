@@ -1,8 +1,4 @@
-"""Records the states of a trainer's loop, and sends the lead's to peers that could take the run over: without pickle.
-
-What a callback, a metric or a hook keeps may be anything. A part that `plain_values` does not know is left out, with
-a warning that names it: if another peer takes the run over, that part begins anew.
-"""
+"""Records the states of a trainer's loop, and packs the lead's, without pickle, for peers that may take over."""
 
 from __future__ import annotations
 
@@ -32,9 +28,9 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
-from lightning_swarm.strategy.data import STATE, at_position
+from lightning_swarm.strategy.data.shared import STATE, at_position
 from lightning_swarm.strategy.metric_states import MetricContents
-from lightning_swarm.strategy.metrics import REDUCTIONS, Pending
+from lightning_swarm.strategy.metrics import LOG_OPTIONS, REDUCTIONS, Pending
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback.data_position import BatchPosition, DataPosition
 from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint, leaves
@@ -80,7 +76,7 @@ class LoopRecorder:
         self.states.prune(self._versions)
         version, completed = self._session.version, self._session.completed_leases
         if self._may_have_snapshot(version, completed):
-            self.states.save(version, completed, position.here, self._loop.pending)
+            self.states.save(version, completed, position.here, self._loop.logs.pending)
             self._replicate()
 
     # ------------------------------------------------------------------ snapshots
@@ -101,10 +97,7 @@ class LoopRecorder:
         return [] if newest is None else [version for version in (newest.keep, newest.version) if version is not None]
 
     def _may_have_snapshot(self, version: int, completed: Collection[int]) -> bool:
-        """True if a snapshot that goes with the loop between two batches exists, or may come to.
-
-        The loop has counted to `version`, and its batches of these leases are complete in the open step.
-        """
+        """True if there is, or may come to be, a snapshot for a loop that counted to `version` and then `completed`."""
         newest = self._newest
         if newest is not None and newest.version == version and not completed:
             return True
@@ -120,24 +113,19 @@ class LoopRecorder:
     # ------------------------------------------------------------------ standby leads
 
     def _replicate(self) -> None:
-        """Send the lead's state to standby leads: the loop is between batches, or records came before its next one.
-
-        Of several trainers' runs it can be used where the position in the data is the run's. Else each has its own.
-        """
+        """Send the lead's state to standby leads: the loop is between batches, or records came before its next one."""
         session, version = self._session, self._session.version
         if not session.is_lead or version == self._newest_sent or version not in self._versions:
             return
         point = self.states.find(version)
-        if point is None or point.news_at(version).lost or (session.is_shared and not _has_shared_position(point)):
+        if point is None or point.news_at(version).lost:
+            return
+        # Of several trainers another one can use it only if all know the position in the data by a batch's number.
+        if session.is_shared and STATE not in point.state.checkpoint["loops"]["fit_loop"]["state_dict"]:
             return
         self._newest_sent = version
         position = session.run.position_at(version)
         self._peer.keep_loop(version, partial(pack, point, version, position, self._left_out))
-
-
-def _has_shared_position(point: ResumePoint) -> bool:
-    """True if the position in the data is a batch that all trainers know by its number."""
-    return STATE in point.state.checkpoint["loops"]["fit_loop"]["state_dict"]
 
 
 # ---------------------------------------------------------------------- packing
@@ -146,23 +134,14 @@ def _has_shared_position(point: ResumePoint) -> bool:
 _MODULE_KEYS: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 """Entries of a checkpoint that are left out: the next lead's module and data module have their own."""
 
-_LOG_OPTIONS: Final = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "metric_attribute",
-)
+_LOG_OPTIONS: Final = (*LOG_OPTIONS, "enable_graph", "add_dataloader_idx", "metric_attribute")
 """What `self.log` was called with, as Lightning keeps it."""
 
 
 def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
-    """Pack a state that goes on with the weights of `version`; they know nothing of the batch at `position`.
+    """Pack a state that goes on with the weights of `version`, which know nothing of the batch at `position`.
 
-    `left_out` holds the parts of which a warning was logged. Raises NotPlain if something in the loop's own state, or a
-    scheduler's, cannot travel.
+    `left_out` holds the parts of which a warning was logged. Raises NotPlain if the loop's own state cannot travel.
     """
     state = point.state
     parts = partial(_plain_parts, left_out=left_out)
@@ -199,10 +178,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
 
 
 def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
-    """Unpack a state for a Trainer's loop that goes on with the weights of `version`.
-
-    Raises ProtocolError if the value, as `plain_values` unpacked it, is no loop's state.
-    """
+    """Unpack a state for a Trainer's loop that goes on with the weights of `version`. Raises ProtocolError."""
     came = TravellingLoop.read(value)
     at_position(came.checkpoint, came.position)
     state = LoopState(
@@ -233,6 +209,7 @@ def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
+    """The parts that `plain_values` knows; what callbacks, metrics and hooks keep may be anything."""
     found = {}
     for name, part in parts.items():
         try:

@@ -21,7 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed, WentBack
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
-from lightning_swarm.strategy.data import at_position
+from lightning_swarm.strategy.data.shared import at_position
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback import loop_transfer
@@ -64,32 +64,30 @@ class RollbackTarget:
 
 
 class Rollback:
-    """Decides where a trainer's fit goes on after an error, and brings its loop there."""
+    """Decides where a trainer's fit goes on after an error, ends the run, and brings the next run's loop there."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: SwarmStrategy) -> None:
+        self._strategy = strategy
+        self.is_rolling_back = False  # what is torn down goes on
+        # At a trainer beside the lead: takes back what was left to the lead.
+        self.restore_lead_role: Callable[[], None] = lambda: None
         self.begins_anew = False  # the loop begins beside another lead, as that of a trainer that joins the run
         self._recorder: LoopRecorder | None = None  # of the run
+        self.states: LoopStates | None = None  # of the loop, that are kept in this run
         self._position: DataPosition | None = None  # of the run
         self._offered: dict[int, ResumePoint] = {}  # by version, what the lead was told that this loop can go on from
         self._target: RollbackTarget | None = None
-        self._arrived = True  # no target, or the loop is there
+        self.is_resuming = False  # the loop is on its way to the target
         self._loaders: list[object] = []  # of the training loop, whose iterators are still to be made
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._rate_finders: list[Any] = []
 
-    @property
-    def states(self) -> LoopStates | None:
-        """The states of the loop that are kept in this run. None: it is in no run."""
-        recorder = self._recorder
-        return None if recorder is None else recorder.states
-
-    def begin_run(
-        self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization, snapshot_interval: float | None
-    ) -> None:
+    def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
         """Keep states of the loop in a run that begins, or goes on at the target."""
-        recorder = self._recorder = LoopRecorder(trainer, peer, session, loop, snapshot_interval)
-        states = recorder.states
+        interval_s = self._strategy.config.limits.snapshot_interval
+        recorder = self._recorder = LoopRecorder(trainer, peer, session, loop, interval_s)
+        states = self.states = recorder.states
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
         else:
@@ -100,7 +98,8 @@ class Rollback:
 
         def arrive() -> None:
             """The data are where they were at the target: bring the loop there."""
-            self._arrived = True
+            # Of records that came before its next batch the loop hears at that batch, as if it waited for a grant.
+            self.is_resuming = False
             assert self._target is not None
             version, point = self._target.version, self._target.resume_point
             restore_metrics(trainer, point.state)
@@ -108,7 +107,7 @@ class Rollback:
             loop.recall(point.num_counted, news, point.state.pending)
             states.resume(ResumePoint(point.state, point.num_counted, version, (), news))
 
-        resume_at = None if self._arrived or self._target is None else self._target.resume_point.state.position
+        resume_at = None if not self.is_resuming or self._target is None else self._target.resume_point.state.position
         self._position = DataPosition(trainer, resume_at, recorder.between_batches, arrive, made=self._take_made)
 
     def discard_snapshots(self) -> None:
@@ -140,11 +139,6 @@ class Rollback:
         """First step of the run that goes on at the target; the loop may have to catch up with it."""
         return None if self._target is None else self._target.version
 
-    @property
-    def is_resuming(self) -> bool:
-        """True while the loop is on its way to the target."""
-        return not self._arrived
-
     def _can_go_on(self, version: int, counts: Counts) -> bool:
         """Called on the swarm's event loop: what it answers must hold when this trainer hears of the rollback."""
         states = self.states  # which the trainer's own thread may end meanwhile
@@ -153,32 +147,24 @@ class Rollback:
             self._offered[version] = found
         return found is not None or version == self.first_step
 
-    def begin_anew(self) -> None:
-        """Begin beside a new lead: nothing of this loop's states goes with what that lead has."""
-        self.discard_states()
-        self.begins_anew = True
-
-    def discard_states(self) -> None:
+    def _discard_states(self) -> None:
         """Go on from none of this loop's states."""
         self._forget_target()
-        self._offered, self._arrived = {}, True
+        self._offered, self.is_resuming = {}, False
 
-    def follow_lead(self, version: int, error: SwarmError) -> RollbackTarget | None:
-        """Choose, at a trainer that does not lead, where to go on with weights of a version that the lead chose.
-
-        None: it kept no such state; the error gets a note.
-        """
+    def _follow_lead(self, version: int, error: SwarmError) -> RollbackTarget | None:
+        """The target at a version that the lead chose. None, with a note on the error: this loop kept no such state."""
         found = self._offered.get(version)
         if found is not None:
             self._set_target(version, found, {}, {})
         if self._target is None or self._target.version != version:
             error.add_note(_BEHIND.format(version))
             return None
-        self._arrived = False
+        self.is_resuming = True
         return self._target
 
     def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Choose where to go on at a peer that leads in the place of the former lead, which is gone."""
+        """Lead the run in the place of the former lead, which is gone; returns where to go on."""
         version, value = peer.inherit()
         try:
             point = loop_transfer.unpack(value, version, trainer)
@@ -195,14 +181,16 @@ class Rollback:
                 "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
                 ", ".join(missing),
             )
-        self._arrived = False
+        self.is_resuming = True
+        assert peer.lead.run is not None
+        strategy = self._strategy
+        strategy._inherited_stages = peer.lead.run.manifest.stages
+        strategy.config = replace(strategy.config, initial_peers=())  # from here on it is the starter of runs
         return target
 
-    def find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
-        """Choose, at the lead, where to go on after an error. None: nowhere; without a snapshot the error gets a note.
-
-        A trainer's own error causes no rollback: it would be hidden, and raised again perhaps.
-        """
+    def _find_lead_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
+        """Choose, at the lead, where to go on after an error. None: nowhere, and a note on the error may say why."""
+        # A trainer's own error causes no rollback: it would be hidden, and raised again perhaps.
         if isinstance(error, (TrainerFailed, Replaced)) or (self.states is None and self._target is None):
             return None
         try:
@@ -224,7 +212,7 @@ class Rollback:
             error.add_note(_NO_SNAPSHOT)
             return None
         self._target.num_tries += 1
-        self._arrived = False
+        self.is_resuming = True
         for finder in self._rate_finders:  # it found a rate, which the run goes on with
             finder.on_fit_start = lambda *_: None
         return self._target
@@ -254,13 +242,13 @@ class Rollback:
         """The run is over; another run may go on at the target."""
         if self._position is not None:
             self._position.close()
-        self._recorder = self._position = None
+        self._recorder = self.states = self._position = None
 
     def end_fit(self) -> None:
         """The fit is over."""
         self.end_run()
         self._forget_target()
-        self._arrived, self.begins_anew = True, False
+        self.is_resuming, self.begins_anew = False, False
         for finder in self._rate_finders:
             vars(finder).pop("on_fit_start", None)
         self._rate_finders = []
@@ -270,15 +258,7 @@ class Rollback:
         if target is not None:
             shutil.rmtree(target.path.parent, ignore_errors=True)
 
-
-class RunRecovery:
-    """Rolls a strategy's run back after an error, as its lead, as its next lead, or beside its lead."""
-
-    def __init__(self, strategy: SwarmStrategy) -> None:
-        self._strategy = strategy
-        self.is_rolling_back = False  # what is torn down goes on
-        # At a trainer beside the lead: takes back what was left to the lead.
-        self.restore_lead_role: Callable[[], None] = lambda: None
+    # ------------------------------------------------------------------ after an error
 
     def prepare(self, trainer: Trainer, error: SwarmError) -> str | None:
         """Find where the run goes on, and tear it down, as `SwarmStrategy.prepare_rollback` says."""
@@ -305,38 +285,27 @@ class RunRecovery:
 
     def _find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> tuple[int, str] | None:
         """The version of the weights, and the checkpoint as `prepare` returns it. This peer may be the lead then."""
-        strategy, rollback = self._strategy, self._strategy._rollback
+        strategy = self._strategy
         if strategy.is_global_zero:
-            target = rollback.find_target(trainer, peer, error)
+            target = self._find_lead_target(trainer, peer, error)
         elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy._joined is not None:
-            return self._join_again(peer)
+            # The run rolled back without this trainer, whose server was not in it to be told: join it again.
+            view = peer.follower.find_run_again()
+            if view is None:
+                return None
+            strategy._joined = view
+            self._discard_states()
+            return view.manifest.first_step, ""
         else:
             version = peer.follower.rollback_step()
             if version is None:
                 return None
             if not peer.inherits and peer.follower.has_new_lead:
-                rollback.begin_anew()
+                self._discard_states()  # nothing of this loop's states goes with what a new lead has
+                self.begins_anew = True
                 return version, ""
-            target = self._become_lead(trainer, peer) if peer.inherits else rollback.follow_lead(version, error)
+            target = self._become_lead(trainer, peer) if peer.inherits else self._follow_lead(version, error)
         return None if target is None else (target.version, str(target.path))
-
-    def _join_again(self, peer: Peer) -> tuple[int, str] | None:
-        """Join a run again that rolled back without this trainer, whose server was not in it to be told."""
-        view = peer.follower.find_run_again()
-        if view is None:
-            return None
-        self._strategy._joined = view
-        self._strategy._rollback.discard_states()
-        return view.manifest.first_step, ""
-
-    def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Go on with the run that another peer led, with this peer as its lead."""
-        strategy = self._strategy
-        target = strategy._rollback.take_over(trainer, peer)
-        assert peer.lead.run is not None
-        strategy._inherited_stages = peer.lead.run.manifest.stages
-        strategy.config = replace(strategy.config, initial_peers=())  # from here on it is the starter of runs
-        return target
 
     def _become_lead(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
         """Lead from here on, where this process trained beside another one."""
