@@ -110,11 +110,11 @@ class Trainer:
         outputs = await gather(passage.forward() for passage in passages)
         await asyncio.sleep(COMPUTING_S)
         receipts = [passage.microbatch.key.receipt for passage in passages]
-        await self.steps.armed(grant.lease, receipts)
+        await self.steps.report_armed(grant.lease, receipts)
         await gather(passage.backward([output]) for passage, (output, _) in zip(passages, outputs, strict=True))
         await self.steps.done(grant.lease, receipts)
         while self.steps.version == grant.step:
-            await self.steps.record(grant.step)
+            await self.steps.wait_for_record(grant.step)
 
 
 class Swarm:

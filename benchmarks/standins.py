@@ -111,10 +111,10 @@ class BriefTrainer:
         """Bring one batch, and wait for the step's record."""
         grant = await self.steps.grant(self._crowd.num_microbatches)
         receipts = self._crowd.enter(grant)
-        await self.steps.armed(grant.lease, receipts)
+        await self.steps.report_armed(grant.lease, receipts)
         await self.steps.done(grant.lease, receipts)
         while self.steps.version == grant.step:
-            await self.steps.record(grant.step)
+            await self.steps.wait_for_record(grant.step)
 
 
 class Crowd(Swarm):

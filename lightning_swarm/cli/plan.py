@@ -20,8 +20,8 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner import probe
 from lightning_swarm.planner.cost_model import transformer
-from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
-from lightning_swarm.planner.machine_files import NOT_GIVEN, TransferCost, read_compression, read_machines
+from lightning_swarm.planner.live import AssumedRates, LiveSwarm, PeerThroughput, read_swarm
+from lightning_swarm.planner.machine_files import NOT_GIVEN, WireSettings, read_compression, read_machines
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import Machine, ModelProfile, Plan
 from lightning_swarm.planner.report import describe, describe_now, draw
@@ -68,7 +68,7 @@ class _Subject:
     measure: Callable[[], float]  # FLOP/s of this machine with the model
     sequence: int = 1024  # tokens of a sample
     width: int | None = None  # features of a token
-    travel: TransferCost = NOT_GIVEN
+    travel: WireSettings = NOT_GIVEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +174,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     swarm = strategy.config if isinstance(strategy, written_part(SwarmStrategy)) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
-    travel = TransferCost(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
+    travel = WireSettings(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
     # Counting removes the weights, so it comes second.
@@ -191,14 +191,14 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
 
 
-def _chosen_travel(arguments: argparse.Namespace) -> TransferCost:
+def _chosen_travel(arguments: argparse.Namespace) -> WireSettings:
     """Read the options on how tensors travel; raises a ConfigError if that is impossible."""
     every = arguments.compression
     options = {name: getattr(arguments, f"compression.{name}") for name in _NAMES}
     chosen = {name: _value(text) for name, text in options.items() if text is not None}
     if chosen and every is not None:
         chosen = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **chosen}
-    return TransferCost.parse(chosen or every, arguments.boundary_ratio)
+    return WireSettings.parse(chosen or every, arguments.boundary_ratio)
 
 
 def _value(text: str) -> object:
@@ -223,10 +223,10 @@ def _run_live(arguments: argparse.Namespace) -> int:
     """Look at the swarm twice, plan, and print the plan; returns the exit status, as `run`."""
     _check_live(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
-    assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
+    assumed = AssumedRates(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
     chosen = _chosen_travel(arguments)
     live = _look(arguments, assumed)
-    current, now = TransferCost(live.compression), live.now
+    current, now = WireSettings(live.compression), live.now
     travel = chosen.filled_from(current)
     model = replace(live.model, wire=travel.wire)
     plan = _plan(arguments, model, live.machines)
@@ -263,7 +263,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"`--{name.replace('_', '-')}` must be a number above 0, got {value}. Raise it.")
 
 
-def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
+def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
     looks = survey.look_repeatedly(Address.parse(arguments.swarm), every_s=arguments.over, timeout=arguments.timeout)
     with contextlib.closing(looks):
         before, now = next(looks), next(looks)

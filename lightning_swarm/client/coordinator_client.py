@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequ
 from lightning_swarm.protocol.messages.run import RunView, Term
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import ENLIST, REGISTER, VIEW
-from lightning_swarm.protocol.queries import look_around
+from lightning_swarm.protocol.queries import ask_servers
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class CoordinatorCalls:
 
     async def find_coordinator(self) -> Collection[PeerId]:
         """Follow the highest term that any server knows of, and return the servers that answered."""
-        replies = await look_around(self._transport, self._run, timeout=self._patience.answer_s)
+        replies = await ask_servers(self._transport, self._run, timeout=self._patience.answer_s)
         for reply in replies.values():
             self._follow(reply.term)
         return replies.keys()

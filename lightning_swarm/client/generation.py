@@ -57,7 +57,7 @@ class BatchJournal:
         if (its := self._leases.get((step, lease))) and its.completed is None and not its.withdrawn:
             self._metrics[step, lease] = metrics
 
-    def armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
+    def note_armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
         """Note that servers can complete the batch without this trainer."""
         if its := self._leases.get((step, lease)):
             self._leases[step, lease] = replaced(its, armed=list(receipts), logs=list(logs))
@@ -157,7 +157,7 @@ class TrainerGeneration:
     open: int = field(init=False)  # the step that grants places, as far as this trainer knows
     journal: BatchJournal = field(default_factory=BatchJournal)
     reserved: tuple[Grant, GrantRequest] | None = None  # the place of a batch that is still to come
-    # What `StepClient.closed` says of the step of the newest batch, if that was asked together with its end.
+    # What `StepClient.wait_closed` says of the step of the newest batch, if that was asked together with its end.
     step_ended: bool | None = None
     imminent: int | None = None  # at the lead: a step whose record is decided, though the lead did not wait for it
     hyperparameters: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by step, until it is decided

@@ -136,7 +136,7 @@ class Session:
                     grant = found
                 else:
                     before_record()
-                    self._runtime.run(self._steps.closed(found))
+                    self._runtime.run(self._steps.wait_closed(found))
         finally:
             self.pipeline.version = self._steps.version
         if self.local_layers is not None:
@@ -186,7 +186,7 @@ class Session:
 
         batch.confirm = confirm  # before the call, which may arrive although no answer comes
         try:
-            await self._steps.armed(batch.grant.lease, receipts, logs)
+            await self._steps.report_armed(batch.grant.lease, receipts, logs)
         except PeerError as error:
             _log.info("Perhaps nobody knows that the batch in hand can do without this trainer: %s", error)
 
@@ -198,7 +198,7 @@ class Session:
     def revoke_batch(self) -> None:
         """Give up the batch in hand, which was struck: nothing of it counts, and it may run again in another place."""
         if self.pipeline.batch is not None:  # else it was through, and the coordinator knows
-            self._runtime.run(self._steps.revoked(self._taken().grant.lease))
+            self._runtime.run(self._steps.report_revoked(self._taken().grant.lease))
 
     def finish_batch(
         self,
@@ -227,7 +227,7 @@ class Session:
         """Between two batches, with delayed steps: apply the record that came within the last one."""
         imminent = self._steps.generation.imminent
         if imminent is not None:
-            self._runtime.run(self._steps.record(imminent))
+            self._runtime.run(self._steps.wait_for_record(imminent))
         if self.delays:
             self._follow_version()
 
@@ -240,7 +240,7 @@ class Session:
         generation = self._steps.generation
         closed, generation.step_ended = generation.step_ended, None
         if closed is None:
-            closed = self._runtime.run(self._steps.closed(self._steps.open))
+            closed = self._runtime.run(self._steps.wait_closed(self._steps.open))
         self._follow_version()
         return closed
 
@@ -252,7 +252,7 @@ class Session:
     def catch_up(self) -> None:
         """Wait for the records of all closed steps."""
         if self._steps.open > self._steps.version:
-            self._runtime.run(self._steps.record(self._steps.open - 1))
+            self._runtime.run(self._steps.wait_for_record(self._steps.open - 1))
             self._follow_version()
 
     def hold_still(self) -> None:

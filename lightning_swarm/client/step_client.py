@@ -149,7 +149,7 @@ class StepClient:
             if isinstance(found, Grant):
                 return found
             assert found is not None, "only a batch that has a number can be in another trainer's hands"
-            await self.closed(found)
+            await self.wait_closed(found)
 
     def number_batch(self) -> int:
         """Number one more batch."""
@@ -210,12 +210,12 @@ class StepClient:
         self._journal.measured(self.open, lease, message)
         await self._enlisted.stream(methods.METRICS, message, max_bytes=0)
 
-    async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
+    async def report_armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
         """Let the batch count from now on even without this trainer. `BatchArmed` explains the arguments."""
         request = BatchArmed(
             generation=self.generation.number, step=self.open, lease=lease, receipts=list(receipts), logs=list(logs)
         )
-        self._journal.armed(self.open, lease, receipts, logs)
+        self._journal.note_armed(self.open, lease, receipts, logs)
         await self._enlisted.call(methods.ARMED, encode(request))
 
     async def done(
@@ -297,18 +297,18 @@ class StepClient:
             generation.reserved = reply.grant, report.following
         return reply.closing
 
-    async def revoked(self, lease: int) -> None:
+    async def report_revoked(self, lease: int) -> None:
         """Report a batch that counts nowhere, as a server or the coordinator says, before it runs again elsewhere."""
         # The peer that granted it may not coordinate any more, and not know that; the one that does may wait for it.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
 
-    async def record(self, step: int) -> Record | None:
+    async def wait_for_record(self, step: int) -> Record | None:
         """Wait for the record of `step` or a newer one; None if it takes batches again, `StepError` if it failed."""
         return self.newest if await self._wait_until_over(step, decided=True) else None
 
-    async def closed(self, step: int) -> bool:
+    async def wait_closed(self, step: int) -> bool:
         """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again."""
         return await self._wait_until_over(step, decided=False)
 

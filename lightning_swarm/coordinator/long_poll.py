@@ -148,7 +148,7 @@ class StepEnds:
     ) -> None:
         self._run, self._step_state, self._changes = context.run, context.step_state, context.changes
         self._leases, self._lead, self._lease_expiry = leases, lead, lease_expiry
-        self._learnt = partial(context.events.learnt, context.transport.peer_id)
+        self._learnt = partial(context.events.known_counts, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # to the lead
 
     async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:

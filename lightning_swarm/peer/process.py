@@ -90,7 +90,7 @@ def _spec() -> ModuleSpec | None:
     return getattr(sys.modules["__main__"], "__spec__", None)
 
 
-def of_child() -> list[str]:
+def child_command() -> list[str]:
     """The command line that runs this script or module again in a child process, with the same arguments."""
     # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
@@ -128,7 +128,7 @@ def launch_id() -> str:
     return os.environ.get(_LAUNCH, "")
 
 
-def for_child(rank: int, addresses: str, *, run_id: str, launch: str, trains: bool) -> dict[str, str]:
+def child_environment(rank: int, addresses: str, *, run_id: str, launch: str, trains: bool) -> dict[str, str]:
     """The environment of another peer of this machine, which joins at `addresses`, a space between them."""
     return {
         **os.environ,
@@ -141,7 +141,7 @@ def for_child(rank: int, addresses: str, *, run_id: str, launch: str, trains: bo
     }
 
 
-def settle(config: SwarmConfig, local_rank: int) -> SwarmConfig:
+def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     """A script's settings, changed by those in this process's environment."""
     peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
     listen = os.environ.get(LISTEN)

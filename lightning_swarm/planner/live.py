@@ -17,7 +17,7 @@ from lightning_swarm.protocol.settings import Compression
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assumption:
+class AssumedRates:
     """The rates that are assumed where a swarm has not measured them."""
 
     line_bytes_per_s: float  # of the links, each way, of peers that have sent, or received, nothing long enough to tell
@@ -25,7 +25,7 @@ class Assumption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveRates:
+class LiveSwarm:
     """A running swarm in the planner's terms."""
 
     model: ModelProfile  # as if the blocks of a stage were equal, and all tensors travelled unencoded
@@ -45,9 +45,9 @@ class PeerThroughput:
 def read_swarm(
     reports: Mapping[PeerId, PeerReport],
     paces: Mapping[PeerId, PeerThroughput],
-    assumed: Assumption,
+    assumed: AssumedRates,
     name: Callable[[str], str] = str,  # gives a peer's name by its id
-) -> LiveRates:
+) -> LiveSwarm:
     """Combine the reports and throughput of all peers that answered; raises `SwarmError` if too little is measured."""
     servers = {peer: report.server for peer, report in reports.items() if report.server is not None}
     if not servers:
@@ -63,7 +63,7 @@ def read_swarm(
     lines = _lines(reports)
     held = {peer: {stage.index for stage in server.held} for peer, server in servers.items()}
     replicas = [[peer for peer, indices in held.items() if index in indices] for index in range(len(stages))]
-    return LiveRates(
+    return LiveSwarm(
         model=_model(stages, work, max(server.around_parameters for server in servers.values())),
         compression=next(iter(servers.values())).compression,
         machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in measured),
@@ -174,7 +174,7 @@ _FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believe
 _MOST_ROUND_TRIP: Final = 8.0  # a transfer counts as at least this part of its duration, whatever the round trip
 
 
-def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: Assumption) -> Machine:
+def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: AssumedRates) -> Machine:
     machine = server.machine
     return Machine(
         name=name,

@@ -21,14 +21,14 @@ _CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 
 
 
 @dataclass(frozen=True)
-class TransferCost:
+class WireSettings:
     """The compression of a swarm's tensors; None: not given."""
 
     compression: Compression | None = None
     boundary_ratio: int | None = None  # boundary layers send that many times fewer features from stage to stage
 
     @classmethod
-    def parse(cls, compression: Any, boundary_ratio: Any) -> TransferCost:
+    def parse(cls, compression: Any, boundary_ratio: Any) -> WireSettings:
         """Check what a user gives, in the forms that `SwarmStrategy` and `Bottleneck` take."""
         if compression is not None and not isinstance(compression, Compression | Mapping):
             compression = str(compression)
@@ -37,9 +37,9 @@ class TransferCost:
             boundary_ratio=None if boundary_ratio is None else Bottleneck(boundary_ratio).ratio,
         )
 
-    def filled_from(self, other: TransferCost) -> TransferCost:
+    def filled_from(self, other: WireSettings) -> WireSettings:
         """Return these settings, and the other's where these are not given."""
-        return TransferCost(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
+        return WireSettings(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
 
     @property
     def wire(self) -> WireFormat:
@@ -64,7 +64,7 @@ class TransferCost:
         return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
 
 
-NOT_GIVEN: Final = TransferCost()
+NOT_GIVEN: Final = WireSettings()
 
 
 HERE: Final = "here"  # the value of a rate that is to be measured on this machine
@@ -116,7 +116,7 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
     return machines
 
 
-def read_compression(path: Path) -> TransferCost:
+def read_compression(path: Path) -> WireSettings:
     """Read the compression of tensors from a file of machines."""
     content = _content(path)
     if not isinstance(content, Mapping):
@@ -124,7 +124,7 @@ def read_compression(path: Path) -> TransferCost:
     unknown = [key for key in content if key not in _TOP]
     if unknown:
         raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")
-    return TransferCost.parse(content.get("compression"), content.get("boundary_ratio"))
+    return WireSettings.parse(content.get("compression"), content.get("boundary_ratio"))
 
 
 def _content(path: Path) -> Any:

@@ -97,7 +97,7 @@ class EventLog:
             self._counts[kind] += 1
         self._keep(Event(kind, peer, stage, step, reason))
 
-    def hear(
+    def log_only(
         self, kind: EventKind, *, peer: str | None = None, stage: int | None = None, step: int, reason: str = ""
     ) -> None:
         """Log and keep another peer's event unless it was noted here. The other peer counts it."""
@@ -133,7 +133,7 @@ class EventLog:
             while len(self._others) > _MAX_LOGS:
                 del self._others[next(iter(self._others))]
 
-    def learnt(self, own: PeerId) -> dict[PeerId, EventCounts]:
+    def known_counts(self, own: PeerId) -> dict[PeerId, EventCounts]:
         """Return the known counts of all peers, including this one (`own`)."""
         report = self.report()
         with self._lock:

@@ -111,7 +111,7 @@ async def watch(transport: Transport, peer: PeerId, request: WatchRequest, *, ti
     return decode(await transport.call(peer, WATCH, encode(request), timeout=timeout), WatchReply)
 
 
-async def look_around(transport: Transport, run: RunState, *, timeout: float) -> dict[PeerId, WatchReply]:
+async def ask_servers(transport: Transport, run: RunState, *, timeout: float) -> dict[PeerId, WatchReply]:
     """Ask all other servers what `watch` asks, and return the answers that come soon."""
     replies: dict[PeerId, WatchReply] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)

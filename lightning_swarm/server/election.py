@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.run import CoordinatorTerm, PullRequest, 
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
-from lightning_swarm.protocol.queries import GRACE_S, look_around, watch
+from lightning_swarm.protocol.queries import GRACE_S, ask_servers, watch
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -219,7 +219,7 @@ class Leadership:
                 async with asyncio.timeout(2 * self._limits.silence_timeout):
                     await self._changed.wait()
                     continue
-            for reply in (await look_around(self._transport, run, timeout=self._limits.silence_timeout)).values():
+            for reply in (await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)).values():
                 await self._follow_term(run, reply.term)
         if self.coordinator is coordinator:
             await self._step_down()
@@ -234,7 +234,7 @@ class Leadership:
     async def _replace_coordinator(self, run: RunState, reason: str) -> None:
         """The coordinator is gone, or does not coordinate: find the next one, or become it."""
         missed = run.term
-        replies = await look_around(self._transport, run, timeout=self._limits.silence_timeout)
+        replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
         for peer, reply in replies.items():
             self._highest_number = max(self._highest_number, reply.term[0])
             if reply.term > run.term:

@@ -108,7 +108,7 @@ class ComputeHandlers:
         key = request.key
         call, before = await self._forward_call(stage, request, request.source, given)
         version = self._computes_on(key)
-        await self._steps.reached(version)
+        await self._steps.wait_for_version(version)
 
         def compute() -> ForwardResult:
             if not key.evaluation:

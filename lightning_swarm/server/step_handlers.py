@@ -122,7 +122,7 @@ class StepHandlers:
 
         return await self._compute(copy)
 
-    async def reached(self, version: int, *, within_s: float | None = None) -> None:
+    async def wait_for_version(self, version: int, *, within_s: float | None = None) -> None:
         """Wait until all stages are at `version`, or this server is in no run.
 
         Raises `DeadlineExceeded` after so many seconds; None: those of an exchange.
@@ -143,7 +143,7 @@ class StepHandlers:
 
         Raises `DeadlineExceeded` if they do not come to it, and `ProtocolError` if they are beyond it.
         """
-        await self.reached(version, within_s=within_s)
+        await self.wait_for_version(version, within_s=within_s)
         if not self._membership.has_run:
             return []
         if self.version > version:

@@ -124,7 +124,7 @@ class SwarmLauncher(_Launcher):
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         SwarmLauncher.launched = True
         follow_environment()
-        self._strategy.config = process.settle(self._strategy.config, self.local_rank)
+        self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         kinds = tuple(framework.data_module for framework in FRAMEWORKS)
         datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
@@ -281,7 +281,7 @@ class SwarmLauncher(_Launcher):
     def _start_peers(self, trainer: Trainer) -> bool:
         """Start this process's peer and, if it is the machine's first, the others. True: it trains beside a lead."""
         first, joins = self.local_rank == 0, False
-        command = process.of_child() if first and self._num_peers > 1 else []
+        command = process.child_command() if first and self._num_peers > 1 else []
         if self._num_peers > 1:
             self._num_threads = _share_cores(self._num_peers)
         peer = self._strategy.peer = hivemind_peer(self._strategy.config)
@@ -307,7 +307,7 @@ class SwarmLauncher(_Launcher):
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)
         for rank in range(1, self._num_peers):
-            environment = process.for_child(
+            environment = process.child_environment(
                 rank,
                 " ".join(addresses),
                 run_id=self._strategy.config.run_id,

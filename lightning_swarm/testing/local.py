@@ -137,7 +137,7 @@ class InMemoryStrategy(_SwarmStrategy):
         peer, model = self._newcomer(module)
         return peer.runtime.run(self._enter(peer, model))
 
-    async def come(self, microbatch_s: float, line: SimulatedLink) -> PeerId:
+    async def add_server(self, microbatch_s: float, line: SimulatedLink) -> PeerId:
         """Like `join`, on the loop, with a server that takes `microbatch_s` for a microbatch; returns its peer's id."""
         self._lines[_name(len(self.peers))] = line
         peer, model = self._newcomer()
@@ -151,7 +151,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self.microbatch_s += self.microbatch_s[-1:] * (len(self.peers) - len(self.microbatch_s))
         self.microbatch_s[number] = microbatch_s
 
-    def go(self, peer_id: PeerId) -> None:
+    def kill_peer(self, peer_id: PeerId) -> None:
         """End a peer as `kill -9` does; call it on the loop."""
         assert self.network is not None
         self.network.kill(peer_id)

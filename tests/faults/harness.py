@@ -199,7 +199,7 @@ class Trainer:
                     self.num_revoked += 1
                 self._take_lost()
         if self.steps.open > self.steps.version:
-            await self.steps.record(self.steps.open - 1)
+            await self.steps.wait_for_record(self.steps.open - 1)
         self._take_lost()
 
     def _take_lost(self) -> None:
@@ -218,7 +218,7 @@ class Trainer:
         try:
             await self._in_a_place(grant, number)
         except LeaseRevoked:
-            await self.steps.revoked(grant.lease)
+            await self.steps.report_revoked(grant.lease)
             return False
         return True
 
@@ -236,9 +236,9 @@ class Trainer:
         self._through[grant.lease] = number
         self._books.done.add((self.peer_id, number))
         if self.steps.generation.imminent is not None:
-            await self.steps.record(self.steps.generation.imminent)
+            await self.steps.wait_for_record(self.steps.generation.imminent)
         if closing and self.steps.generation.step_ended is None:
-            await self.steps.closed(self.steps.open)
+            await self.steps.wait_closed(self.steps.open)
 
     def _passage(self, grant: Grant, number: int, index: int) -> MicrobatchRun:
         rows = batch_rows(self.peer_id, number, index)

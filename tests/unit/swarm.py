@@ -326,7 +326,7 @@ class Swarm:
                 {peer: (one.copy is None, one.num_pieces) for peer, one in server.donor._state.downloads.items()},
                 list(server.donor._state.copies),
             )
-            state[f"{name}'s events"] = server.events.learnt(name)
+            state[f"{name}'s events"] = server.events.known_counts(name)
             state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter.term, dict(server.voter._accepted))
             for index in steps.stages:
@@ -460,7 +460,7 @@ class Swarm:
         return await self.record(self.steps.version)
 
     async def record(self, step: int) -> Record:
-        record = await self.steps.record(step)
+        record = await self.steps.wait_for_record(step)
         assert record is not None
         return record
 

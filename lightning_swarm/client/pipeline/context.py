@@ -84,9 +84,9 @@ class PipelineContext:
         stages = list(zip(range(len(self.routers)), rosters, strict=False))
         for stage, roster in stages:
             for peer in sorted(set(roster) - before):
-                self.events.hear("joined", peer=peer, stage=stage, step=step)
+                self.events.log_only("joined", peer=peer, stage=stage, step=step)
         for peer in sorted(before.difference(*(roster for _, roster in stages))):
-            self.events.hear("left", peer=peer, step=step)
+            self.events.log_only("left", peer=peer, step=step)
 
     def _due_again(self, rosters: Sequence[Sequence[PeerId]]) -> dict[PeerId, Candidate]:
         """Return the unreached servers to try again: each now and then, and at once those whose stage has no other."""

@@ -25,7 +25,7 @@ class LocalStage(Protocol):
     async def add_batch(self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float) -> None:
         """Add a batch's gradients to the stage's sum, once."""
 
-    async def reached(self, version: int) -> None:
+    async def wait_for_version(self, version: int) -> None:
         """Wait until the stage is at a version."""
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
@@ -89,7 +89,7 @@ class LocalLayers:
             )
         if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
-        self.runtime.run(self.stage.reached(version))  # the record may have come to its server late
+        self.runtime.run(self.stage.wait_for_version(version))  # the record may have come to its server late
         copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
         self._version, weights = self.runtime.run(copied)
         with torch.no_grad():

@@ -182,14 +182,14 @@ class _ScenarioEvents(L.Callback):
         peer, rate = change.peer, change.samples_per_s
         if rate == 0.0:
             if self._alive.pop(peer, None) is not None:
-                self._strategy.go(self._names.pop(peer))
+                self._strategy.kill_peer(self._names.pop(peer))
             return
         self._alive[peer] = rate
         microbatch_s = self._work.size / rate
         if peer in self._names:
             self._strategy.set_pace(self._names[peer], microbatch_s)
         else:
-            self._names[peer] = await self._strategy.come(microbatch_s, self._work.line(peer))
+            self._names[peer] = await self._strategy.add_server(microbatch_s, self._work.line(peer))
 
     def _count_best(self) -> None:
         self._best_samples += (self._now_s - self._best_s) * self._best

@@ -101,7 +101,7 @@ class StateHandlers:
     async def _read(self, request: StateRequest | WriteRequest, read: Callable[[Stage], _T]) -> tuple[Stage, _T]:
         """Read a stage at a version of the running generation, as soon as it is there."""
         self._membership.run.check_generation(request.generation)
-        await self._steps.reached(request.step)
+        await self._steps.wait_for_version(request.step)
         stage = self._steps.stage(request.stage_index)
 
         def read_at_version() -> _T:

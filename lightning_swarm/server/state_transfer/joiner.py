@@ -234,7 +234,7 @@ class Joiner:
         stage = self._stage
         if stage is None or self._membership.is_member or not self._membership.led_by(caller):
             raise ProtocolError(f"this peer is not joining a run of {caller}")
-        await self._steps.reached(closing.step)
+        await self._steps.wait_for_version(closing.step)
         self._steps.sums.check(caller, closing.generation, closing.step)
         rosters = self._membership.run.present(closing.absent)
         if not all(rosters[: self._membership.run.num_pipeline_stages]):

@@ -270,7 +270,7 @@ class Rollback:
             return None
         version, path = found
         events = strategy.peer.events
-        report = events.note if strategy.is_global_zero else events.hear  # once for the swarm
+        report = events.note if strategy.is_global_zero else events.log_only  # once for the swarm
         report("went_back", step=version, reason=str(error.__cause__ or error))
         trainer.training = True  # it may have been validating
         self.is_rolling_back = True

@@ -132,8 +132,8 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     config = SwarmStrategy(role="both", listen="127.0.0.1:9", identity_path="mine").config
     for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws"), strict=True):
         monkeypatch.setenv(name, value)
-    told = process.settle(config, 0)
+    told = process.apply_environment(config, 0)
     found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption
     assert found == (HERE, "0.0.0.0:5", "key", "server", "aws")
-    child = process.settle(config, 1)
+    child = process.apply_environment(config, 1)
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", None, "server")

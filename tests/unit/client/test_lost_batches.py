@@ -41,7 +41,7 @@ def test_a_record_that_does_not_count_it(make_swarm: MakeSwarm) -> None:
     trial, other, grant = begun(make_swarm, None)
 
     async def go() -> None:
-        asking = asyncio.create_task(other.record(0))
+        asking = asyncio.create_task(other.wait_for_record(0))
         record = await trial.swarm.record(0)
         assert batches_of(record) == [0]
         assert await asking == record
@@ -58,8 +58,8 @@ def test_a_step_that_takes_batches_again(make_swarm: MakeSwarm) -> None:
     trial, other, grant = begun(make_swarm, 4)
 
     async def go() -> None:
-        asking = asyncio.create_task(other.record(0))
-        assert await trial.swarm.steps.record(0) is None
+        asking = asyncio.create_task(other.wait_for_record(0))
+        assert await trial.swarm.steps.wait_for_record(0) is None
         assert await asking is None
 
     trial.swarm.run(go())
@@ -99,7 +99,7 @@ def test_no_step_is_made_of_nothing(make_swarm: MakeSwarm, target_batch_size: in
     grant = swarm.run(swarm.steps.grant(2))
     swarm.run(swarm.through(key(), rows(7), route=[A, C], weight=grant.weight))
     swarm.run(swarm.steps.done(grant.lease, [key().receipt], close=asks))
-    assert swarm.run(swarm.steps.record(0)) is None
+    assert swarm.run(swarm.steps.wait_for_record(0)) is None
     trial.plan.check()
     assert swarm.steps.generation.lost == [grant.lease]
 
@@ -140,7 +140,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
         closing = asyncio.ensure_future(trial.trainer.step(*test_takeover.batch_of(1, test_takeover.NUM_MICROBATCHES)))
         await held.wait()
         swarm.network.thaw(OTHER)
-        asking = asyncio.ensure_future(other.record(1))
+        asking = asyncio.ensure_future(other.wait_for_record(1))
         await asyncio.sleep(1.0)
         assert other.run.coordinator == B
         go_on.set()
@@ -173,7 +173,7 @@ def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm
             await asyncio.sleep(1.0)
         open_step = swarm.servers[B].admission.leadership.coordinator.generation.step_state.open  # type: ignore[union-attr]
         assert list(open_step.under_way(OTHER)) == [grant.first]
-        await other.revoked(grant.lease)
+        await other.report_revoked(grant.lease)
         assert not open_step.under_way(OTHER)
 
     swarm.run(go())

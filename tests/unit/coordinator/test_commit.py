@@ -450,7 +450,7 @@ def test_a_step_that_lost_a_batch_takes_another(make_swarm: MakeSwarm) -> None:
     trial, grant = begun(make_swarm, FaultPlan().kill("c", at=Phase.CLOSE), target_batch_size=4)
     swarm = trial.swarm
     swarm.run(swarm.steps.done(grant.lease, [key().receipt]))
-    assert swarm.run(swarm.steps.record(0)) is None, "there is a place again"
+    assert swarm.run(swarm.steps.wait_for_record(0)) is None, "there is a place again"
     assert trial.events["strike"] == 1
     again = swarm.run(swarm.steps.grant(2))
     assert (again.step, again.first) == (0, 4), "a key must not come back with other samples"

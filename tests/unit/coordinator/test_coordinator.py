@@ -354,7 +354,7 @@ def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None
     async def go() -> Record:
         await swarm.batch(rows(1))
         await swarm.steps.close()
-        waiting = asyncio.create_task(other.record(0))
+        waiting = asyncio.create_task(other.wait_for_record(0))
         await asyncio.sleep(1.0)
         record = await swarm.record(0)
         assert await waiting == record
@@ -456,7 +456,7 @@ def test_a_step_needs_hyperparameters(make_swarm: MakeSwarm) -> None:
 
 def test_nobody_waits_for_the_record_of_a_step_that_takes_batches(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
-    assert swarm.run(swarm.steps.record(0)) is None
+    assert swarm.run(swarm.steps.wait_for_record(0)) is None
     assert swarm.loop.time() < 1.0
 
 
@@ -468,7 +468,7 @@ def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         await swarm.batch(rows(1))
         late = await other.grant(2)
-        assert await swarm.steps.record(0) is None
+        assert await swarm.steps.wait_for_record(0) is None
         assert 30.0 <= swarm.loop.time() < 60.0
         await swarm.batch(rows(2))
         assert batches_of(await swarm.record(0)) == [0, 4]

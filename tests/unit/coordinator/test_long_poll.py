@@ -79,7 +79,7 @@ def passed_over(made: Crowd) -> BriefTrainer:
 def test_a_trainer_that_passed_over_a_record_is_told_who_is_there() -> None:
     with crowd(10, 10) as made:
         absent, lead = passed_over(made), made.trainers[0]
-        made.loop.run_until_complete(absent.steps.record(1))
+        made.loop.run_until_complete(absent.steps.wait_for_record(1))
         assert absent.steps.version == lead.steps.version == 3
         assert absent.steps.run.seats == lead.steps.run.seats
         assert [len(roster) for roster in absent.steps.run.rosters] == [6, 1]
@@ -98,7 +98,7 @@ def test_a_record_that_is_not_the_next_one_is_refused_without_who_is_there() -> 
 
         handlers[RECORD] = seatless
         with pytest.raises(ProtocolError, match="without who is in the run"):
-            made.loop.run_until_complete(absent.steps.record(1))
+            made.loop.run_until_complete(absent.steps.wait_for_record(1))
         assert (absent.steps.version, absent.steps.run.seats) == (1, before)
 
 

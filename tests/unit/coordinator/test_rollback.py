@@ -220,7 +220,7 @@ def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]
     return {
         "grant": lambda: steps.grant(2),
         "done": lambda: steps.close(),
-        "record": lambda: steps.record(0),
+        "record": lambda: steps.wait_for_record(0),
         "forward": lambda: swarm.forward(key(), rows(1)),
         "backward": lambda: swarm.backward(key(), output),
         "cancel": lambda: swarm.cancel(key(), 1, "forward", B),

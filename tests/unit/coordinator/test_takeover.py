@@ -407,7 +407,7 @@ def test_no_log_of_other_trainers_is_lost_or_counted_twice(
         other.run.version = swarm.steps.version
         await of_other(77)
         record = await trial.trainer.step(*batch_of(len(trial.records), NUM_MICROBATCHES))
-        assert await other.record(record.step) == record
+        assert await other.wait_for_record(record.step) == record
         return record
 
     for number in (1, 2):
@@ -623,7 +623,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
         with pytest.raises(LeaseRevoked, match="its closing does not name"):
             await swarm.tickets.wait(Ticket(peer_id=D, name=k.name(1, "backward")), timeout=1.0)
         swarm.network.mend(OTHER, B)
-        await other.revoked(grant.lease)
+        await other.report_revoked(grant.lease)
         assert other.run.coordinator == B
         go_on.set()
         trial.records.append(await closing)
@@ -699,7 +699,7 @@ def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> N
         await bring(swarm.steps, first)
         await bring(other, second)
         record = await swarm.record(swarm.steps.version)
-        assert await other.record(record.step) == record
+        assert await other.wait_for_record(record.step) == record
         return record
 
     assert swarm.run(step(0, 1)).position == (0, 2)
@@ -712,7 +712,7 @@ def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> N
     assert swarm.run(other.request_grant(other.number_batch(), 2, 1.0, (0, 3))) is None, "it was dropped"
     swarm.run(bring(other, 4))
     record = swarm.run(swarm.record(1))
-    assert swarm.run(other.record(1)) == record
+    assert swarm.run(other.wait_for_record(1)) == record
     assert swarm.steps.run.coordinator != A
     assert len(batches_of(record)) == 2
     assert record.position == (0, 5)
@@ -737,7 +737,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
             k = key(grant.first, step=grant.step)
             await swarm.through(k, rows(index), route=[B, C], weight=grant.weight)
             await client.done(grant.lease, [k.receipt])
-        assert await swarm.record(0) == await other.record(0)
+        assert await swarm.record(0) == await other.wait_for_record(0)
         network.freeze(LEAD)
         network.kill(A)
         await other.renew()

@@ -138,11 +138,11 @@ def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_a
         deciding = asyncio.create_task(swarm.record(2))
         await asyncio.sleep(10.0)
         assert swarm.servers[A].steps.version == 3
-        await other.record(0)
+        await other.wait_for_record(0)
         assert other.version == 2
         assert [len(roster) for roster in other.run.rosters] == [1, 1]
         await deciding
-        await other.record(2)
+        await other.wait_for_record(2)
         assert other.run.seats == swarm.steps.run.seats
         assert sorted(len(roster) for roster in other.run.rosters) == [1, 2]
 
@@ -181,7 +181,7 @@ def test_a_record_waits_for_the_lead_to_ask(make_swarm: MakeSwarm) -> None:
 
     async def go() -> Record:
         assert (await batch(swarm, other, 1))[1] is True
-        waiting = asyncio.create_task(other.record(0))
+        waiting = asyncio.create_task(other.wait_for_record(0))
         await asyncio.sleep(90.0)  # the lead validates
         assert not waiting.done()
         assert {server.steps.version for server in swarm.servers.values()} == {0}
@@ -197,7 +197,7 @@ def test_renewing_makes_the_others_wait_longer(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         await batch(swarm, other, 1)
-        waiting = asyncio.create_task(other.record(0))
+        waiting = asyncio.create_task(other.wait_for_record(0))
         for _ in range(5):
             await asyncio.sleep(90.0)
             await swarm.steps.renew()
@@ -213,7 +213,7 @@ def test_a_lead_that_is_not_heard_of_fails_the_step(make_swarm: MakeSwarm) -> No
 
     async def go() -> None:
         await batch(swarm, other, 1)
-        await other.record(0)
+        await other.wait_for_record(0)
 
     with pytest.raises(StepError, match=r"step 0 could not be decided: the lead trainer was not heard of for 100 s"):
         swarm.run(go())
@@ -241,7 +241,7 @@ def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
         while True:
             grant, closing = await batch(swarm, steps, 1)
             if closing:
-                await steps.record(grant.step)
+                await steps.wait_for_record(grant.step)
 
     async def go() -> list[int]:
         versions = []
@@ -277,7 +277,7 @@ def test_trainers_take_turns_where_a_batch_is_a_step(make_swarm: MakeSwarm, targ
             steps_of[name].append(grant.step)
             await asyncio.sleep(0.1)
             if name != "lead" or grant.step == before:
-                await steps.record(grant.step)
+                await steps.wait_for_record(grant.step)
 
     async def go() -> None:
         trainers = {"lead": swarm.steps, "other": client(swarm), "second": client(swarm, SECOND)}
@@ -322,7 +322,7 @@ def test_a_place_that_is_withdrawn_is_somebody_elses(make_swarm: MakeSwarm) -> N
 
     async def go() -> Record:
         grant = await other.grant(2)
-        waiting = asyncio.create_task(swarm.steps.record(0))
+        waiting = asyncio.create_task(swarm.steps.wait_for_record(0))
         await asyncio.sleep(1.0)
         assert await other.withdraw(grant.lease) is False
         assert await waiting is None
@@ -339,7 +339,7 @@ def test_a_lead_that_was_told_to_go_on_is_waited_for_again(make_swarm: MakeSwarm
 
     async def go() -> Record:
         grant = await other.grant(2)
-        waiting = asyncio.create_task(swarm.steps.record(0))
+        waiting = asyncio.create_task(swarm.steps.wait_for_record(0))
         await asyncio.sleep(1.0)
         await other.withdraw(grant.lease)
         assert await waiting is None
@@ -396,7 +396,7 @@ def test_when_the_last_step_is_decided_nobody_waits(make_swarm: MakeSwarm) -> No
 def test_a_trainer_that_ends_by_an_error_fails_the_step_for_all(make_swarm: MakeSwarm) -> None:
     swarm, other = begun(make_swarm, 4)
     swarm.run(other.quit("RuntimeError: the user's own mistake"))
-    for asking in (swarm.steps.grant(2), swarm.steps.record(0), swarm.steps.close()):
+    for asking in (swarm.steps.grant(2), swarm.steps.wait_for_record(0), swarm.steps.close()):
         with pytest.raises(StepError, match=r"trainer other ended, and its server with it: .*own mistake"):
             swarm.run(asking)
 
@@ -418,10 +418,10 @@ def test_the_lead_gets_what_the_counted_batches_of_others_logged(make_swarm: Mak
     async def go() -> None:
         withdrawn = await other.grant(2)
         await batch(swarm, other, 1, [logged(1.0), logged(5.0, name="most", reduce="max")])
-        await other.armed(withdrawn.lease, [], [logged(1e9)])
+        await other.report_armed(withdrawn.lease, [], [logged(1e9)])
         await other.withdraw(withdrawn.lease)
         await batch(swarm, second, 2, [logged(4.0, 6), logged(7.0, name="most", reduce="max")])
-        waiting = asyncio.create_task(other.record(0))
+        waiting = asyncio.create_task(other.wait_for_record(0))
         await swarm.record(0)
         await waiting
 
@@ -501,7 +501,7 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
         await of_a_batch(1)
         await of_a_batch(2, withdrawn=True)
         await of_a_batch(3)
-        waiting = asyncio.create_task(other.record(0))
+        waiting = asyncio.create_task(other.wait_for_record(0))
         await swarm.record(0)
         await waiting
 

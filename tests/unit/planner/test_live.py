@@ -22,8 +22,8 @@ from lightning_swarm.monitor.survey import Sighting
 from lightning_swarm.network import LinkEstimate, LinkEstimates, PeerId, TransferSample
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.simulated_link import Direction, SimulatedLink
-from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read_swarm
-from lightning_swarm.planner.machine_files import TransferCost
+from lightning_swarm.planner.live import AssumedRates, LiveSwarm, PeerThroughput, read_swarm
+from lightning_swarm.planner.machine_files import WireSettings
 from lightning_swarm.planner.plan import make_plan, predict
 from lightning_swarm.planner.report import describe_now
 from lightning_swarm.protocol.messages.reports import (
@@ -42,7 +42,7 @@ from tests.parity.harness import QUIET
 
 TOKENS, WIDTH, ROWS, SIZE = 512, 128, 32, 4
 MBIT = 1e6 / 8
-ASSUMED = Assumption(line_bytes_per_s=100 * MBIT, bus_bytes_per_s=12e9)
+ASSUMED = AssumedRates(line_bytes_per_s=100 * MBIT, bus_bytes_per_s=12e9)
 SAMPLES_PER_S = (16.0, 8.0)
 MBITS = (400.0, 200.0)
 
@@ -83,7 +83,7 @@ class Onlooker(L.Callback):
         self.seen.append((at_s, trainer.global_step * ROWS, reports))
 
 
-Watched = tuple[LiveRates, dict[PeerId, PeerReport]]
+Watched = tuple[LiveSwarm, dict[PeerId, PeerReport]]
 
 
 def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
@@ -110,7 +110,7 @@ def watched() -> Watched:
     return watch(MBITS)
 
 
-def test_the_machines_are_as_they_were_given(watched: tuple[LiveRates, Any]) -> None:
+def test_the_machines_are_as_they_were_given(watched: tuple[LiveSwarm, Any]) -> None:
     live, _ = watched
     assert {one.name for one in live.machines} == {"peer-0", "peer-1"}
     assert live.machines[0].name == "peer-0"  # it leads
@@ -126,7 +126,7 @@ def test_the_machines_are_as_they_were_given(watched: tuple[LiveRates, Any]) -> 
     assert live.now.assumed_lines == live.now.unmeasured == ()
 
 
-def test_the_model_is_as_it_is(watched: tuple[LiveRates, Any]) -> None:
+def test_the_model_is_as_it_is(watched: tuple[LiveSwarm, Any]) -> None:
     model = watched[0].model
     assert len(model.blocks) == 4
     assert model.parameters == sum(one.numel() for one in Wide().parameters())
@@ -137,7 +137,7 @@ def test_the_model_is_as_it_is(watched: tuple[LiveRates, Any]) -> None:
     assert {block.graph_bytes for block in model.blocks} <= set(range(row, 3 * row))
 
 
-def test_what_it_does_now_is_predicted(watched: tuple[LiveRates, Any]) -> None:
+def test_what_it_does_now_is_predicted(watched: tuple[LiveSwarm, Any]) -> None:
     """The planner's own word on the settings that the swarm has: what people may judge it by."""
     live, _ = watched
     assert live.now.setting is not None
@@ -156,7 +156,7 @@ def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
     assert live.model == watched[0].model
     assert live.compression == Compression.parse("8bit")
     assert live.now.setting is not None
-    wire = TransferCost(Compression.parse("8bit")).wire
+    wire = WireSettings(Compression.parse("8bit")).wire
     said = predict(replace(live.model, wire=wire), live.machines, live.now.setting)
     assert said == pytest.approx(live.now.samples_per_s, rel=0.3)
     raw = predict(live.model, live.machines, live.now.setting)
@@ -207,7 +207,7 @@ def report(one: ServerReport | None, links: Mapping[str, float] | None = None) -
     return PeerReport(run_id="x", age_s=9.0, sent_bytes=1, received_bytes=1, server=one, links=ways)
 
 
-def put_together(reports: Mapping[str, PeerReport]) -> LiveRates:
+def put_together(reports: Mapping[str, PeerReport]) -> LiveSwarm:
     by_id = {PeerId(peer): one for peer, one in reports.items()}
     return read_swarm(by_id, dict.fromkeys(by_id, PeerThroughput(3.0, 1e6)), ASSUMED)
 

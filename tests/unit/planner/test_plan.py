@@ -20,7 +20,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.cost_model import Swarm, block, stage_profiles, trainer_bytes, transformer
-from lightning_swarm.planner.machine_files import TransferCost, read_compression, read_machines
+from lightning_swarm.planner.machine_files import WireSettings, read_compression, read_machines
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
@@ -58,13 +58,13 @@ def setting(num_stages: int, microbatch_size: int, batch_size: int) -> Setting:
 
 
 def codes_of(compression: Compression) -> dict[str, Code | None]:
-    wire = TransferCost(compression).wire
+    wire = WireSettings(compression).wire
     return {"activations": wire.activations, "gradients": wire.gradients}
 
 
 def by(model: ModelProfile = MODEL, ratio: int | None = None, **compression: Any) -> ModelProfile:
     """A model whose tensors travel so."""
-    return replace(model, wire=TransferCost.parse(compression, ratio).wire)
+    return replace(model, wire=WireSettings.parse(compression, ratio).wire)
 
 
 def predicted(
@@ -661,7 +661,7 @@ def test_a_list_cannot_say_so(tmp_path: Path, line: str, words: str) -> None:
 def test_a_bare_list_says_nothing_of_it(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text(f"- {GOOD}\n")
-    assert read_compression(file) == TransferCost()
+    assert read_compression(file) == WireSettings()
 
 
 @pytest.mark.parametrize("measured", [False, True])

@@ -104,7 +104,7 @@ def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monke
         lead.learn({peer: log.report() for peer, log in reports.items()})
         found += lead.drain()
     assert found == {"retry": 200}
-    assert len(lead.learnt(PeerId("lead"))) == 11
+    assert len(lead.known_counts(PeerId("lead"))) == 11
     assert len(lead._taken) == 20
 
 
@@ -114,19 +114,19 @@ def test_who_coordinates_passes_on_what_members_say() -> None:
     events.note("gone", peer="c")
     events.learn({PeerId("b"): b.report(), PeerId("c"): EventLog().report()})
     events.keep_only([PeerId("b")])
-    assert events.learnt(PeerId("a")) == {PeerId("a"): events.report(), PeerId("b"): b.report()}
+    assert events.known_counts(PeerId("a")) == {PeerId("a"): events.report(), PeerId("b"): b.report()}
     assert events.counts == {"gone": 1}
 
 
 def test_what_others_say_is_kept_once_and_not_counted() -> None:
     events = EventLog()
     events.note("gone", peer="b", step=3)
-    events.hear("left", peer="b", step=4)  # as the record of step 3 has it: known
-    events.hear("joined", peer="c", stage=1, step=4)
+    events.log_only("left", peer="b", step=4)  # as the record of step 3 has it: known
+    events.log_only("joined", peer="c", stage=1, step=4)
     events.note("joined", peer="c", stage=1, step=4)  # the coordinator is this peer
-    events.hear("joined", peer="b", stage=0, step=6)
-    events.hear("left", peer="b", step=9)
-    events.hear("went_back", step=9)
+    events.log_only("joined", peer="b", stage=0, step=6)
+    events.log_only("left", peer="b", step=9)
+    events.log_only("went_back", step=9)
     assert [(event.kind, event.peer, event.step) for event in events.newest] == [
         ("gone", "b", 3),
         ("joined", "c", 4),

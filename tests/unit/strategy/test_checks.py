@@ -98,7 +98,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something was started")
 
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
-    monkeypatch.setattr(process_module, "of_child", list)
+    monkeypatch.setattr(process_module, "child_command", list)
     monkeypatch.setattr(launcher, "hivemind_peer", start)
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # leaves torch's threads alone

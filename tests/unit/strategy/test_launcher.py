@@ -52,15 +52,15 @@ def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pyte
 
 def test_whom_to_join_comes_from_the_script_or_from_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     named = SwarmStrategy(initial_peers=f"203.0.113.7:31337/{ID}").config
-    assert process.settle(named, 0) == named
+    assert process.apply_environment(named, 0) == named
     monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:5/{ID} /ip4/192.0.2.2/tcp/5/p2p/{ID}")
     for config in named, SwarmStrategy().config:
-        told = process.settle(config, 0)
+        told = process.apply_environment(config, 0)
         assert [str(address.place) for address in told.initial_peers] == ["192.0.2.1:5", "192.0.2.2:5"]
         assert told.only_serves
     monkeypatch.setenv("SWARM_JOIN", "192.0.2.1:5")
     with pytest.raises(ConfigError, match="must be host:port/id"):
-        process.settle(named, 0)
+        process.apply_environment(named, 0)
 
 
 def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     config = SwarmStrategy(
         role="trainer", listen="0.0.0.0:31337", announce="192.0.2.1:31337", identity_path="key"
     ).config
-    child = process.settle(config, 2)
+    child = process.apply_environment(config, 2)
     assert child.only_serves
     assert child.run_id == "the parent's"
     assert (str(child.listen), str(child.announce[0]), child.identity_path) == (

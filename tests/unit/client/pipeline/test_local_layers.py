@@ -60,7 +60,7 @@ def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record:
     record = None
     while record is None:  # its lead lost a batch, and might run it again before it asks to close once more
         swarm.run(swarm.steps.close())
-        record = swarm.run(swarm.steps.record(swarm.steps.version))
+        record = swarm.run(swarm.steps.wait_for_record(swarm.steps.version))
     return record
 
 

@@ -96,7 +96,7 @@ def test_what_a_dead_trainer_was_granted_goes_to_others(make_swarm: MakeSwarm, f
         grant, _ = await run.begin(1)
         getattr(run.network, fault)(OTHER)
         await run.lead(2, 3, 4)
-        assert await run.steps.record(0) is None, "there is a place again"
+        assert await run.steps.wait_for_record(0) is None, "there is a place again"
         assert run.loop.time() < 20.0
         await run.lead(5)
         record = await run.swarm.record(0)
@@ -116,12 +116,12 @@ def test_a_trainer_that_thaws_in_the_step_may_run_its_batch_again(make_swarm: Ma
         grant, output = await run.begin(1)
         run.network.freeze(OTHER)
         await run.lead(2, 3, 4)
-        assert await run.steps.record(0) is None
+        assert await run.steps.wait_for_record(0) is None
         run.network.thaw(OTHER)
         with pytest.raises(LeaseRevoked, match="the batch at 2 was struck from step 0"):
             await run.send_backward(grant, output)
         with pytest.raises(LeaseRevoked):
-            await run.other.armed(grant.lease, [])
+            await run.other.report_armed(grant.lease, [])
         with pytest.raises(LeaseRevoked):
             await run.other.done(grant.lease, [run.key_of(grant).receipt])
         again, output = await run.begin(1)
@@ -142,7 +142,7 @@ def test_what_a_server_refuses_does_not_keep_its_place(make_swarm: MakeSwarm) ->
     async def go() -> Record:
         grant, _ = await run.begin(1)
         await run.lead(2, 3, 4)
-        await run.other.revoked(grant.lease)
+        await run.other.report_revoked(grant.lease)
         again, output = await run.begin(1)
         assert again.first == 10, "a place of its own"
         await run.send_backward(again, output)
@@ -171,7 +171,7 @@ def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_do
         grant, output = await run.begin(1)
         run.network.freeze(OTHER)
         await run.lead(2, 3, 4)
-        assert await run.steps.record(0) is None
+        assert await run.steps.wait_for_record(0) is None
         await run.lead(5)
         await asyncio.sleep(1.0)
         assert lost == [A]
@@ -191,14 +191,14 @@ def test_a_trainer_that_thaws_after_the_step_may_run_its_batch_again(make_swarm:
         grant, output = await run.begin(1)
         run.network.freeze(OTHER)
         await run.lead(2, 3, 4)
-        assert await run.steps.record(0) is None
+        assert await run.steps.wait_for_record(0) is None
         await run.lead(5)
         first = await run.swarm.record(0)
         run.network.thaw(OTHER)
         with pytest.raises(LeaseRevoked, match="step 0 is decided"):
             await run.send_backward(grant, output)
         with pytest.raises(LeaseRevoked):
-            await run.other.armed(grant.lease, [])
+            await run.other.report_armed(grant.lease, [])
         with pytest.raises(LeaseRevoked):
             await run.other.done(grant.lease, [run.key_of(grant).receipt])
         again, output = await run.begin(1)
@@ -219,7 +219,7 @@ def test_an_armed_batch_is_completed_without_its_trainer(make_swarm: MakeSwarm, 
     async def go() -> Record:
         grant, output = await run.begin(1)
         await run.send_backward(grant, output)
-        await run.other.armed(grant.lease, [run.key_of(grant).receipt], logged(3.0))
+        await run.other.report_armed(grant.lease, [run.key_of(grant).receipt], logged(3.0))
         getattr(run.network, fault)(OTHER)
         await run.lead(2, 3, 4)
         record = await run.swarm.record(0)
@@ -228,7 +228,7 @@ def test_an_armed_batch_is_completed_without_its_trainer(make_swarm: MakeSwarm, 
         if fault == "freeze":
             run.network.thaw(OTHER)
             assert await run.other.done(grant.lease, [run.key_of(grant).receipt]), "it hears that its batch counts"
-            assert (await run.other.record(0)) == record
+            assert (await run.other.wait_for_record(0)) == record
         return record
 
     run.check(run.swarm.run(go()))
@@ -253,7 +253,7 @@ def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm:
         coordinator._call_handlers[ARMED] = cutting
         grant, output = await run.begin(1)
         await run.send_backward(grant, output)
-        saying = asyncio.create_task(run.other.armed(grant.lease, [run.key_of(grant).receipt]))
+        saying = asyncio.create_task(run.other.report_armed(grant.lease, [run.key_of(grant).receipt]))
         await asyncio.sleep(30.0)
         assert not run.coordinator.generation.step_state.open.under_way(OTHER)
         assert not saying.done()
@@ -283,7 +283,7 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
         server._tickets.fetch_reported = late
         grant, output = await run.begin(1)
         await run.send_backward(grant, output)
-        await run.other.armed(grant.lease, [run.key_of(grant).receipt])
+        await run.other.report_armed(grant.lease, [run.key_of(grant).receipt])
         run.network.kill(OTHER)
         await asyncio.sleep(10.0)
         assert run.kinds() == [("gone", OTHER)]
@@ -305,10 +305,10 @@ def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm
     async def go() -> None:
         grant, output = await run.begin(1)
         await run.swarm.send(B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, weight=2.0))
-        await run.other.armed(grant.lease, [run.key_of(grant).receipt])
+        await run.other.report_armed(grant.lease, [run.key_of(grant).receipt])
         run.network.kill(OTHER)
         await run.lead(2, 3, 4)
-        assert await run.steps.record(0) is None
+        assert await run.steps.wait_for_record(0) is None
 
     run.swarm.run(go())
     assert run.kinds() == [("gone", OTHER), ("strike", OTHER)]
@@ -340,7 +340,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(
     async def say(grant: Grant) -> None:
         receipts = [run.key_of(grant).receipt]
         if method == ARMED:
-            await run.other.armed(grant.lease, receipts)
+            await run.other.report_armed(grant.lease, receipts)
         await run.other.done(grant.lease, receipts)
 
     async def go() -> Record:
@@ -350,7 +350,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(
         await asyncio.sleep(1.0)
         speaking = asyncio.create_task(say(grant))
         await run.lead(2, 3, 4)
-        record = await run.steps.record(0)
+        record = await run.steps.wait_for_record(0)
         run.network.thaw(OTHER)
         with contextlib.suppress(PeerError):
             await speaking

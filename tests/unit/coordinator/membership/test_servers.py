@@ -134,7 +134,7 @@ def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: 
 
     async def go() -> None:
         await batch(swarm, other, 1)
-        waiting = asyncio.create_task(other.record(0))
+        waiting = asyncio.create_task(other.wait_for_record(0))
         await asyncio.sleep(5.0)
         assert joiner.steps.rounds._held is not None, "the round is through, and the joiner holds it"
         if what == "dies":

@@ -248,7 +248,7 @@ def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
         await bring(swarm, other, (0, 1), 1)
         found = await other.request_grant(other.number_batch(), 2, 1.0, (0, 3))
         assert found == 0, "it has to wait"
-        assert not await other.closed(0), "until the lead has had time enough"
+        assert not await other.wait_closed(0), "until the lead has had time enough"
         grant = await other.request_grant(other.number_batch(), 2, 1.0, (0, 3))
         assert isinstance(grant, Grant)
         return grant
