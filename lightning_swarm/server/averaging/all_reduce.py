@@ -35,8 +35,13 @@ def squared_norm(vector: Tensor) -> float:
     # A GPU adds up in one order by itself, and a launch for each block would take longer than the sum.
     blocks = vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
     norms = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
+    return add_up(norm * norm for norm in norms.tolist())
+
+
+def add_up(squares: Iterable[float]) -> float:
+    """Add up squares in any order to the same bits."""
     try:
-        return math.fsum(norm * norm for norm in norms.tolist())
+        return math.fsum(squares)
     except OverflowError:  # where floats would become infinite
         return math.inf
 

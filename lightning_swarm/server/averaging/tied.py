@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -13,7 +12,7 @@ from torch import Tensor
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.protocol.compression import to_message
 from lightning_swarm.protocol.messages.run import TiedTensors
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, squared_norm, taken, withhold
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, add_up, squared_norm, taken, withhold
 from lightning_swarm.server.averaging.averager import AveragingResult
 
 _SHARE: Final = "tied"
@@ -98,7 +97,7 @@ class TiedMeans:
         return total
 
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of a part, or of all with the first, of the parameters in it that count with this stage."""
+        """The squared norm of the parameters that count with this stage: those in this peer's part, or as `exact` says."""
         part = self.group(index).bounds(len(mean))[place]
         if self.exact:
             part = slice(0, len(mean) if place == 0 else 0)
@@ -107,4 +106,4 @@ class TiedMeans:
             begin, end = max(counted.start, part.start), min(counted.stop, part.stop)
             if begin < end:
                 norms.append(squared_norm(mean[begin:end]))
-        return math.fsum(norms)
+        return add_up(norms)
