@@ -46,7 +46,7 @@ class Patience:
 
 
 class CoordinatorCalls:
-    """Calls the coordinator. A call that breaks, or that a peer refuses which is none, is repeated at its successor."""
+    """Calls the coordinator, and repeats at its successor a call that breaks or finds that it coordinates no more."""
 
     def __init__(
         self, transport: Transport, run: RunState, report: Callable[[], ReportReply], patience: Patience
@@ -181,7 +181,7 @@ async def enter(transport: Transport, seen: RunState, patience: Patience) -> tup
 
 
 async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None) -> tuple[RunView, int]:
-    """Ask until a record has named this trainer; return the run from which on it takes part, and the lead's epoch."""
+    """Ask until a record has named this trainer; return the run from that record on, and the lead's epoch."""
     request = encode(EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation))
     while True:
         reply = decode(await calls.call(ENLIST, request), EnlistReply)
@@ -196,7 +196,7 @@ async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None)
 class EnlistedCalls:
     """Calls the coordinator as one of the run's trainers, and enlists again if the run went on without this one."""
 
-    # Then it is sent the records that it missed, and what became of its batches, like one that was busy elsewhere.
+    # Then it is sent the records that it missed, and what became of its batches, like a trainer that was busy.
     calls: CoordinatorCalls
     run: RunState
     me: PeerId

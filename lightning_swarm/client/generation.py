@@ -54,29 +54,29 @@ class BatchJournal:
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:
         """Note what the batch in hand added to metrics."""
-        if (its := self._leases.get((step, lease))) and its.completed is None and not its.withdrawn:
+        if (entry := self._leases.get((step, lease))) and entry.completed is None and not entry.withdrawn:
             self._metrics[step, lease] = metrics
 
     def note_armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
         """Note that servers can complete the batch without this trainer."""
-        if its := self._leases.get((step, lease)):
-            self._leases[step, lease] = replaced(its, armed=list(receipts), logs=list(logs))
+        if entry := self._leases.get((step, lease)):
+            self._leases[step, lease] = replaced(entry, armed=list(receipts), logs=list(logs))
 
     def done(self, request: BatchDone) -> None:
         """Note that the batch is through or withdrawn, or that this trainer asks to close the step."""
         if request.lease is not None and request.withdrawn:
             self.withdrawn(request.step, request.lease, dropped=request.dropped)
-        elif request.lease is not None and (its := self._leases.get((request.step, request.lease))):
+        elif request.lease is not None and (entry := self._leases.get((request.step, request.lease))):
             completed, logs = request.completed, request.logs
-            self._leases[request.step, request.lease] = replaced(its, completed=completed, logs=logs)
+            self._leases[request.step, request.lease] = replaced(entry, completed=completed, logs=logs)
         if request.close:
             self._closed[request.step] = request.total_weight
 
     def withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
         """Note that a batch does not count, and that its place stays empty."""
         self._metrics.pop((step, lease), None)
-        if its := self._leases.get((step, lease)):
-            self._leases[step, lease] = replaced(its, withdrawn=True, logs=[], dropped=its.dropped or dropped)
+        if entry := self._leases.get((step, lease)):
+            self._leases[step, lease] = replaced(entry, withdrawn=True, logs=[], dropped=entry.dropped or dropped)
 
     def reopened(self, step: int) -> None:
         """Note that a step which this trainer asked to close takes batches again."""
@@ -84,23 +84,23 @@ class BatchJournal:
 
     def place(self, step: int, lease: int | None) -> int:
         """Return the place at which a batch begins, or 0 if that is not known any more."""
-        its = self._leases.get((step, lease)) if lease is not None else None
-        return 0 if its is None else its.grant.first
+        entry = self._leases.get((step, lease)) if lease is not None else None
+        return 0 if entry is None else entry.grant.first
 
     def finished(self, step: int) -> list[Lease]:
         """Return the batches from a step on that are through and count, as far as this trainer knows."""
         return [
-            its
-            for its in self._leases.values()
-            if its.grant.step >= step and its.completed is not None and not its.withdrawn
+            entry
+            for entry in self._leases.values()
+            if entry.grant.step >= step and entry.completed is not None and not entry.withdrawn
         ]
 
     def decided(self, record: Record) -> tuple[list[Lease], list[Lease]]:
         """Note a record; return batches that it does not count, and those of earlier steps whose records never came."""
         step, found = record.step, self.finished(self._decided + 1)
-        lost = [its for its in found if its.grant.step == step and not record.closing.counts(its.grant.first)]
-        unknown = [its for its in found if its.grant.step < step]
-        self._leases = {key: its for key, its in self._leases.items() if key[0] >= step}
+        lost = [entry for entry in found if entry.grant.step == step and not record.closing.counts(entry.grant.first)]
+        unknown = [entry for entry in found if entry.grant.step < step]
+        self._leases = {key: entry for key, entry in self._leases.items() if key[0] >= step}
         self._metrics = {key: metrics for key, metrics in self._metrics.items() if key[0] >= step}
         self._closed = {later: window for later, window in self._closed.items() if later > step}
         self._decided = step
@@ -110,7 +110,7 @@ class BatchJournal:
         """Return what a new coordinator needs to know of this trainer."""
         return ReportReply(
             begun=self._begun,
-            leases=[replaced(its, has_metrics=key in self._metrics) for key, its in self._leases.items()],
+            leases=[replaced(entry, has_metrics=key in self._metrics) for key, entry in self._leases.items()],
             closed=sorted(self._closed.items()),
             plans=list(self._plans.values()),
             position=self._position,
@@ -140,7 +140,7 @@ class DecidedRecord:
 class NextGrant:
     """Requests that a lone trainer adds to the end of a batch, to save a round trip for each."""
 
-    ends: bool = False  # the batch closes its step, as far as is known here, and the trainer waits as in `closed`
+    ends: bool = False  # the batch closes its step, as far as is known here, and the trainer waits as in `wait_closed`
     num_samples: int | None = None  # of the next batch; None: there may be none
     gradient_scale: float = 1.0  # of the next batch: what its loss will be multiplied by
 

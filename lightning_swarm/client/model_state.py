@@ -276,7 +276,8 @@ def save(
     part: int,
     also: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint, which has Lightning's keys, and replace what was under its name only when all is written."""
+    """Write a checkpoint, and replace what was under its name only when all of it is written."""
+    # It is Lightning's, with parameter names in the place of the optimizer's numbers.
     # `write_stages` has the stages write their part into a folder; `also` has further names of their weights, each with
     # the name under which they write it. `part` is a number that no stage has, for what they do not write.
     rest = dict(checkpoint)

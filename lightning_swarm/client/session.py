@@ -72,7 +72,7 @@ class Session:
 
     @property
     def num_trainers(self) -> int:
-        """The number of trainers in the run; another one is known here before this one gets a place beside it."""
+        """The number of trainers in the run. This one learns of another before it gets a place in a step beside it."""
         return len(self.run.trainers)
 
     @property

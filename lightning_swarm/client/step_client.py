@@ -416,7 +416,7 @@ class StepClient:
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReportRequest)
         self.run.check_generation(request.generation)
-        # From then on no answer of an older coordinator counts: the new one may give the same place to another batch.
+        # From now on no answer of an older coordinator counts: the new one may give the same place to another batch.
         await self._coordinator.accept(caller, request.term)
         return encode(self._journal.report())
 

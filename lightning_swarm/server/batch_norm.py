@@ -36,7 +36,8 @@ class BatchStatistics:
 class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
-    As a float64 vector they are how often each norm was used, the means of all channels, then their variances.
+    They, and what a microbatch shows of them, are float64 vectors: how often each norm was used, then the means of all
+    channels, then their variances.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -53,7 +53,7 @@ class FlopCounter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Count the bytes that autograd keeps inside for a backward, by their memory, without some tensors' own."""
+    """Count the bytes that autograd saves of what is computed inside, for each storage but those of `own`."""
     ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
     saved: dict[int, int] = {}
 
@@ -74,7 +74,7 @@ def num_bytes(tensors: Sequence[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """What a forward is computed from, again if need be."""
+    """All that a forward is computed from, so that it can be computed again."""
 
     inputs: tuple[Any, ...]  # trees of tensors ``[microbatch, ...]``, as they came
     extras: dict[str, Any]  # keyword arguments for the blocks that name them
@@ -96,7 +96,7 @@ class SavedGraph:
     outputs: list[Tensor]  # leaves of the output tree, with their autograd history
     has_drawn: bool  # random numbers
     seen: Tensor | None  # by batch norms
-    call: ForwardCall  # gives the same graph once more; a backward leaves nothing of this one
+    call: ForwardCall  # from which it is computed once more: a backward leaves nothing of it
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,10 @@ class Executor(ABC):
         """The number of jobs that wait."""
 
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
-        """While no job waits, call `work` until it returns False; it takes some milliseconds, and must not raise."""
+        """While no job waits, call `work`, which takes milliseconds and must not raise, until it returns False.
+
+        After the next job it is called again.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -101,7 +104,7 @@ class InlineExecutor(Executor):
 
 
 class PacedExecutor(InlineExecutor):
-    """An `InlineExecutor` whose microbatches take time on the loop's clock, as on a machine of that speed."""
+    """An `InlineExecutor` whose microbatches take time on the loop's clock, as on a machine of some speed."""
 
     def __init__(self, microbatch_s: Callable[[], float]) -> None:
         super().__init__()

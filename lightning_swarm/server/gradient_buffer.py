@@ -40,8 +40,8 @@ class ReceiptLedger:
         """Enter a receipt; false if it is there already, and then nothing may be added to the sum."""
         if receipt in self._receipts:
             return False
-        # Not named: the batch does not count, for it was struck, or granted by one that does not coordinate any more;
-        # or another server's sum has the microbatch, or shall have it.
+        # Not named: the batch does not count, for it was struck, or granted by a peer that does not coordinate any
+        # more; or another server's sum has the microbatch, or shall have it.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         self._receipts.add(receipt)
@@ -105,7 +105,7 @@ class GradientSum:
 
 
 class ExactSum(GradientSum):
-    """A gradient sum in fixed point, as in `averaging.deterministic`: its bits do not depend on places nor order."""
+    """A gradient sum in fixed point, as in `averaging.deterministic`: bits do not depend on where or in which order."""
 
     @staticmethod
     @override
@@ -118,7 +118,7 @@ class ExactSum(GradientSum):
         self.touched = [had or gradient is not None for had, gradient in zip(self.touched, gradients, strict=True)]
         fits = deterministic.fit(given, weight)
         deterministic.note(self.values, fits=fits)
-        if not fits:  # a sum of which this is counted has no mean
+        if not fits:  # noted instead of added: the sum has no mean
             return
         begin = 0
         for shape, gradient in zip(self._shapes, gradients, strict=True):

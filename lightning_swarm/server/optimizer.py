@@ -165,7 +165,7 @@ def _is_written(key: str, value: object) -> bool:
 
 
 def _copied(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
-    # Beside the parameter not by `detach`: what that gives shares the count of changes, too.
+    # Memory is shared by `data`, not by `detach`: what that gives shares the count of changes, too.
     data = parameter.detach().to("cpu", copy=True) if offload else parameter.data
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 

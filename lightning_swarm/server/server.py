@@ -106,7 +106,7 @@ class Server:
     # ------------------------------------------------------------------ the next generation, and out
 
     async def step_out(self, *, keeps_snapshots: bool = False) -> None:
-        """Leave the run after a record without this server; keep a stage to join again with, and snapshots if told."""
+        """Leave the run after a record without this server, which keeps a stage to join again with."""
         run = self.membership.run_or_none
         # This server is admitted to the next run when nothing is left of this one, nor a job on the compute thread.
         async with self.admission.transition:

@@ -155,10 +155,10 @@ class BlockChain:
         _refuse(self._list_name, found)
 
 
+# Whatever else a forward does with a hidden state in between is refused: this process does not have it.
 class DeferredOutput:
     """Stands for a block's output, or a part of it, until the last block is called. Only the next block may take it."""
 
-    # Whatever else a forward does with a hidden state in between is refused: this process does not have it.
     __slots__ = ("_picks", "_progress")
 
     def __init__(self, progress: _ChainProgress, picks: tuple[Pick, ...] = ()) -> None:

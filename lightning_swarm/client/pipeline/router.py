@@ -98,16 +98,18 @@ LONGEST_BAN_S = 300.0
 LATE_FACTOR = 8.0  # a peer is late when it takes so many times as long as measured
 SHORTEST_DEADLINE_S = 30.0  # no peer is late earlier: a peer may have to compile or load something first
 
-FIRST_FORWARDS: Final = 2  # that each peer gets at a time while none was measured: one to compute, and one that waits
+FIRST_FORWARDS: Final = 2  # for each peer at a time while none was measured: one to compute, and one that waits
 # Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
 # that is gone (something was compiled, or read from disk).
 FIRST_MEASURED: Final = 2
-TRIED_AGAIN: Final = 32.0  # an idle peer is after so many times what a microbatch takes there: it costs 3 % at most
+# An idle peer may have become faster. It is tried again after so many times what a microbatch takes there, for 3 %.
+TRIED_AGAIN: Final = 32.0
 _KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer that has done no forward when another one has done so many is slow
 _MOST_WAITING: Final = 1024  # a longer queue is not believed: another peer may have reported it
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
-_FORWARD_SHARE: Final = 1 / 3  # until it was measured: a backward is two products of matrices for each one of a forward
+# Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward.
+_FORWARD_SHARE: Final = 1 / 3
 _LEAST_SHARE: Final = 0.05
 
 
@@ -159,7 +161,7 @@ class StageRouter:
     # ------------------------------------------------------------------ choosing
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
-        """Charge a microbatch to the peer that would finish it first; those to avoid (busy, say) only if all are."""
+        """Charge a microbatch to the peer that would finish it first; to one of `avoid` only if there is no other."""
         self._readmit(now_s)
         # For a batch's last microbatch, which may be smaller, the order is as good.
         if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):
@@ -222,7 +224,7 @@ class StageRouter:
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
-        """Note that a forward is done and took `busy_s`, if that is known; the backward should take in proportion."""
+        """Note that a forward is done, and took `busy_s` if that is known: the backward will take in proportion."""
         load = self.peers.get(charge.peer)
         if load is None:
             return

@@ -97,7 +97,7 @@ class TiedMeans:
         return total
 
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of the parameters that count with this stage: those in this peer's part, or as `exact` says."""
+        """The squared norm of the parameters that count with this stage: in its part of the mean, or by `exact`."""
         part = self.group(index).bounds(len(mean))[place]
         if self.exact:
             part = slice(0, len(mean) if place == 0 else 0)

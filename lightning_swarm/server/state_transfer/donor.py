@@ -249,8 +249,8 @@ class Donor:
         """Count the peers that download, and those that follow the records: each is sent a gradient with every step."""
         self._give_up_idle()
         busy, oldest_s = set(self._state.downloads), now_s() - _IDLE_S
-        for peer, follower in self._state.followers.items() if not helps else ():
-            if peer != caller and not follower.entered and follower.last_heard_s >= oldest_s:
+        for peer, follower in self._state.followers.items():
+            if not helps and peer != caller and not follower.entered and follower.last_heard_s >= oldest_s:
                 busy.add(peer)
         return len(busy)
 

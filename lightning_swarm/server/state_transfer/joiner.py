@@ -69,7 +69,7 @@ class Joiner:
         self._stage, self._target, self._former = None, stage_index, former
 
     async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
-        """Come into a run: be admitted at its beginning, or join it, by a coordinator that `find` makes reachable.
+        """Come into a run: be admitted at its beginning, or join one whose coordinator `find` names.
 
         There may be no run for long. Raises `ConfigError` if this peer's model or version is not the run's, and
         `PeerError` if the run does not let this peer in.

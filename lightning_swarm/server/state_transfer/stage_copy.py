@@ -80,7 +80,7 @@ class IncomingSnapshot:
                 "Raise it, or cut the model into more stages."
             )
         self.head = head
-        # Not before: the head was of this stage, and within bounds.
+        # Nothing is allocated for a head that was refused above: of another stage, or of too many bytes.
         self._tensors = [torch.empty(layout.shape, dtype=_dtype(layout)) for layout in head.layouts]
 
     def fill(self, start: int, parts: Sequence[Tensor], *, at_most: int) -> int:

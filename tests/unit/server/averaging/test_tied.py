@@ -41,7 +41,11 @@ def test_a_norm_of_parts_that_no_float_holds_is_infinite(*, exact: bool) -> None
     tickets = TicketStore(MemoryNetwork().transport(ME), max_bytes=1 << 20)
     ties = TiedTensors([stage("shared"), stage("first", "shared", "last")])
     means = TiedMeans(
-        ties, {"first", "shared", "last"}, lambda index: Group([ME], f"round/{index}", tickets, 1.0), compute, exact=exact
+        ties,
+        {"first", "shared", "last"},
+        lambda index: Group([ME], f"round/{index}", tickets, 1.0),
+        compute,
+        exact=exact,
     )
     ended = loop.run_until_complete(means.averaged(found, {0: 0, 1: 0}))
     loop.close()
