@@ -223,6 +223,25 @@ def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwa
     assert swarm.servers[A].calls.num_forwards == num_forwards, "it gave away what it had kept, for nothing"
 
 
+def test_a_malformed_gradient_adds_nothing_and_another_one_may_come(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    output = swarm.run(swarm.forward(key(), x))
+    before = swarm.state()
+    name, sender = key().name(1, "backward"), swarm.servers[B]._tickets
+    sender.promise(name)
+    sender.fulfil(name, Message(b"nonsense"), encode(CallReport(busy_s=0.0, queued=0)), once=True)
+
+    async def received() -> None:
+        await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output))
+        await swarm.tickets.wait(Ticket(peer_id=A, name=key().name(0, "backward")), timeout=30.0)
+
+    with pytest.raises(ProtocolError, match="must hold one Computed"):
+        swarm.run(received())
+    assert swarm.state() == before
+    sender.drop(name)
+    assert all(report.receipt for report in swarm.run(swarm.backward(key(), output))), "what A had kept is still there"
+
+
 def test_a_cancel_that_comes_too_late_says_so(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b"), rows(1)
     swarm.run(swarm.through(key(), x))
