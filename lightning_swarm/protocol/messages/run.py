@@ -328,7 +328,7 @@ class TiedTensors:
         return [name for name in self._sizes[index] if name in trained]
 
     def touched(self, index: int, trained: Collection[str], flags: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Tell if a stage's trained parameters got gradients in any stage; `flags` has the same for each by itself."""
+        """Tell for each trained parameter of a stage if any stage gave it a gradient; `flags` has each stage's own."""
         names = {
             name
             for holder, own in flags.items()
