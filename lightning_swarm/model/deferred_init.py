@@ -23,8 +23,8 @@ from lightning_swarm.model.sharded_format import ShardedCheckpoint
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
-# So a model that fits nowhere is built as its author wrote it, and any part of it gets the very values, random ones
-# included, that it would have on a device. The idea is that of `deferred_init` in torchdistX.
+# A model that fits nowhere is built as its author wrote it, and any part of it gets the very values, random ones
+# included, that it would have if all of it had been built on a device. The idea is `deferred_init` of torchdistX.
 class InitialWeights:
     """Makes the initial values of a module's tensors on meta, for one stage after the other."""
 

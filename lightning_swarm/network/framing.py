@@ -193,7 +193,7 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     if payload_bytes <= _JOIN_BYTES:
         payload = b"".join(views)
         return iter((b"".join((head, payload, _TRAILER.pack(_END, crc32(payload)))),))
-    # Read chunk by chunk as they are taken, without a copy but of the first and the last 64 KiB.
+    # The payload is read as its chunks are taken; of contiguous tensors only the first and last 64 KiB are copied.
     return _buffers(head, views)
 
 

@@ -1,4 +1,4 @@
-"""A network within one process, for tests, on any loop: it sends through the real framing, as `network/hivemind/`."""
+"""A network within one process, for tests, on any loop: with the real framing and checksums, as over hivemind."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream
 
 
 class Tap(Protocol):
-    """Sees and changes a peer's exchanges, also those with itself, told apart by their bodies: so tests plan faults."""
+    """Sees and changes a peer's exchanges, also those with itself; by their bodies tests find where a fault is due."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
         """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
@@ -218,7 +218,7 @@ class BaseTransport(Transport):
     async def _ask_over(
         self, channel: Channel, peer: PeerId, method: str, message: Message, max_bytes: int
     ) -> tuple[Message, bool]:
-        """Send a message with tensors over a channel, as `ask` does, with its bytes counted as they move."""
+        """Send a message with tensors over a channel, as `ask` does; its bytes are counted, and are signs of life."""
         try:
             with self._liveness.moving(peer, channel):
                 return await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes)

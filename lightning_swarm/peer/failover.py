@@ -183,7 +183,7 @@ async def await_loops(
             late.pop()
         elif now_s() >= deadline_s:
             raise DeadlineExceeded(
-                f"trainer {trainer} was told that the run goes back, and did not come back to it within {timeout:g} s. "
+                f"trainer {trainer} was told that the run rolls back, and did not return to it within {timeout:g} s. "
                 "Raise `Limits.start_timeout` if its batches, or its data's beginning, take longer."
             )
         else:

@@ -17,8 +17,8 @@ KEEP = "snapshot.keep"
 KEEP_LOOP = "snapshot.keep_loop"
 SNAPSHOT = "snapshot.read"
 
-# A step goes `grant -> microbatches, receipts -> close -> average -> record decided -> apply`. If the user changed what
-# trains, `select -> settle` come first. So each granted sample is in exactly one decided record.
+# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If the user changed
+# what trains, `select -> settle` come first. So each granted sample is in exactly one decided record.
 SELECT = "step.select"
 SETTLE = "step.settle"
 GRANT = "step.grant"

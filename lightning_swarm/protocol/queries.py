@@ -165,7 +165,7 @@ def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.ti
 async def greet(
     transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
 ) -> GreetingResult:
-    """Greet a peer a few times, and keep the quickest answer, which compares the clocks best; `timeout` is of each."""
+    """Greet a peer a few times, `timeout` seconds each, and keep the quickest answer: it compares the clocks best."""
     loop = asyncio.get_running_loop()
     meetings = []
     for _ in range(_NUM_TRIES):

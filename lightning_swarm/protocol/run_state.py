@@ -157,7 +157,7 @@ class RunState:
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Go on to the version after a record: of the open step, or, with `seats` after it, of a later one."""
+        """Go on to the version after a record; it may be of a later step if `seats`, the members then, are given."""
         self.seats_before = self.seats
         self.set_members(seats or self.members_after(record))
         self.version = record.step + 1

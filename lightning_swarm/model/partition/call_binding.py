@@ -73,7 +73,7 @@ def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, A
 def call_bound(
     blocks: Iterable[nn.Module], names: Sequence[str | None], inputs: tuple[Any, ...], extras: Mapping[str, Any]
 ) -> Any:
-    """Call blocks, with the extras of `bind`; return the hidden state, with carried values before the last block."""
+    """Call blocks in order, with the extras of `bind`; until the last block the result also has the carried values."""
     # A name is None for a layer between blocks, which takes only the hidden state. `inputs` are the output of the block
     # before, or the hidden state and the carried values.
     carried, last = extras.get(CARRIED, ([], names[-1]))

@@ -1,4 +1,4 @@
-"""The keyed stream: draws as a pure function of (key, index of the element), no cryptography."""
+"""The keyed stream: draws as a pure function of (key, index of the element). It is no cryptography."""
 
 import math
 from typing import Final

@@ -168,7 +168,7 @@ class _IncomingMessages:
         return bool(self._data)
 
     async def next(self, idle_timeout: float) -> tuple[FixedHeader, bytes]:
-        """Read the next message; `TimeoutError` if none begins for `idle_timeout` seconds, or its rest stays out."""
+        """Read the next message; `TimeoutError` if none begins for `idle_timeout` seconds, or one stops half way."""
         while (message := self._split()) is None:
             async with asyncio.timeout(STALL_TIMEOUT_S if self.is_partial else idle_timeout):
                 data = await self._channel.read(_READ_BYTES)

@@ -39,8 +39,12 @@ class HivemindTransport(BaseTransport):
         self._pool = StreamPool(partial(self._open_stream, protocol=_STREAM))
         self._calls = OutgoingCalls(partial(self._open_stream, protocol=_CALL), self._spawn, self._liveness.patience_s)
         # Half the time that a peer may be silent, so that there is time left to try the daemon.
-        local = LocalPeers(self._peer_id, self._ask_introduction, self._serve_stream, greeting_s=silence_s / 2)
-        self._neighbours = local if neighbours else None
+        greeting_s = silence_s / 2
+        self._neighbours = (
+            LocalPeers(self._peer_id, self._ask_introduction, self._serve_stream, greeting_s=greeting_s)
+            if neighbours
+            else None
+        )
         self._watch: asyncio.Task[None] | None = None
 
     @property

@@ -72,13 +72,15 @@ class Codec(ABC):
     def _check(self, parts: Sequence[Tensor]) -> None:
         """Refuse NaN and infinity, which no codec writes, and negative scales."""
         for index, part in enumerate(parts):
-            if part.is_floating_point():
-                highest = torch.finfo(part.dtype).max
-                lowest, made = (
-                    (-highest, "finite numbers") if index in self.signed else (0.0, "finite scales from 0 on")
-                )
-                if not are_within(part, lowest, highest):
-                    raise ProtocolError(f"{self.name} makes {made} only, got others")
+            if not part.is_floating_point():
+                continue
+            highest = torch.finfo(part.dtype).max
+            if index in self.signed:
+                lowest, allowed = -highest, "finite numbers"
+            else:
+                lowest, allowed = 0.0, "finite scales that are not negative"
+            if not are_within(part, lowest, highest):
+                raise ProtocolError(f"{self.name} makes only {allowed}, got others")
 
 
 def _as_written(device: torch.device) -> AbstractContextManager[Any]:

@@ -217,7 +217,7 @@ class InheritRequest(WireMessage, frozen=True):
     """The coordinator tells a server that the lead is gone, and that another peer leads the run after a rollback."""
 
     generation: Count  # the one that ends
-    new_lead: PeerId  # the new lead
+    new_lead: PeerId
     first_step: Count  # of the next generation, for which the new lead has the loop's state
 
 
@@ -244,7 +244,7 @@ class RestartRequest(WireMessage, frozen=True):
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A new coordinator tells a server its term, or a leaving one asks it to take over; the reply is the server's."""
+    """A new coordinator tells a server its term, or a leaving one asks it to take over; a term is the answer."""
 
     term: Term
     generation: Count
@@ -328,7 +328,7 @@ class TiedTensors:
         return [name for name in self._sizes[index] if name in trained]
 
     def touched(self, index: int, trained: Collection[str], flags: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Tell if a stage's trained parameters got gradients in any stage; `flags` has the same for each by itself."""
+        """Tell for each trained parameter of a stage if any stage gave it a gradient; `flags` has each stage's own."""
         names = {
             name
             for holder, own in flags.items()

@@ -244,6 +244,14 @@ def test_numbers_that_no_codec_writes_are_refused(name: str, value: float) -> No
                 by.decode(parts, torch.float32, x.shape)
 
 
+@pytest.mark.parametrize("name", ["float16", "6bit", "4bit"])
+def test_negative_scales_are_refused(name: str) -> None:
+    parts = [part.clone() for part in named(name).encode(normal(1000))]
+    parts[0][-1] = -1.0
+    with pytest.raises(ProtocolError, match="not negative"):
+        named(name).decode(parts, torch.float32, (1000,))
+
+
 @pytest.mark.parametrize("name", ["8bit", "6bit", "4bit"])
 def test_any_codes_are_finite_numbers(name: str) -> None:
     """Of a stranger's: each code is in the book."""
