@@ -137,6 +137,7 @@ class AveragingRounds:
         try:
             await self._compute(lambda: self._sums.check_named(request))
         except SwarmError as error:
+            self._sums.check(caller, closing.generation, closing.step)  # a decided step's tickets are freed already
             self._refuse(run.ties, closing, run.present(closing.absent), str(error))
             raise
         try:

@@ -61,12 +61,8 @@ class StepHandlers:
     async def leave_run(self) -> list[Stage]:
         """Hold no stage any more; returns those that were held."""
         stages = list(self.sums.stages.values())
-
-        def end() -> None:
-            self.sums.leave_run()
-            self.rounds.discard_round()
-
-        await self._compute(end)  # after what runs on the compute thread
+        await self._compute(self.sums.leave_run)  # after what runs on the compute thread
+        self.rounds.discard_round()
         await self._notify()
         return stages
 
