@@ -76,6 +76,11 @@ class AveragingRounds:
         if self._running is not None:
             await ended([self._running[1]])
 
+    def has_begun(self, generation: int, step: int, round_: int) -> bool:
+        """Tell whether the newest round is this one."""
+        newest = self._running[0] if self._running is not None else None
+        return newest is not None and (newest.generation, newest.step, newest.round) == (generation, step, round_)
+
     def begin(self, closing: Closing | None, *, late: bool = False) -> None:
         """Begin to average the frozen sums, unless that has begun, and give up any other round."""
         if self._running is not None:

@@ -186,7 +186,8 @@ class StepHandlers:
         ledgers, stale = await self._compute(lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
-        self.rounds.begin(expected)
+        if not self.rounds.has_begun(request.generation, request.step, request.round):
+            self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
         return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
