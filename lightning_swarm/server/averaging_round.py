@@ -284,6 +284,7 @@ def _retrieve(task: asyncio.Task[_StageResults]) -> None:
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
     """The prefix of the tickets of a stage's averaging; without a stage, of all stages."""
-    # With the number of those that are gone, which only grows: what began with the freeze may have been of more.
+    # With the number of absent members, which only grows in a round: what began with the freeze may be of more members,
+    # and nobody may take its parts for those of what follows.
     round_ = f"g{closing.generation}.s{closing.step}.r{closing.round}.{len(closing.absent)}/average/"
     return round_ if stage_index is None else f"{round_}{stage_index}"
