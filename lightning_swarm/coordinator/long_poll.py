@@ -110,7 +110,7 @@ class LeadLiveness:
     async def note_waiting(
         self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
     ) -> None:
-        """Enter that the lead's loop waits for the end of a step, and with what to step in it, or in those before."""
+        """Enter that the lead's loop waits for the end of a step, and the hyperparameters of this and earlier steps."""
         self.epoch = epoch
         self.stepped_with.update(stepped_with)
         await self.permit(step, version=version)

@@ -76,6 +76,11 @@ class AveragingRounds:
         if self._running is not None:
             await ended([self._running[1]])
 
+    def has_begun(self, generation: int, step: int, round_: int) -> bool:
+        """Tell whether the newest round is this one."""
+        newest = self._running[0] if self._running is not None else None
+        return newest is not None and (newest.generation, newest.step, newest.round) == (generation, step, round_)
+
     def begin(self, closing: Closing | None, *, late: bool = False) -> None:
         """Begin to average the frozen sums, unless that has begun, and give up any other round."""
         if self._running is not None:
@@ -137,6 +142,7 @@ class AveragingRounds:
         try:
             await self._compute(lambda: self._sums.check_named(request))
         except SwarmError as error:
+            self._sums.check(caller, closing.generation, closing.step)  # a decided step's tickets are freed already
             self._refuse(run.ties, closing, run.present(closing.absent), str(error))
             raise
         try:
@@ -278,6 +284,7 @@ def _retrieve(task: asyncio.Task[_StageResults]) -> None:
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
     """The prefix of the tickets of a stage's averaging; without a stage, of all stages."""
-    # With the number of those that are gone, which only grows: what began with the freeze may have been of more.
+    # With the number of absent members, which only grows in a round: what began with the freeze may be of more members,
+    # and nobody may take its parts for those of what follows.
     round_ = f"g{closing.generation}.s{closing.step}.r{closing.round}.{len(closing.absent)}/average/"
     return round_ if stage_index is None else f"{round_}{stage_index}"

@@ -70,9 +70,9 @@ class Server:
         try:
             await self.admission.leadership.close()
         finally:
-            await self.steps.rounds.close()
             self._executor.close()
             self.snapshots.discard()
+            await self.steps.rounds.close()
             await self._tasks.close()
 
     def report(self) -> ServerReport | None:
@@ -115,6 +115,7 @@ class Server:
             holders = [len(roster) for roster in run.rosters]
             await self.admission.step_out()  # what comes from now on is refused
             await self.calls.under_way.abort_all()
+            await self.steps.rounds.close()  # before its tickets go: the next run may have a round of the same name
             self.calls.discard_results("g")
             stages = await self.steps.leave_run()
             self.donor.enter_generation()

@@ -61,12 +61,8 @@ class StepHandlers:
     async def leave_run(self) -> list[Stage]:
         """Hold no stage any more; returns those that were held."""
         stages = list(self.sums.stages.values())
-
-        def end() -> None:
-            self.sums.leave_run()
-            self.rounds.discard_round()
-
-        await self._compute(end)  # after what runs on the compute thread
+        await self._compute(self.sums.leave_run)  # after what runs on the compute thread
+        self.rounds.discard_round()
         await self._notify()
         return stages
 
@@ -190,7 +186,8 @@ class StepHandlers:
         ledgers, stale = await self._compute(lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
-        self.rounds.begin(expected)
+        if not self.rounds.has_begun(request.generation, request.step, request.round):
+            self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
         return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:

@@ -358,7 +358,8 @@ def test_of_several_loaders_each_has_its_own_length(num_trainers: int) -> None:
     run(num_trainers, lambda seen: Both(), data=data, max_epochs=1, swarm={"target_batch_size": 4})
     parts = [list(range(rank, NUM_SAMPLES, num_trainers)) for rank in range(num_trainers)]
     assert read[0] == parts[0]
-    for found, part in zip(read, parts, strict=True):  # the run ends with the lead's data, perhaps before another's last
+    # The run ends with the lead's data, perhaps before the last batch of another.
+    for found, part in zip(read, parts, strict=True):
         assert found in (part, part[:-2])
 
 

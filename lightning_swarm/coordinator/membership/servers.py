@@ -58,12 +58,14 @@ class JoinBackoff:
     def add(self, peer: PeerId, *, now_s: float) -> None:
         """Count one more. After a few the peer may not join for a while, with each further one for twice as long."""
         count = self._missed.pop(peer, (0, 0.0))[0] + 1
-        excluded_s = _FIRST_EXCLUSION_S * 2 ** min(count - _MAX_MISSES, 20)
-        self._missed[peer] = count, now_s + excluded_s if count >= _MAX_MISSES else 0.0
+        until_s = 0.0
+        if count >= _MAX_MISSES:
+            until_s = now_s + _FIRST_EXCLUSION_S * 2 ** min(count - _MAX_MISSES, 20)
+        self._missed[peer] = count, until_s
         if len(self._missed) > _MAX_MISSING:
             del self._missed[next(iter(self._missed))]
 
-    def wait_s(self, peer: PeerId, *, now_s: float) -> tuple[int, float]:
+    def missed(self, peer: PeerId, *, now_s: float) -> tuple[int, float]:
         """Return how many rounds a peer missed, and seconds until it may join; not positive: it may now."""
         count, until_s = self._missed.get(peer, (0, 0.0))
         return count, until_s - now_s
@@ -194,7 +196,7 @@ class ServerMembership:
             )
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
-        count, wait_s = self._misses.wait_s(caller, now_s=now_s())
+        count, wait_s = self._misses.missed(caller, now_s=now_s())
         if wait_s > 0:
             raise Busy(f"{caller} missed {count} rounds while it was joining; it may join in {wait_s:.0f} s")
 
@@ -366,7 +368,7 @@ class ServerMembership:
         self._misses.add(peer, now_s=at_s)
         waiting.ready = False  # until it reports so again
         _log.info("%s missed a round: %s", peer, reason)
-        count, wait_s = self._misses.wait_s(peer, now_s=at_s)
+        count, wait_s = self._misses.missed(peer, now_s=at_s)
         if wait_s > 0:
             waiting.refusal = f"{peer} missed {count} rounds: {reason}. Join again."
 

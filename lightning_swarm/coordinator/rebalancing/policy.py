@@ -161,8 +161,8 @@ def stage_for(stages: StageRates) -> int:
 
 def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
-    # A pipeline is as fast as its slowest stage. So that gets a peer: the one after whose move the slower of the two
-    # stages, giver and taker, is fastest. Or it exchanges one of its own peers for a faster one. That is repeated until
+    # A pipeline is as fast as its slowest stage. So that one gets a peer: the one after whose move the slower of giver
+    # and taker is fastest. Or it exchanges one of its own peers for a faster one. That is repeated until
     # nothing is gained, and of these moves as many are made as pay: a mover computes nothing while it downloads its
     # stage. One that takes nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener
     # the stages, the less the next loss takes.
@@ -303,7 +303,7 @@ class _MovePlan:
 
 
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
-    """By the paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest."""
+    """Plan by the paper's rule: from the stage with the shortest queue a peer moves to the one with the longest."""
     # Source: SWARM, arXiv:2301.11913, appendix D. It does not say when to stop: see `StageRates.stays_ahead`.
     # `queued` has the samples that wait at each stage, `queues` those at each of its peers.
     movable = [index for index, peers in enumerate(queues) if len(peers) > 1]

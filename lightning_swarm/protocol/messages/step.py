@@ -126,9 +126,9 @@ class ReplayReply(WireMessage, frozen=True):
 class Closing(WireMessage, frozen=True):
     """The coordinator tells all servers what counts in a step. It is the same for all.
 
-    It comes with the freeze, as the coordinator expects it, and with the request to average, where only `absent` may
-    have grown. Which server holds which microbatch is only between each server and the coordinator. The round tells
-    which sums are meant: no two rounds of a step share a number, even under different coordinators.
+    It comes with the freeze, and again with the request to average: members that did not answer meanwhile are absent
+    then. Which server holds which microbatch is only between each server and the coordinator. The round tells which
+    sums are meant: no two rounds of a step share a number, even under different coordinators.
     """
 
     generation: int
