@@ -1,4 +1,4 @@
-"""Simulates a swarm microbatch by microbatch: real code on virtual time, but for links, and waits for computing."""
+"""Simulates a swarm microbatch by microbatch: real peers on virtual time, over simulated links, wait for computing."""
 
 from __future__ import annotations
 
