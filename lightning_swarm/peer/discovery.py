@@ -132,7 +132,8 @@ class RunDirectory:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _prepared(self, launch_id: str) -> str:  # the directory may have outlived another run of the same id
+    def _prepared(self, launch_id: str) -> str:
+        # Of this launch: the directory may have outlived another run of the same id.
         return f"{self.run_id}.prepared.{launch_id}"
 
     async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:
