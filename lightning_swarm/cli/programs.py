@@ -1,4 +1,4 @@
-"""The commands that run a user's program: `fit` and its like as a Trainer, `join` and `serve` as another peer."""
+"""The commands that run a user's program: `fit` and its like with a Trainer, `join` and `serve` as another peer."""
 
 from __future__ import annotations
 

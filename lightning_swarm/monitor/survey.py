@@ -62,7 +62,7 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
 
 
 async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
-    """Ask a connected peer, the `first`, and then all servers that it has heard of at once, which may be silent."""
+    """Ask a connected peer, the `first`, then all at once the servers that it has heard of; these may be silent."""
     body = await transport.call(first, OTHERS, b"", timeout=timeout)
     places = {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
     own = await _ask(transport, first, (address,), timeout, connected=True)

@@ -113,12 +113,12 @@ class RunDirectory:
         self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False, among: str = "servers"
     ) -> None:
         """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
-        where, heir = list(await self.transport.addresses()), inherits or UNSET
-        server = ServerAnnouncement(boot_id=boot_id, addresses=where, trains=trains, inherits=heir)
-        await self._publish(f"{self.run_id}.{among}", encode(server), timeout=timeout)
+        addresses = list(await self.transport.addresses())
+        peer = ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
+        await self._publish(f"{self.run_id}.{among}", encode(peer), timeout=timeout)
 
     async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
-        """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read theirs."""
+        """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read data."""
         await self._publish(self._prepared(launch_id), b"yes", timeout=timeout)
 
     async def await_prepared(self, launch_id: str, *, timeout: float) -> None:
@@ -132,7 +132,8 @@ class RunDirectory:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _prepared(self, launch_id: str) -> str:  # the directory may have outlived another run of the same id
+    def _prepared(self, launch_id: str) -> str:
+        # Of this launch: the directory may have outlived another run of the same id.
         return f"{self.run_id}.prepared.{launch_id}"
 
     async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:

@@ -120,7 +120,7 @@ async def release(transport: Transport, run: RunState, first_step: int, *, timeo
 async def what_is_lost(
     transport: Transport, run: RunState, num_known_dead: Callable[[], int], *, timeout: float, silence_s: float
 ) -> str:
-    """Say what a run lacks to go on, a stage or a majority of voters, if it does not come back within `timeout`."""
+    """Say what a run lacks to go on, a stage or a majority of voters, and still lacks after `timeout`; or nothing."""
     deadline = now_s() + timeout
     while True:
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
@@ -243,14 +243,13 @@ class StandbyLead:
 
     async def _while_rollback_possible(self) -> None:
         """Return when the run lacks nothing, or its lead is gone or has rolled back without this trainer."""
-        run, timeout = self.run, self._limits.silence_timeout
+        run, silence_s, wait_s = self.run, self._limits.silence_timeout, self._limits.revive_timeout
         assert run is not None
-        wait_s = self._limits.revive_timeout
-        if not await what_is_lost(self._transport, run, lambda: 0, timeout=wait_s, silence_s=timeout):
+        if not await what_is_lost(self._transport, run, lambda: 0, timeout=wait_s, silence_s=silence_s):
             return
         deadline_s, lead = now_s() + self._limits.lead_timeout, run.manifest.lead
-        while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=timeout):
-            view = await ask_view(self._transport, lead, timeout=timeout)
+        while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=silence_s):
+            view = await ask_view(self._transport, lead, timeout=silence_s)
             if view is not None and view.manifest.generation > run.manifest.generation:
                 return
             await asyncio.sleep(_POLL_S)

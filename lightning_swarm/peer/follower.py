@@ -80,6 +80,7 @@ class Claim:
         deadline_s = now_s() + timeout
         # Each announces itself before it asks: of any two, at least one has heard of the other.
         await self._directory.announce_starter(timeout=timeout)
+        # One that gave way waits for the run, and claims it anew as long as nothing comes of it.
         while not await self._wins():
             await asyncio.sleep(_POLL_S)
             view = await find_run(self._directory, self._config)
@@ -96,7 +97,7 @@ class Claim:
         self._gave_way = False
         self._rivals |= set(await self._directory.find_starters())
         self._rivals.discard(self._transport.peer_id)
-        answers = await gather(map(self._gives_way, sorted(self._rivals)))  # also if it gave way before
+        answers = await gather(map(self._gives_way, sorted(self._rivals)))
         # Nothing is awaited from here on, so the next rival that asks finds this decided.
         self._begins = all(answers) and not self._gave_way
         return self._begins
@@ -130,7 +131,7 @@ class Follower:
     # ------------------------------------------------------------------ a run under way
 
     def find_run(self) -> RunView | None:
-        """The run to train in, with the settings of this peer; None: this peer is the one that begins it."""
+        """The run to train in, whose settings must be this peer's; None: this peer is the one that begins it."""
         view = self._runtime.run(Claim(self._directory, self._config).settle())
         if view is not None:
             check(view, self._config)

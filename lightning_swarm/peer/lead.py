@@ -228,7 +228,7 @@ class Lead:
     # ------------------------------------------------------------------ rollback within the run
 
     def roll_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
-        """Roll the run back to `step`, its next generation, with the weights that `load` sets and empty optimizers."""
+        """Roll the run back to `step`, as its next generation, with weights that `load` sets and no optimizer state."""
         run = self._current
         timeout = self._config.limits.call_timeout
         request = RestartRequest(
@@ -288,7 +288,7 @@ class Lead:
         return self._runtime.run(failover.loops_at(self._transport, others, versions, timeout=timeout))
 
     def release(self, first_step: int, *, serves: bool) -> None:
-        """End the run, but keep the servers that answer, this peer if it `serves`, for the next at `first_step`."""
+        """End the run, but keep servers that answer, this peer too if it `serves`, for the next one at `first_step`."""
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:

@@ -52,7 +52,7 @@ class Peer:
         *,
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
-        rng: random.Random,  # wires pipelines; its boot id tells this life of the peer from all others'
+        rng: random.Random,  # wires pipelines; draws the boot id of this life, so no other peer may have an equal one
     ) -> None:
         self.runtime = runtime
         self.transport = transport

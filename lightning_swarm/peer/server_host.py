@@ -123,7 +123,7 @@ class ServerHost:
         """While this peer trains, have its server join again when a record left it out."""
         if self._lifecycle is None or not self.announced or run.manifest.selection is None:
             return
-        # Layers on the trainers are held by this server, which stays; and a run that rolled back still has it.
+        # Not with layers on the trainers: this server holds those. And after a rollback it is still joined.
         if run.manifest.stages[-1].on_trainers or (self._serving is not None and not self._serving.done()):
             return
         await self._tasks.start()

@@ -171,7 +171,7 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
 
 _UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
 _FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believed
-_MOST_ROUND_TRIP: Final = 8.0  # a transfer counts as at least this part of its duration, whatever the round trip
+_MOST_ROUND_TRIP: Final = 8.0  # sending took at least the duration divided by this, however long the round trip
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: AssumedRates) -> Machine:

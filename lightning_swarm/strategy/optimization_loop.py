@@ -78,7 +78,7 @@ class SwarmOptimization:
             )
         self.tell_selection()
         try:
-            result = self._train(self._loop_batch(batch_idx, kwargs))
+            result = self._train(self._loop_batch(batch_idx, kwargs)) or {}
             self._train_lost()
             self._end_epoch(batch_idx)
             return result
@@ -98,12 +98,13 @@ class SwarmOptimization:
             return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
         return LoopBatch(batch_idx, kwargs, self._counters.num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
-    def _train(self, batch: LoopBatch) -> dict[str, Any]:
+    def _train(self, batch: LoopBatch) -> dict[str, Any] | None:
+        """Train on a batch, again if it is struck. None: another trainer has it."""
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
             lease = self._begin(batch)
             if lease is None:
-                return {}  # another trainer has it
+                return None
             self.logs.begin_batch(batch.num_samples, lease)
             try:
                 return self._train_here(batch, lease)
@@ -121,8 +122,8 @@ class SwarmOptimization:
         """Train again on earlier batches that were complete, but are counted in no record."""
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
-            self._train(batch)
-            self.logs.restore()  # what is logged here has it since its first run
+            if self._train(batch) is not None:
+                self.logs.restore()  # what is logged here has it since its first run
 
     def _train_extra(self, batch_idx: int, grant: Grant) -> None:
         """Train on a batch that no other trainer brings. If it is struck, any trainer may get it again."""

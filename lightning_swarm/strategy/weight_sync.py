@@ -219,7 +219,7 @@ class WeightSync(Callback):
     def __init__(self, trainer: Trainer, weights: ModuleWeights, *, stays: bool) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights = weights
-        # The trained model is in the module when training ends: callbacks may change it, and it is saved as it is.
+        # Then the trained model is in the module when training ends: callbacks may change it, and it is saved as it is.
         self._keeps_trained = stays
         self._wrapped: list[tuple[Any, str]] = []
         for callback in callbacks_of(trainer, "WeightAveraging"):

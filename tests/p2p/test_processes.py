@@ -80,9 +80,10 @@ def test_curve_equals_the_plain_trainers(
         assert joiner.survivors() == []
         assert [path.name for path in (tmp_path / "joiner").iterdir()] == ["traffic-0.json"], "it trained nothing"
         newcomer = json.loads((tmp_path / "joiner" / "traffic-0.json").read_text())["peer_id"]
-        # Which one, measured rates decide.
-        assert sorted(len(stage) for stage in seen["stages"]) == [1, 1, 1, 2]
-        assert newcomer in max(seen["stages"], key=len)
+        # Which stage it got, measured rates decide, and whether the server that had two still holds it, too.
+        (shared,) = (stage for stage in seen["stages"] if newcomer in stage)
+        assert len(shared) in (1, 2)
+        assert [len(stage) for stage in seen["stages"] if stage is not shared] == [1, 1, 1]
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     result = json.loads((tmp_path / "result.json").read_text())
@@ -91,7 +92,9 @@ def test_curve_equals_the_plain_trainers(
         assert peers == [newcomer]
         assert joiner_at <= step <= joiner_at + 2, "it was ready before the step was over"
     assert len(result["status"]) == num_stages
-    assert sum(map(len, result["status"])) == max(devices, num_stages) + bool(joiner_at)
+    given_up = result["num_left"] if joiner_at else 0
+    assert given_up <= 1, "one stage has a server to spare"
+    assert sum(map(len, result["status"])) == max(devices, num_stages) + bool(joiner_at) - given_up
     assert (result["went_back"] == []) == (clip is None)
     if clip:
         (back,) = result["went_back"]

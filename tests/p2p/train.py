@@ -135,6 +135,7 @@ class Watch(L.Callback):
         self.went_back: list[int | None] = []  # to which steps
         self.status: Any = None
         self.newcomers: list[Any] = []  # the step that each came with, and the peers
+        self.num_left = 0  # stages that a server gave up
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -154,6 +155,7 @@ class Watch(L.Callback):
         record = trainer.strategy._session.newest_record
         if record is not None and record.newcomers:
             self.newcomers.append([record.step, [one.member.peer_id for one in record.newcomers]])
+        self.num_left += len(record.left) if record is not None else 0
         print(f"batch {len(self.losses)}\n", end="", flush=True)  # one write: two processes share the pipe
         if len(self.losses) == self.fail_at and trainer.is_global_zero:
             raise RuntimeError("the user's own mistake")
@@ -265,7 +267,7 @@ def main() -> None:
     )
     trainer.fit(model, data)
     result = {"pid": os.getpid(), "losses": watch.losses, "status": watch.status, "steps": trainer.global_step}
-    result["newcomers"], result["went_back"] = watch.newcomers, watch.went_back
+    result |= {"newcomers": watch.newcomers, "num_left": watch.num_left, "went_back": watch.went_back}
     (arguments.out / "result.json").write_text(json.dumps(result))
     torch.save(model.state_dict(), arguments.out / "weights.pt")
 

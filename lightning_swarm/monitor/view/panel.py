@@ -58,7 +58,7 @@ _FIXED_LINES: Final = 9  # border, headline, the table's own, and what stands be
 
 
 class Terminal:
-    """Shows what `render` returns, which a thread of its own calls until it is closed."""
+    """Shows what `render` returns, until it is closed. A thread of its own calls `render`."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class Terminal:
         atexit.register(self.close)
         self._live.start(refresh=True)
         others = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
-        for handler in (handler for logger in (logging.root, *others) for handler in logger.handlers):
+        handlers = [handler for logger in (logging.root, *others) for handler in logger.handlers]
+        for handler in handlers:
             if type(handler) is logging.StreamHandler and id(handler.stream) in before:
                 # The handler has kept the former stream, which the panel's own has replaced.
                 self._handlers.append((handler, handler.setStream(sys.stderr)))

@@ -1,4 +1,4 @@
-"""Simulates a swarm microbatch by microbatch: real code on virtual time, but for links, and waits for computing."""
+"""Simulates a swarm microbatch by microbatch: real peers on virtual time, which wait in place of computing."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class LoopRecorder:
         return [] if newest is None else [version for version in (newest.keep, newest.version) if version is not None]
 
     def _may_have_snapshot(self, version: int, completed: Collection[int]) -> bool:
-        """True if there is, or may come to be, a snapshot for a loop that counted to `version` and then `completed`."""
+        """True if a snapshot may go with a loop that has counted to `version`, and `completed` these leases since."""
         newest = self._newest
         if newest is not None and newest.version == version and not completed:
             return True

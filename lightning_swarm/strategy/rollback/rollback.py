@@ -98,7 +98,7 @@ class Rollback:
 
         def arrive() -> None:
             """The data are where they were at the target: bring the loop there."""
-            # Of records that came before its next batch the loop hears at that batch, as if it waited for a grant.
+            # Records that came before the loop's next batch are counted at that batch, as if it had waited for a grant.
             self.is_resuming = False
             assert self._target is not None
             version, point = self._target.version, self._target.resume_point

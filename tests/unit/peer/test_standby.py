@@ -323,7 +323,7 @@ def test_a_former_lead_is_told_and_releases_nobody(make_swarm: MakeSwarm) -> Non
         release(swarm, LEAD, C)
 
 
-def test_the_other_trainers_are_the_standby_too(make_swarm: MakeSwarm) -> None:
+def test_the_other_trainers_are_standbys_too(make_swarm: MakeSwarm) -> None:
     """And are told to come again, for nothing that they bring counts any more."""
     swarm = begun(make_swarm)
     for server in swarm.servers.values():
