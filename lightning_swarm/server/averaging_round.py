@@ -7,6 +7,7 @@ what the step counts, the coordinator finds meanwhile; if not, nobody asks for t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -39,6 +40,9 @@ from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class AveragingRounds:
         self._running = None
         if closing is not None:
             task = asyncio.create_task(self._average_round(closing, late=late))
-            task.add_done_callback(_retrieve)
+            task.add_done_callback(_log_bug)
             self._running = (closing, task)
 
     def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, AveragingState]) -> None:
@@ -277,9 +281,11 @@ class AveragingRounds:
         return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
 
 
-def _retrieve(task: asyncio.Task[_StageResults]) -> None:
-    if not task.cancelled():
-        task.exception()  # told to the coordinator if it asks for this round; nobody is interested otherwise
+def _log_bug(task: asyncio.Task[_StageResults]) -> None:
+    # The coordinator hears of a failure if it asks for the round, and nobody needs to otherwise.
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, SwarmError):
+        _log.error("A round of averaging failed", exc_info=error)
 
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
