@@ -41,7 +41,6 @@ from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
 
-
 _log = logging.getLogger(__name__)
 
 
