@@ -132,7 +132,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module, keep=True)
     model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
-    strategy._session = strategy._start_run(trainer, model, strategy._ranges, selection)
+    strategy._session = strategy._start_run(trainer, model, selection)
     strategy._initial_weights.mark_used(module, trains=fitting)
     strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
     if fitting:

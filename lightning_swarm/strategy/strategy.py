@@ -316,9 +316,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         super().setup(trainer)
         startup.begin(self, trainer)
 
-    def _start_run(
-        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-    ) -> Session:
+    def _start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
         return startup.start_run(self, trainer, model, selection)
 
     # ------------------------------------------------------------------ the loop

@@ -120,15 +120,13 @@ class InMemoryStrategy(_SwarmStrategy):
         self._shared_loop.run_until_complete(self._side_tasks.start())
 
     @override
-    def _start_run(
-        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
-    ) -> Session:
+    def _start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run rolled back, and the peer serves already
                 peer.serve(self._copied_model(module, trainer))
                 if self.config.settings.rebalancing != "none":  # a peer that is sent to another stage has to move
                     peer.runtime.run(self.spawn(self._serve_run(peer)))
-        session = super()._start_run(trainer, model, ranges, selection)
+        session = super()._start_run(trainer, model, selection)
         self.servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 
