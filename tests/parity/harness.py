@@ -377,3 +377,18 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
     assert min(routed) > 0, "some peer was in no route"
     assert run.num_microbatches > len(run.losses), "batches were not cut"
     assert run.records, "no step was decided"
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """A callback's state without folders, and with numbers that are equal up to rounding."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, (float, Tensor)):
+            found[key] = round(float(value), 9)
+        elif isinstance(value, str):
+            found[key] = value.rpartition("/")[2] if key != "dirpath" else ""
+        elif isinstance(value, dict):
+            found[key] = {path.rpartition("/")[2]: round(float(score), 9) for path, score in value.items()}
+        else:
+            found[key] = value
+    return found

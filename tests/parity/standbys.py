@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -27,6 +26,7 @@ from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.testing.local import _InlineLauncher
 from tests.parity.harness import QUIET
 from tests.parity.models import digits, loader
 from tests.parity.trainers import Shared, default_dtype
@@ -242,16 +242,7 @@ class ThreadStrategy(SwarmStrategy):
             pass
 
 
-class _ThreadLauncher(_Launcher):
-    def __init__(self, strategy: ThreadStrategy) -> None:
-        super().__init__()
-        self._strategy = strategy
-
-    @property
-    @override
-    def is_interactive_compatible(self) -> bool:
-        return True
-
+class _ThreadLauncher(_InlineLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
@@ -262,10 +253,6 @@ class _ThreadLauncher(_Launcher):
             return None if path is None else call.run_as_lead(path)
         self._strategy.check(trainer, call.arguments)
         return call.run()
-
-    @override
-    def kill(self, signum: int) -> None:
-        """There is nobody to pass it on to."""
 
 
 def shuffled() -> DataLoader[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.parity.harness import WEIGHT_TOLERANCE, Run, run_plain
+from tests.parity.harness import WEIGHT_TOLERANCE, Run, comparable, run_plain
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, digits, loader, sentences
 from tests.parity.standbys import Swarm, shuffled
 
@@ -261,24 +261,9 @@ def test_callbacks_loggers_and_schedulers_go_on(tmp_path: Path, caplog: pytest.L
         assert values == pytest.approx(expected[epoch], rel=1e-11), "averages of the epoch hold each batch once"
     for kind in (ModelCheckpoint, EarlyStopping, Counting):
         one, other = (next(c for c in t.callbacks if isinstance(c, kind)) for t in (before, after))  # type: ignore[attr-defined]
-        assert _plain(one.state_dict()) == _plain(other.state_dict()), kind
+        assert comparable(one.state_dict()) == comparable(other.state_dict()), kind
     kept = {one.name for one in (tmp_path / "killed").glob("*.ckpt")}
     assert {one.name for one in (tmp_path / "calm").glob("*.ckpt")} == kept - {"step=10.ckpt"}, "of steps done twice"
     (schedule,), (other,) = ([c.scheduler for c in t.strategy.lr_scheduler_configs] for t in (before, after))
     assert schedule.state_dict() == other.state_dict()
     assert "the state of callback 'Hoarding' begins anew" in caplog.text
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Without folders, and with numbers that are equal up to rounding."""
-    found = {}
-    for key, value in state.items():
-        if isinstance(value, (float, Tensor)):
-            found[key] = round(float(value), 9)
-        elif isinstance(value, str):
-            found[key] = value.rpartition("/")[2] if key != "dirpath" else ""
-        elif isinstance(value, dict):
-            found[key] = {path.rpartition("/")[2]: round(float(score), 9) for path, score in value.items()}
-        else:
-            found[key] = value
-    return found

@@ -26,6 +26,7 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.strategy import startup
 from lightning_swarm.strategy.rollback import loop_transfer
+from tests.parity.harness import comparable
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.test_shared_data import Weights, assert_each_once, assert_same, validation
 from tests.parity.trainers import Seen, ThreadStrategy, shuffled, train
@@ -360,7 +361,7 @@ def test_it_validates_saves_and_decides_from_there_on(alone: Seen, tmp_path: Pat
         assert (len(decide), shows) == ((2, [True]) if rank in (0, standby) else (0, [False])), rank
     for one in own:
         other = next(c for c in seen.trainers[standby].callbacks if type(c) is type(one))  # type: ignore[attr-defined]
-        assert _plain(one.state_dict()) == _plain(other.state_dict()), type(one)
+        assert comparable(one.state_dict()) == comparable(other.state_dict()), type(one)
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("alone", "several")]
     assert names[0] == names[1]
 
@@ -575,18 +576,3 @@ def test_one_comes_again_where_its_run_goes_back_without_it(alone: Seen) -> None
     assert_each_once(seen, NUM_EPOCHS)
     after = {seen.batches[place][0] for places in seen.steps[seen.went_back[0] :] for place in places}
     assert after == {0, 1}
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Without folders, and with numbers that are equal up to rounding."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, (float, Tensor)):
-            found[key] = round(float(value), 9)
-        elif isinstance(value, str):
-            found[key] = value.rpartition("/")[2] if key != "dirpath" else ""
-        elif isinstance(value, dict):
-            found[key] = {path.rpartition("/")[2]: round(float(score), 9) for path, score in value.items()}
-        else:
-            found[key] = value
-    return found

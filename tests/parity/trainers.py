@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
@@ -36,6 +35,7 @@ from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.testing.local import _InlineLauncher
 from tests.held import batches_of
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer, make_schedule
@@ -293,16 +293,7 @@ class ThreadStrategy(SwarmStrategy):
         steps._learn = noted  # type: ignore[method-assign]
 
 
-class _ThreadLauncher(_Launcher):
-    def __init__(self, strategy: ThreadStrategy) -> None:
-        super().__init__()
-        self._strategy = strategy
-
-    @property
-    @override
-    def is_interactive_compatible(self) -> bool:
-        return True
-
+class _ThreadLauncher(_InlineLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
@@ -318,10 +309,6 @@ class _ThreadLauncher(_Launcher):
         if not self._strategy.is_global_zero:
             self._strategy.follow(trainer)
         return call.run()
-
-    @override
-    def kill(self, signum: int) -> None:
-        """There is nobody to pass it on to."""
 
 
 def train(

@@ -42,7 +42,7 @@ from lightning_swarm.protocol.messages.calls import (
 )
 from lightning_swarm.protocol.messages.reports import PeerReport
 from lightning_swarm.protocol.messages.run import Manifest, Member
-from lightning_swarm.protocol.messages.step import AverageRequest, Record
+from lightning_swarm.protocol.messages.step import AverageRequest, Closing, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
 from lightning_swarm.protocol.run_state import RunState
@@ -84,6 +84,20 @@ def rows(seed: int, num_rows: int = 2) -> Tensor:
 def key(first: int = 0, index: int = 0, **changes: Any) -> CallKey:
     """A microbatch of step 0."""
     return CallKey(**{"generation": 0, "step": 0, "first": first, "index": index, "call": 0, **changes})
+
+
+def closing(**changes: Any) -> Closing:
+    """Of a step with one microbatch of two samples."""
+    fields: dict[str, Any] = {
+        "generation": 0,
+        "step": 0,
+        "round": 0,
+        "batches": [(0, 1, 1)],
+        "num_samples": 2,
+        "total_weight": 1.0,
+        "absent": [],
+    }
+    return Closing(**{**fields, **changes})
 
 
 class Swarm:

@@ -17,13 +17,13 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
 from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.messages.run import Member
-from lightning_swarm.protocol.messages.step import AverageRequest, Closing, FreezeRequest, NamedReceipts, Record
+from lightning_swarm.protocol.messages.step import AverageRequest, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BACKWARD, DONE, FREEZE, GRANT
 from lightning_swarm.server.averaging.averager import AveragingResult
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, plain_steps, rows
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, closing, key, plain_steps, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 OTHER = PeerId("other")
@@ -517,17 +517,8 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
     swarm.run(swarm.through(key(0, 1), rows(2)))
 
     def average(held: bytes, stage: int = 1, **changes: Any) -> AverageRequest:
-        fields: dict[str, Any] = {
-            "generation": 0,
-            "step": 0,
-            "round": 0,
-            "batches": [(0, 1, 1)],
-            "num_samples": 4,
-            "total_weight": 1.0,
-            "absent": [],
-        }
         named = NamedReceipts(stage_index=stage, receipts=[(0, 0, held)] if held else [])
-        return AverageRequest(closing=Closing(**{**fields, **changes}), named=[named])
+        return AverageRequest(closing=closing(num_samples=4, **changes), named=[named])
 
     def refused(method: str, request_: AverageRequest | FreezeRequest) -> None:
         before = swarm.state()

@@ -72,7 +72,6 @@ from lightning_swarm.protocol.messages.state import (
 from lightning_swarm.protocol.messages.step import (
     AverageRequest,
     Candidate,
-    Closing,
     FenceRequest,
     FreezeReply,
     FreezeRequest,
@@ -145,7 +144,7 @@ from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchReq
 from lightning_swarm.server.state_transfer.snapshots import copied
 from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, closing, key, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 COUNTED: list[Receipt] = [(0, 0, 0)]
@@ -249,29 +248,17 @@ NOTHING = ReportReply(begun=True, leases=[], closed=[])
 FREEZING = FreezeRequest(generation=0, step=0)
 
 
-def closing(swarm: Swarm) -> Closing:
-    return Closing(
-        generation=0,
-        step=0,
-        round=0,
-        batches=[(0, 1, 1)],
-        num_samples=2,
-        total_weight=1.0,
-        absent=[],
-    )
-
-
 def enlisting(swarm: Swarm) -> EnlistRequest:
     return EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=None)
 
 
 def averaging(swarm: Swarm, stage: int) -> AverageRequest:
-    return AverageRequest(closing=closing(swarm), named=[NamedReceipts(stage_index=stage, receipts=pack(COUNTED))])
+    return AverageRequest(closing=closing(), named=[NamedReceipts(stage_index=stage, receipts=pack(COUNTED))])
 
 
 def record(swarm: Swarm) -> Record:
     return Record(
-        closing=closing(swarm),
+        closing=closing(),
         touched=[b"\x03" for _ in swarm.rosters],
         outcome="apply",
         squared_norm=1.0,
@@ -423,7 +410,7 @@ SAMPLES = [
     Sample(
         CALL,
         LISTEN,
-        plain(lambda s: ListenRequest(closing=closing(s), selection=None)),
+        plain(lambda _: ListenRequest(closing=closing(), selection=None)),
         target=C,
         caller=A,
         phase="joining",
@@ -499,7 +486,7 @@ SAMPLES = [
         phase="through",
     ),
     Sample(
-        CALL, FREEZE, plain(lambda s: msgspec.structs.replace(FREEZING, expected=closing(s))), caller=A, phase="through"
+        CALL, FREEZE, plain(lambda _: msgspec.structs.replace(FREEZING, expected=closing())), caller=A, phase="through"
     ),
     Sample(CALL, AVERAGE, plain(lambda s: averaging(s, 1)), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),

@@ -23,25 +23,11 @@ from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.replays import Replayer, batch_of
-from tests.unit.swarm import Swarm, key, rows
+from tests.unit.swarm import Swarm, closing, key, rows
 
 T = TypeVar("T")
 
 A, B = PeerId("a"), PeerId("b")
-
-
-def closing(**changes: Any) -> Closing:
-    """Of a step with one microbatch of two samples."""
-    fields: dict[str, Any] = {
-        "generation": 0,
-        "step": 0,
-        "round": 0,
-        "batches": [(0, 1, 1)],
-        "num_samples": 2,
-        "total_weight": 2.0,
-        "absent": [],
-    }
-    return Closing(**{**fields, **changes})
 
 
 def freeze(swarm: Swarm, peer: PeerId, expected: Closing) -> None:
@@ -82,7 +68,7 @@ def test_who_leaves_during_a_round_ends_it_on_the_loop_and_keeps_nothing(
 
     monkeypatch.setattr(AveragingRounds, "begin", begun)
     swarm.run(swarm.through(key(), rows(1), route=[A, B]))
-    freeze(swarm, B, closing())
+    freeze(swarm, B, closing(total_weight=2.0))
     swarm.run(asyncio.sleep(0.5))
     assert tickets(swarm, B), "it waits for the part of the other one"
     swarm.run(swarm.servers[B].step_out())
