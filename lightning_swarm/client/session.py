@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.run import (
     EpochPlan,
     Manifest,
     RestartRequest,
-    Selection,
+    StepChange,
     first_trained,
 )
 from lightning_swarm.protocol.messages.step import Record
@@ -108,11 +108,12 @@ class Session:
         """At the lead: set what tells the hyperparameters of the step that it waits for, and its epoch."""
         self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
 
-    def select(self, selection: Selection) -> None:
-        """Tell the swarm what trains from the open step on. Nothing may be granted in it yet."""
-        self._runtime.run(self._steps.select(selection))
-        self.selection = selection
-        self.pipeline.first_trained = first_trained(selection, self._stages)
+    def change(self, change: StepChange) -> None:
+        """Tell the swarm what the open step begins with. Nothing may be granted in it yet."""
+        self._runtime.run(self._steps.change(change))
+        if change.selection is not None:
+            self.selection = change.selection
+            self.pipeline.first_trained = first_trained(change.selection, self._stages)
 
     def begin_batch(
         self,

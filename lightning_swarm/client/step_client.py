@@ -22,6 +22,7 @@ from lightning_swarm.protocol.messages.batches import (
     BatchDone,
     BatchDoneReply,
     BatchMetrics,
+    ChangeRequest,
     Grant,
     GrantReply,
     Lease,
@@ -32,7 +33,6 @@ from lightning_swarm.protocol.messages.batches import (
     RecordReply,
     RecordRequest,
     ReportRequest,
-    SelectRequest,
 )
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import RetireReply
@@ -42,7 +42,7 @@ from lightning_swarm.protocol.messages.run import (
     Member,
     PlanRequest,
     RestartRequest,
-    Selection,
+    StepChange,
     TakePlanReply,
     TakePlanRequest,
 )
@@ -121,11 +121,11 @@ class StepClient:
         if generation is not self.generation:
             raise WentBack(f"the run has rolled back to generation {self.generation.number} since this was asked for")
 
-    async def select(self, selection: Selection) -> None:
-        """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
+    async def change(self, change: StepChange) -> None:
+        """Begin the open step with a change; nothing may be granted in it yet."""
         await self.give_back()
-        request = SelectRequest(generation=self.generation.number, step=self.open, selection=selection)
-        await self._coordinator.call(methods.SELECT, encode(request))
+        request = ChangeRequest(generation=self.generation.number, step=self.open, change=change)
+        await self._coordinator.call(methods.CHANGE, encode(request))
 
     async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
         """At the lead: tell the order of an epoch, and where the run begins or goes on."""

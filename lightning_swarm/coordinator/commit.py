@@ -29,7 +29,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
-from lightning_swarm.protocol.messages.run import Member, Selection
+from lightning_swarm.protocol.messages.run import NO_CHANGE, Member, Selection, StepChange
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
 from lightning_swarm.protocol.queries import ASK_TIMEOUT_S, ask_held, newest_safe, version_to_keep
@@ -133,13 +133,13 @@ class StepCommit:
         self._someone_gone = False  # in the last step, whose record left the rosters as they were
 
     async def finish(
-        self, step: OpenStep, selection: Selection | None, reselected: Selection | None, *, late: bool = False
+        self, step: OpenStep, selection: Selection | None, change: StepChange, *, late: bool = False
     ) -> Record | None:
         """Decide the record of a step, whose batches are all through, and have the servers that are there apply it.
 
-        A `late` step's record changes nobody's membership, for the next step takes batches meanwhile. `reselected` is
-        what the step trains, if that is not what trained in the step before. Returns None where batches were struck,
-        and the step takes others. Raises SwarmError if the record could not be decided.
+        A `late` step's record changes nobody's membership, for the next step takes batches meanwhile. `change` is
+        what the step began with. Returns None where batches were struck, and the step takes others. Raises SwarmError
+        if the record could not be decided.
         """
         begun = await self._context.proposer.prepare()
         assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
@@ -148,7 +148,7 @@ class StepCommit:
             closed = await sums.close()
             if closed is None:
                 return None
-            squared_norm = await self._average(sums, closed, reselected, late=late)
+            squared_norm = await self._average(sums, closed, change, late=late)
             if squared_norm is not None:
                 break
         hyperparameters = await self._lead.wait_until_ready(step)
@@ -158,7 +158,7 @@ class StepCommit:
         newcomers: Sequence[Candidate] = ()
         if not late:
             newcomers = await self._server_membership.newcomers(closed.closing)
-            record = await self._with_changes(record, reselected, newcomers, sums.step_servers.gone)
+            record = await self._with_changes(record, change, newcomers, sums.step_servers.gone)
         await self._context.proposer.decide(record)
         await self._servers.apply(record)
         if late:
@@ -187,7 +187,7 @@ class StepCommit:
             squared_norm=squared_norm,
             clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
-            selection=None,
+            change=NO_CHANGE,
             left=[],
             newcomers=[],
             next_voters=None,
@@ -200,7 +200,7 @@ class StepCommit:
     async def _with_changes(
         self,
         record: Record,
-        reselected: Selection | None,
+        change: StepChange,
         newcomers: Sequence[Candidate],
         gone: Collection[PeerId],
     ) -> Record:
@@ -215,7 +215,7 @@ class StepCommit:
         enlisted, retired = self._trainer_membership.changes()
         return replaced(
             record,
-            selection=reselected,
+            change=change,
             left=[
                 Vacancy(member=member, stage_index=index)
                 for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
@@ -245,11 +245,11 @@ class StepCommit:
         return self._sums
 
     async def _average(
-        self, sums: SumReconciliation, closed: ReconciledStep, reselected: Selection | None, *, late: bool
+        self, sums: SumReconciliation, closed: ReconciledStep, change: StepChange, *, late: bool
     ) -> float | None:
         """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
         closing = closed.closing
-        listening = [] if late else self._server_membership.listen(closing, reselected, closed.version_hashes)
+        listening = [] if late else self._server_membership.listen(closing, change, closed.version_hashes)
         replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}

@@ -19,7 +19,7 @@ from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.batches import LoggedValue
-from lightning_swarm.protocol.messages.run import BatchNumber, EpochPlan, Manifest, Selection
+from lightning_swarm.protocol.messages.run import NO_CHANGE, BatchNumber, EpochPlan, Manifest, Selection, StepChange
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
@@ -44,7 +44,7 @@ class StepState:
 
     open: OpenStep
     begun: bool = False  # the lead asked for its first place
-    reselected: Selection | None = None  # what the step trains, if it is not what trained in the step before
+    change: StepChange = NO_CHANGE  # that the open step began with
     outcome: StepOutcome = field(default_factory=StepOutcome)  # of the newest step that is decided
     due: OpenStep | None = None  # where steps are delayed: the one before the open step, while its record is to come
     finishing: bool = False  # a task of the coordinator decides the open step
@@ -58,7 +58,7 @@ class StepState:
 
     def selection(self, run: RunState) -> Selection | None:
         """The selection that the open step trains."""
-        return self.reselected or run.selection
+        return self.change.selection or run.selection
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
         """Learn the order of an epoch. The first one settles which batches the open step takes, from `position` on."""

@@ -16,6 +16,7 @@ from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import NotCoordinator, StageLost, StepError, SwarmError
+from lightning_swarm.protocol.messages.run import NO_CHANGE
 from lightning_swarm.protocol.messages.step import Record
 
 _log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class CoordinatorGeneration:
     def _open_next(self, step: OpenStep) -> None:
         state = self.step_state
         # Before places are granted, which may fill the step and begin the wait for its batches.
-        state.reselected = state.closing_s = None
+        state.change, state.closing_s = NO_CHANGE, None
         state.open = self.trainers.leases.opened(state.following(step))
         state.finishing = False
 
@@ -185,7 +186,7 @@ class CoordinatorGeneration:
         state = self.step_state
         record: Record | None = None
         while record is None and step.ready:
-            record = await self._step_commit.finish(step, state.selection(self._run), state.reselected)
+            record = await self._step_commit.finish(step, state.selection(self._run), state.change)
         if record is None:
             state.finishing = False  # it takes batches again
         else:
@@ -196,7 +197,7 @@ class CoordinatorGeneration:
     async def _decide_due(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
         await self.context.changes.notify()
-        record = await self._step_commit.finish(step, self._run.selection, None, late=True)
+        record = await self._step_commit.finish(step, self._run.selection, NO_CHANGE, late=True)
         assert record is not None, "a step that is late takes no batches in place of those that were struck"
         self.step_state.outcome, self.step_state.due = self._outcome(step, record), None
         self._finish_if_ready(self.step_state.open)
@@ -206,7 +207,7 @@ class CoordinatorGeneration:
         """Return whether the record may come while the next step takes batches."""
         manifest = self._run.manifest
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
-        if not manifest.settings.delay_optimizer_step or is_last or self.step_state.reselected is not None:
+        if not manifest.settings.delay_optimizer_step or is_last or self.step_state.change != NO_CHANGE:
             return False
         # It must change nothing of who is in the run then: what the next step's sums hold is theirs who are.
         return not self._step_commit.wants_changes()

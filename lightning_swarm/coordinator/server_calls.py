@@ -58,7 +58,7 @@ class ServerCalls:
         self._spawn = context.spawn
         self._timeout = context.limits.call_timeout
         self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
-        self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step trains
+        self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step began with
 
     @property
     def own(self) -> PeerId:
@@ -70,7 +70,7 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have the servers train what the open step shall train. One that is not reached takes no part in the step.
+        """Have the servers begin the open step with a change. One that is not reached takes no part in the step.
 
         Raises SwarmError if a server refuses, or none of a stage is reached.
         """

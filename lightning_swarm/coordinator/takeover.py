@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest, fold
-from lightning_swarm.protocol.messages.run import InheritRequest, Selection
+from lightning_swarm.protocol.messages.run import InheritRequest, StepChange
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
 from lightning_swarm.protocol.queries import Held, ask_held, call_each, holders_of
@@ -23,12 +23,10 @@ from lightning_swarm.protocol.run_state import RunState
 _log = logging.getLogger(__name__)
 
 
-async def gather_step_state(
-    transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float
-) -> StepState:
+async def gather_step_state(transport: Transport, run: RunState, change: StepChange, *, timeout: float) -> StepState:
     """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere."""
-    # In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `reselected`
-    # is what that server trains in the open step, if that is not what trained in the step before.
+    # In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `change`
+    # is what the open step began with there.
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
     trainers = list(run.trainers)  # who does not answer now may register yet
     read = partial(decode, kind=ReportReply)
@@ -37,7 +35,7 @@ async def gather_step_state(
         _log.warning("These trainers do not say what they have under way: %s", ", ".join(silent))
     metrics = await fetch_metrics(transport, reports, timeout=timeout)
     state = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
-    state.reselected = reselected
+    state.change = change
     return state
 
 

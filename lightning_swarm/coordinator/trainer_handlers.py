@@ -24,6 +24,7 @@ from lightning_swarm.protocol.messages.batches import (
     BatchDone,
     BatchDoneReply,
     BatchMetrics,
+    ChangeRequest,
     Grant,
     GrantReply,
     GrantRequest,
@@ -32,15 +33,15 @@ from lightning_swarm.protocol.messages.batches import (
     RecordReply,
     RecordRequest,
     RegisterRequest,
-    SelectRequest,
     WaitForRecord,
 )
-from lightning_swarm.protocol.messages.run import PlanRequest, TakePlanReply, TakePlanRequest, check_selection
+from lightning_swarm.protocol.messages.run import PlanRequest, TakePlanReply, TakePlanRequest, check_change
 from lightning_swarm.protocol.messages.step import SettleRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import (
     ARMED,
     BEGIN,
+    CHANGE,
     DONE,
     GRANT,
     METRICS,
@@ -49,7 +50,6 @@ from lightning_swarm.protocol.methods import (
     RECORD,
     REGISTER,
     RENEW,
-    SELECT,
     TAKE_METRICS,
     TAKE_PLAN,
 )
@@ -88,7 +88,7 @@ class TrainerHandlers:
         """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.heard()
-        transport.handle_call(SELECT, self._handle_select)
+        transport.handle_call(CHANGE, self._handle_change)
         transport.handle_call(PLAN, self._handle_plan)
         transport.handle_call(TAKE_PLAN, self._handle_take_plan)
         transport.handle_call(GRANT, self._handle_grant)
@@ -105,25 +105,26 @@ class TrainerHandlers:
 
     # ------------------------------------------------------------------ what the open step trains, and who has a place
 
-    async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_change(self, caller: PeerId, body: bytes) -> bytes:
         manifest = self._run.manifest
         if caller != manifest.lead:
-            raise ProtocolError(f"the lead {manifest.lead} says what trains, not {caller}")
-        request = decode(body, SelectRequest)
+            raise ProtocolError(f"the lead {manifest.lead} says what a step begins with, not {caller}")
+        request = decode(body, ChangeRequest)
         self._run.check_generation(request.generation)
-        check_selection(request.selection, manifest.stages)
+        check_change(request.change, manifest.stages)
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             step = self._step_state.open
             if request.step != step.step or step.begun or self._step_state.due is not None:
                 raise ProtocolError(
-                    f"what trains changes before a step's first grant; step {step.step} is open, and something was "
+                    f"a step changes before its first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
                 )
             own = request.generation  # of the run, which may be rolled back meanwhile
-            await self._servers.settle(SettleRequest(own, step.step, selection=request.selection))
+            change = self._step_state.change.then(request.change)
+            await self._servers.settle(SettleRequest(own, step.step, change=change))
             self._run.check_generation(own)
-            self._step_state.reselected = request.selection
+            self._step_state.change = change
         return b""
 
     async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:

@@ -19,7 +19,7 @@ SNAPSHOT = "snapshot.read"
 
 # A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If the user changed
 # what trains, `select -> settle` come first. So each granted sample is in exactly one decided record.
-SELECT = "step.select"
+CHANGE = "step.change"
 SETTLE = "step.settle"
 GRANT = "step.grant"
 PLAN = "step.plan"
@@ -61,6 +61,6 @@ HELD = "snapshot.held"
 INHERIT = "run.inherit"
 
 ROLE_CALLS = (  # only the coordinator answers them
-    *(SELECT, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER, QUIT),
+    *(CHANGE, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER, QUIT),
     *(JOIN, READY, DRAIN, ENLIST, RETIRE),
 )

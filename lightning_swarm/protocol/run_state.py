@@ -168,8 +168,8 @@ class RunState:
         if len(self._positions) > _MAX_REMEMBERED:
             del self._positions[next(iter(self._positions))]
         self.newest = record
-        if record.selection is not None:
-            self.selection = record.selection
+        if record.change.selection is not None:
+            self.selection = record.change.selection
 
     def weights_version(self, step: int) -> int:
         """Return the version of the weights with which the microbatches of a step are computed."""

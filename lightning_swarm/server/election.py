@@ -296,7 +296,7 @@ class Leadership:
             self._highest_number = max(self._highest_number, proposer.rival_number)
             self._leads = False
             return
-        state = await gather_step_state(self._transport, run, self._steps.sums.next.reselected, timeout=timeout)
+        state = await gather_step_state(self._transport, run, self._steps.sums.next.change, timeout=timeout)
         if run.term != term:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)

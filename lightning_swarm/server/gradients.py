@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import UNSET
 from torch import Tensor
@@ -12,7 +12,15 @@ from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator, NotMember,
 from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
-from lightning_swarm.protocol.messages.run import NO_TERM, Member, Selection, Term, check_selection, trained_names
+from lightning_swarm.protocol.messages.run import (
+    NO_CHANGE,
+    NO_TERM,
+    Member,
+    StepChange,
+    Term,
+    check_change,
+    trained_names,
+)
 from lightning_swarm.protocol.messages.step import (
     AverageRequest,
     Closing,
@@ -36,11 +44,16 @@ class _OpenSums:
     fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # batches that were struck from it, and by whom
 
 
+WrittenByStage = Mapping[int, Mapping[str, Tensor]]
+"""Weights that the lead's user code wrote, by stage and name."""
+
+
 @dataclass
 class _NextStep:
     """Progress of the step whose record is next; begun anew with every record and every generation."""
 
-    reselected: Selection | None = None  # what trains in it, if that is not what trained in the step before
+    change: StepChange = NO_CHANGE  # that it began with
+    written: WrittenByStage = field(default_factory=dict)  # the weights of the change
     round: int = 0  # of the newest freeze
     frozen_under: Term = NO_TERM
 
@@ -137,16 +150,35 @@ class GradientSums:
 
     # ------------------------------------------------------------------ what counts
 
-    def settle(self, selection: Selection, generation: int) -> None:
-        """Train `selection` in the open step, to which nothing was added yet."""
+    def settle(self, change: StepChange, generation: int) -> None:
+        """Begin the open step, to which nothing was added yet, with a change."""
         run = self.run
         run.check_generation(generation)
-        check_selection(selection, run.manifest.stages)
+        check_change(change, run.manifest.stages)
         if any(ledger.begun for opened in self._open.values() for ledger in opened.ledgers.values()):
-            raise ProtocolError(f"step {run.version} has begun here; what it trains changes no more")
+            raise ProtocolError(f"step {run.version} has begun here; it changes no more")
+        written = change.written
+        if written is not None and run.manifest.settings.delay_optimizer_step:
+            raise ProtocolError(
+                "where steps are delayed, nobody writes weights: the next step computes with older ones"
+            )
+        held = [stage for stage in self.stages.values() if written is not None and stage.index in written.stages]
+        lent = {stage.index: stage.lent(written.number) for stage in held if written is not None}
         for stage in self.stages.values():
-            stage.select(selection)
-        self.next.reselected = selection
+            if change.selection is not None:
+                stage.select(change.selection)
+            if stage.index in lent:
+                stage.load_weights(lent[stage.index])
+        self.next.written, self.next.change = lent, change
+
+    def follow_change(self, stage: Stage, change: StepChange, written: Mapping[str, Tensor]) -> None:
+        """At a joiner, which nobody asks to settle, begin the open step as its members did."""
+        if change.selection is not None:
+            stage.select(change.selection)
+        if change.written not in (None, self.next.change.written) and stage.index in change.written.stages:
+            stage.load_weights(dict(written))
+            self.next.written = {stage.index: written}
+        self.next.change = change
 
     def strike(self, step: int, batches: Collection[int]) -> None:
         """Add no gradient of these batches to a step any more, as long as the peer that struck them coordinates."""
@@ -348,7 +380,7 @@ class GradientSums:
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
     """Tell for each parameter of a stage whether it got a gradient, here or in another stage that holds it, too."""
     ties, bitmaps = run.ties, record.touched
-    selection = record.selection or stage.selection
+    selection = record.change.selection or stage.selection
     trained = trained_names(selection) if selection is not None and ties else ()
     partners = ties.partners(stage.index, trained)
     own = from_bitmap(bitmaps[stage.index], len(stage.trainable))

@@ -27,6 +27,7 @@ from lightning_swarm.protocol.methods import RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
+from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
@@ -46,7 +47,9 @@ class Server:
         self._tasks = context.tasks
         self.events = context.events
         self.membership = context.membership
-        self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
+        self.steps = StepHandlers(
+            context, on_decided=self._on_decided, on_written=self._on_written, on_fenced=self._on_fenced
+        )
         self.admission = Admission(context, model, self.steps)
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
@@ -154,16 +157,20 @@ class Server:
             self.snapshots.discard()
         return b""
 
-    def _on_decided(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+    def _on_decided(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
         self.calls.discard_results(f"g{record.closing.generation}.s{record.step}.")
         self.admission.on_record(record)
-        self.donor.keep_record(record, gradients)
+        self.donor.keep_record(record, gradients, written)
         if (work := self.snapshots.on_record(record)) is not None:
             self._tasks.spawn(work)
         if gradients.keys() - set(self.steps.stages):  # a stage was given up
             model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
             # Queued at once, so that it is done before anything is built here again.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
+
+    def _on_written(self) -> None:
+        if (work := self.snapshots.take_again()) is not None:
+            self._tasks.spawn(work)
 
     def _on_fenced(self, prefix: str) -> None:
         self.calls.give_up(prefix)

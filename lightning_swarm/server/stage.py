@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ProtocolError, TicketGone
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.model.fingerprint import Fingerprint
 from lightning_swarm.model.optimizer_state import GROUP
@@ -257,7 +257,7 @@ class Stage:
         """Refuse a record that `apply` would fail on, before anything is changed."""
         if record.step != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
-        selection = record.selection or self.selection
+        selection = record.change.selection or self.selection
         num_groups, num_given = selection.num_groups if selection is not None else 0, len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
@@ -273,8 +273,8 @@ class Stage:
         trainable parameter whether any microbatch gave it a gradient: optimizers pass over the others, on one machine
         as here. `before` are the stages here that have applied the record, so that what they share has taken its step.
         """
-        if record.selection is not None:
-            self.select(record.selection)
+        if record.change.selection is not None:
+            self.select(record.change.selection)
         self.check_applies(record)
         mean_gradient, statistics = self._apart(mean_gradient)
         if statistics is not None and bool(statistics.isfinite().all()):
@@ -353,9 +353,15 @@ class Stage:
 
     def check_borrowed(self, number: int) -> None:
         """Refuse a call that means other lent weights than those here."""
-        here = self.generation.borrowed[0] if self.generation.borrowed is not None else 0
-        if number not in (0, here):
-            raise ProtocolError(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
+        if number:
+            self.lent(number)
+
+    def lent(self, number: int) -> dict[str, Tensor]:
+        """Return the weights borrowed by a number. `TicketGone`: the loan did not come here."""
+        here, weights = self.generation.borrowed or (0, {})
+        if number != here:
+            raise TicketGone(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
+        return weights
 
     @contextlib.contextmanager
     def holding(self, number: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,13 +14,13 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import CallKey, batch_name
-from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.run import NO_CHANGE, StepChange
 from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.gradients import GradientSums, WrittenByStage
 from lightning_swarm.server.stage import Stage
 
 
@@ -30,7 +31,8 @@ class StepHandlers:
         self,
         context: ServerContext,
         *,
-        on_decided: Callable[[Record, Mapping[int, Tensor]], None],
+        on_decided: Callable[[Record, Mapping[int, Tensor], WrittenByStage], None],
+        on_written: Callable[[], None],
         on_fenced: Callable[[str], None],
     ) -> None:
         transport = context.transport
@@ -40,7 +42,9 @@ class StepHandlers:
         self._me = context.me
         self._timeout = context.limits.call_timeout
         self._events = context.events
-        self._on_decided = on_decided  # called with each applied record and the mean gradients of this server's stages
+        # Called with each applied record, the mean gradients of this server's stages, and what was written before it.
+        self._on_decided = on_decided
+        self._on_written = on_written  # called when the weights of the version were written
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # when this server came into the run; on the monotonic clock
@@ -69,7 +73,7 @@ class StepHandlers:
     async def enter_generation(self) -> None:
         """Begin anew with the run's next generation: nothing of the old one may change a stage any more."""
         self.rounds.discard_round()
-        self.sums.next.reselected = None
+        self.sums.next.change = NO_CHANGE
         # After what runs on the compute thread; what comes later there looks at the generation first.
         await self._compute(self.sums.enter_generation)
         await self._notify()
@@ -149,18 +153,28 @@ class StepHandlers:
             )
         return [held for stage in self.sums.stages.values() for held in stage.module.named_stage_tensors().values()]
 
-    async def passed(self, version: int, *, within_s: float) -> None:
-        """Wait until the stages are beyond `version`, or for so many seconds."""
+    async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
+        """Wait until the stages are beyond `version`, or have other written weights, or for so many seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._applied:
-                await self._applied.wait_for(lambda: self.version > version)
+                await self._applied.wait_for(lambda: (self.version, self.sums.next.change.number) > (version, written))
+
+    async def wait_for_written(self, version: int, number: int) -> None:
+        """At a joiner, wait until its stage holds what was written at a version; raises `DeadlineExceeded`."""
+        await self.passed(version, written=number - 1, within_s=self._timeout)
+        if (self.version, self.sums.next.change.number) < (version, number):
+            raise DeadlineExceeded(f"the weights written at version {version} did not come in {self._timeout:g} s")
 
     # ------------------------------------------------------------------ the coordinator's calls
 
     async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, SettleRequest)
         self.sums.check(caller, request.generation, request.step)
-        await self._compute(lambda: self.sums.settle(request.selection, request.generation))
+        before = self.sums.next.change.written
+        await self._compute(lambda: self.sums.settle(request.change, request.generation))
+        if request.change.written != before:
+            self._on_written()
+            await self._notify()
         return b""
 
     async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
@@ -203,8 +217,8 @@ class StepHandlers:
 
     async def apply_record(self, record: Record) -> None:
         """Apply the open step's decided record, with the mean gradients that are held here of its round."""
-        if record.selection != self.sums.next.reselected:
-            raise ProtocolError(f"record {record.step} is of another selection of parameters than its gradients here")
+        if record.change != self.sums.next.change:
+            raise ProtocolError(f"record {record.step} begins with another change than its gradients here")
         await self.commit(record, self.rounds.counted(record))
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
@@ -216,18 +230,18 @@ class StepHandlers:
                 return
             self.rounds.carry(record)
             self.rounds.discard_round()
+            written = self.sums.next.written
             self.sums.open_next_step(record, now_s=now_s())
-            self._on_decided(record, gradients)
+            self._on_decided(record, gradients, written)
             self._applied.notify_all()
 
-    async def reselect(self, step: int, selection: Selection | None) -> None:
-        """At a joiner, which nobody asks to settle, train what an open step's gradients are of."""
+    async def follow_change(self, step: int, change: StepChange, written: Mapping[str, Tensor]) -> None:
+        """At a joiner, which nobody asks to settle, begin an open step as its members did."""
 
-        def select() -> None:
+        def follow() -> None:
             for stage in self.sums.stages.values():
-                if selection is not None and stage.version == step:
-                    stage.select(selection)
+                if stage.version == step:  # else its record was applied meanwhile
+                    self.sums.follow_change(stage, change, written)
 
-        await self._compute(select)
-        if self.version == step:  # else its record was applied meanwhile
-            self.sums.next.reselected = selection
+        await self._compute(follow)
+        await self._notify()

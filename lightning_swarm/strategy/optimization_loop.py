@@ -18,6 +18,7 @@ from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepEr
 from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
+from lightning_swarm.protocol.messages.run import StepChange
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
@@ -395,4 +396,4 @@ class SwarmOptimization:
         checks.check_new_selection(self._session, selection, self.pending_samples)
         self._catch_up()
         self._count_others()
-        self._session.select(selection)
+        self._session.change(StepChange(selection=selection))

@@ -272,7 +272,7 @@ def test_what_trains_may_change_around_the_pipeline_too() -> None:
     plain = run_plain(Unfreezes, loader(sentences()), max_epochs=3, callbacks=[Phases()])
     swarm = run_swarm(Unfreezes, loader(sentences()), max_epochs=3, callbacks=[Phases()], num_stages=3, **LIST)
     assert_exact(swarm, plain)
-    assert sum(record.selection is not None for record in swarm.records) == 2
+    assert sum(record.change.selection is not None for record in swarm.records) == 2
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -291,7 +291,7 @@ def test_a_joiner_trains_what_the_others_train(bytes_per_s: float) -> None:
     joining = Joining(at=1, prepare=slowly(bytes_per_s))
     run = run_swarm(Unsteady, loader(digits()), callbacks=[joining], num_joiners=1, latency_s=0.001, **options)
     assert_exact(run, run_plain(Unsteady, loader(digits()), **options))
-    assert sum(record.selection is not None for record in run.records) > STEPS / 2
+    assert sum(record.change.selection is not None for record in run.records) > STEPS / 2
     assert run.strategy.refusals == []
 
 

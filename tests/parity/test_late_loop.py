@@ -118,7 +118,7 @@ class Freezing(Callback):
 
 def test_what_trains_changes_in_mid_epoch() -> None:
     swarm = train(DigitsMLP, loader(digits()), callbacks=[Freezing()])
-    assert [record.step for record in swarm.records if record.selection is not None] == [4]
+    assert [record.step for record in swarm.records if record.change.selection is not None] == [4]
     assert len(swarm.losses) == STEPS
 
 

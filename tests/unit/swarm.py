@@ -331,7 +331,7 @@ class Swarm:
                 steps.version,
                 steps.rounds._held,
                 {step: one.fenced for step, one in steps.sums._open.items()},
-                steps.sums.next.reselected,
+                steps.sums.next.change,
             )
             state[f"{name}'s joiners"] = (
                 dict(server.donor._met),

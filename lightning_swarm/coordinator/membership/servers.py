@@ -29,7 +29,7 @@ from lightning_swarm.protocol.messages.membership import (
     ListenRequest,
     ReadyRequest,
 )
-from lightning_swarm.protocol.messages.run import Member, Selection
+from lightning_swarm.protocol.messages.run import Member, StepChange
 from lightning_swarm.protocol.messages.step import Candidate, Closing
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
@@ -300,10 +300,10 @@ class ServerMembership:
     # ------------------------------------------------------------------ a round
 
     def listen(
-        self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int | None]
+        self, closing: Closing, change: StepChange, version_hashes: Sequence[int | None]
     ) -> list[asyncio.Task[None]]:
         """Have candidates that have caught up hold the round's result, too. Returns a task for each of them."""
-        round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
+        round_ = _Round(ListenRequest(closing=closing, change=change), version_hashes)
         rosters = self._run.present(closing.absent)
         listening = []
         num_asked = Counter[int]()

@@ -11,7 +11,14 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan, SeatedMembers, Selection, Term
+from lightning_swarm.protocol.messages.run import (
+    MAX_PLANS,
+    BatchNumber,
+    EpochPlan,
+    SeatedMembers,
+    StepChange,
+    Term,
+)
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, SmallCount, WireMessage, decode
 
@@ -37,12 +44,12 @@ def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
     return msgspec.structs.replace(one, value=value, batch_size=batch_size)
 
 
-class SelectRequest(WireMessage, frozen=True):
-    """The lead tells the coordinator what trains from step `step` on. The step must not have granted a lease yet."""
+class ChangeRequest(WireMessage, frozen=True):
+    """The lead tells the coordinator what step `step` begins with. It must not have granted a lease yet."""
 
     generation: Count
     step: Count
-    selection: Selection
+    change: StepChange
 
 
 class GrantRequest(WireMessage, frozen=True):

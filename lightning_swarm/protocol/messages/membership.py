@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from lightning_swarm.protocol.messages.run import RunView, SeatedMembers, Selection
+from lightning_swarm.protocol.messages.run import NO_CHANGE, RunView, SeatedMembers, StepChange
 from lightning_swarm.protocol.messages.state import Snapshot
 from lightning_swarm.protocol.messages.step import Closing, Record
 from lightning_swarm.protocol.messages.wire import Addresses, Count, Seconds, ShortText, WireMessage
@@ -67,13 +67,19 @@ class NextRequest(WireMessage, frozen=True):
     version: Count
     hold_s: Seconds  # how long to wait for the record
     seated: bool = False  # the candidate knows the members of the run at that version
+    written: Count = 0  # number of the written weights that it holds at that version; 0: none
 
 
 class NextReply(WireMessage, frozen=True):
-    """A member sends a candidate the next record, with the stage's mean gradient as the only tensor."""
+    """A member sends a candidate the next record with the stage's mean gradient, or what the open step began with.
+
+    The weights that were written for that step come behind the gradient, or alone.
+    """
 
     record: Record | None  # None: there is no newer one yet
     seats: SeatedMembers | None = None  # at the version of the request, if the candidate does not know them
+    change: StepChange = NO_CHANGE  # without a record: that the open step began with
+    names: list[str] = msgspec.field(default_factory=list)  # of the written weights
 
 
 class ReadyRequest(WireMessage, frozen=True):
@@ -87,7 +93,7 @@ class ListenRequest(WireMessage, frozen=True):
     """The coordinator asks a candidate that has caught up to take part in a round, so that it holds the result."""
 
     closing: Closing
-    selection: Selection | None  # as in `Record`
+    change: StepChange  # as in `Record`
 
 
 class ListenReply(WireMessage, frozen=True):

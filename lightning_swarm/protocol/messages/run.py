@@ -34,6 +34,14 @@ def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> No
         raise ProtocolError(f"trained parameters must be real floating point numbers, {wrong[:5]} are not")
 
 
+def check_change(change: StepChange, stages: Sequence[StageManifest]) -> None:
+    """Refuse a change of the selection, as above, or of weights in stages that there are not."""
+    if change.selection is not None:
+        check_selection(change.selection, stages)
+    if change.written is not None and max(change.written.stages) >= len(stages):
+        raise ProtocolError(f"there are {len(stages)} stages, got weights written in {change.written.stages[:5]}")
+
+
 def trained_names(selection: Selection) -> set[str]:
     """Return the parameters that the optimizer steps: those in one of its groups that are not frozen."""
     return selection.groups.keys() - set(selection.frozen)
@@ -138,6 +146,32 @@ class Selection(WireMessage, frozen=True):
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     groups: dict[str, Count]  # the group of each parameter that the optimizer holds
     frozen: list[str]  # parameters that require no gradient, in the model's order
+
+
+class WrittenWeights(WireMessage, frozen=True):
+    """Weights that the lead's user code wrote: lent to the servers under a number, and theirs from a step on."""
+
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    stages: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 12)]
+
+
+class StepChange(WireMessage, frozen=True):
+    """What differs between the end of a step and the beginning of the next one."""
+
+    selection: Selection | None = None  # None: the same parameters train
+    written: WrittenWeights | None = None  # None: the weights are those that the step before ended with
+
+    @property
+    def number(self) -> int:
+        """The number of the written weights; 0: none were written."""
+        return self.written.number if self.written is not None else 0
+
+    def then(self, later: StepChange) -> StepChange:
+        """Return this change and a later one as one; what was written later includes what was written before."""
+        return StepChange(selection=later.selection or self.selection, written=later.written or self.written)
+
+
+NO_CHANGE: Final = StepChange()
 
 
 class StageManifest(WireMessage, frozen=True):

@@ -9,17 +9,17 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.messages.run import BatchNumber, Member, Selection, SomeTrainers, Term
+from lightning_swarm.protocol.messages.run import BatchNumber, Member, SomeTrainers, StepChange, Term
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage
 
 
 class SettleRequest(WireMessage, frozen=True):
-    """The coordinator asks every server to adopt a new selection for a step, before the step's first lease."""
+    """The coordinator asks every server to begin a step with a change, before the step's first lease."""
 
     generation: int
     step: int
-    selection: Selection
+    change: StepChange
 
 
 class NamedReceipts(WireMessage, frozen=True):
@@ -205,7 +205,7 @@ class Record(WireMessage, frozen=True):
     squared_norm: float  # of the mean gradient over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
     hyperparameters: list[dict[str, Any]]  # one dict for each parameter group
-    selection: Selection | None  # of this step, if it differs from the step before
+    change: StepChange  # that the step began with
     left: list[Vacancy]
     newcomers: list[Candidate]  # new members of the rosters, behind the others
     next_voters: list[Member] | None  # None: the same as before

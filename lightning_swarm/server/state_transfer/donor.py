@@ -18,6 +18,7 @@ from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE
 from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -78,8 +79,8 @@ class _DonorGeneration:
     followers: dict[PeerId, _CatchingUp] = field(default_factory=dict)
     downloads: dict[PeerId, _OutgoingCopy] = field(default_factory=dict)
     copies: dict[int, StageCopy] = field(default_factory=dict)  # the newest of each stage, while a peer downloads it
-    # Records by step, with their mean gradients and the members before them.
-    kept: dict[int, tuple[Record, Mapping[int, Tensor], SeatedMembers]] = field(default_factory=dict)
+    # Records by step, with their mean gradients, what was written before them, and the members before them.
+    kept: dict[int, tuple[Record, Mapping[int, Tensor], WrittenByStage, SeatedMembers]] = field(default_factory=dict)
 
 
 class Donor:
@@ -104,7 +105,7 @@ class Donor:
         transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
         transport.handle_stream(NEXT, self._handle_next, max_bytes=0)
 
-    def keep_record(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+    def keep_record(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
         """Keep a record that was applied here, if a joiner will ask for it."""
         at_s, state = now_s(), self._state
         self._interval_s, self._applied_s = at_s - self._applied_s, at_s
@@ -116,7 +117,7 @@ class Donor:
             if peer in state.followers:
                 state.followers[peer].entered = True
         if state.followers:
-            state.kept[record.step] = (record, gradients, self._membership.run.seats_before)
+            state.kept[record.step] = (record, gradients, written, self._membership.run.seats_before)
         self._drop_unneeded()
         self._give_up_idle()
         self._notify()
@@ -212,22 +213,32 @@ class Donor:
         follower.version, follower.last_heard_s = request.version, now_s()
         self._end_download(caller)
         self._drop_unneeded()
-        await self._steps.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
+        await self._steps.passed(request.version, written=request.written, within_s=min(request.hold_s, _HOLD_S))
         self._check_generation(request.generation)  # it may have changed meanwhile
         if request.version >= self._steps.version:
             known = request.seated or request.version > self._steps.version
-            return Message(encode(NextReply(record=None, seats=None if known else self._membership.run.seats)))
+            return self._open_step(request, None if known else self._membership.run.seats)
         if request.version not in self._state.kept:
             self._state.followers.pop(caller, None)
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
-        record, gradients, seats = self._state.kept[request.version]
-        gradient = gradients[stage.index].cpu()
+        record, gradients, written, seats = self._state.kept[request.version]
+        gradient, behind = gradients[stage.index].cpu(), written.get(stage.index, {})
         self._throttle.charge(gradient.nbytes)  # before any download: a joiner that falls behind begins that again
         if request.version + 1 < self._steps.version:
             # Many records one right after the other would hold activations up on the link.
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
             await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
-        return Message(encode(NextReply(record=record, seats=None if request.seated else seats)), (gradient,))
+        reply = NextReply(record=record, seats=None if request.seated else seats, names=list(behind))
+        return Message(encode(reply), (gradient, *(tensor.cpu() for tensor in behind.values())))
+
+    def _open_step(self, request: NextRequest, seats: SeatedMembers | None) -> Message:
+        """Tell a joiner that knows all records what the open step began with, if it does not know that."""
+        following = self._steps.sums.next
+        if request.version != self._steps.version or request.written == following.change.number:
+            return Message(encode(NextReply(record=None, seats=seats)))
+        written = following.written.get(request.stage_index, {})
+        reply = NextReply(record=None, seats=seats, change=following.change, names=list(written))
+        return Message(encode(reply), tuple(tensor.cpu() for tensor in written.values()))
 
     async def _get_place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
         """Wait until a stage may be sent to one more peer: each has one download under way, and few join at a time."""
@@ -294,7 +305,12 @@ class Donor:
         while True:
             first = min((follower.version for follower in followers.values()), default=None)
             kept = {step: record for step, record in self._state.kept.items() if first is not None and step >= first}
-            num_bytes = sum(tensor.nbytes for _, gradients, _ in kept.values() for tensor in gradients.values())
+            num_bytes = sum(
+                tensor.nbytes
+                for _, gradients, written, _ in kept.values()
+                for tensors in (gradients.values(), *(weights.values() for weights in written.values()))
+                for tensor in tensors
+            )
             if num_bytes <= self._limits.join_bytes:
                 break
             followers = {peer: follower for peer, follower in followers.items() if follower.version != first}

@@ -22,10 +22,11 @@ from lightning_swarm.protocol.messages.membership import (
     NextRequest,
     ReadyRequest,
 )
-from lightning_swarm.protocol.messages.run import RunView, SeatedMembers
+from lightning_swarm.protocol.messages.run import NO_CHANGE, RunView, SeatedMembers
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import JOIN, LISTEN, NEXT, READY, VIEW
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
+from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
@@ -188,7 +189,12 @@ class Joiner:
         while not self._done:
             version = self._steps.version
             request = NextRequest(
-                generation=generation, stage_index=stage.index, version=version, hold_s=hold_s, seated=seated
+                generation=generation,
+                stage_index=stage.index,
+                version=version,
+                hold_s=hold_s,
+                seated=seated,
+                written=self._steps.sums.next.change.number,
             )
             message = await self._transport.stream(
                 donor,
@@ -202,14 +208,17 @@ class Joiner:
             if not seated and reply.seats is not None and version == self._steps.version:
                 self._seat(reply.seats, version)
                 seated = True
-            if record is None:
+            gradient, behind = (message.tensors[:1], message.tensors[1:]) if record else ((), message.tensors)
+            change = record.change if record is not None else reply.change
+            if change not in (NO_CHANGE, self._steps.sums.next.change) and version == self._steps.version:
+                await self._steps.follow_change(version, change, named(reply.names, behind))
+                hold_s = 0.0
+            elif record is None:
                 await self._report_ready(generation, version)
                 hold_s = _HOLD_S
-                continue
-            if record.step >= self._steps.version:  # else the coordinator was quicker
-                await self._steps.reselect(record.step, record.selection)
-                await self._steps.commit(record, {stage.index: _gradient(message, stage)})
-            hold_s = 0.0
+            if record is not None and record.step >= self._steps.version:  # else the coordinator was quicker
+                await self._steps.commit(record, {stage.index: _gradient(gradient, stage)})
+                hold_s = 0.0
 
     async def _report_ready(self, generation: int, version: int) -> None:
         coordinator = self._membership.run.coordinator
@@ -241,7 +250,9 @@ class Joiner:
             raise ProtocolError(f"a round of stage {stage.index} must have members")
         held = self._steps.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
-            await self._steps.reselect(closing.step, request.selection)
+            if request.change.written is not None and stage.index in request.change.written.stages:
+                await self._steps.wait_for_written(closing.step, request.change.number)  # they come from its donor
+            await self._steps.follow_change(closing.step, request.change, {})
             mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
         version_hash = await self._compute(stage.fingerprint)
         self._steps.sums.check(caller, closing.generation, closing.step)
@@ -250,10 +261,10 @@ class Joiner:
         return encode(ListenReply(boot_id=self._membership.me.boot_id, version_hash=version_hash))
 
 
-def _gradient(message: Message, stage: Stage) -> Tensor:
+def _gradient(tensors: Sequence[Tensor], stage: Stage) -> Tensor:
     like = stage.next_sum.like
     wanted = (stage.mean_length,), like.dtype
-    found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
+    found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     if found != [wanted]:
         raise ProtocolError(f"a mean gradient of stage {stage.index} has {wanted}; got {found}")
-    return message.tensors[0].to(like.device)
+    return tensors[0].to(like.device)

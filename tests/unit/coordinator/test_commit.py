@@ -17,6 +17,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.batches import Grant
+from lightning_swarm.protocol.messages.run import StepChange
 from lightning_swarm.protocol.messages.step import FreezeReply, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, FREEZE
@@ -399,7 +400,7 @@ def test_a_server_that_was_not_told_what_trains_takes_no_part(make_swarm: MakeSw
     swarm.network.freeze(C)
     assert swarm.manifest.selection is not None
     selection = replaced(swarm.manifest.selection, frozen=["0.0.weight"])
-    swarm.run(swarm.steps.select(selection))
+    swarm.run(swarm.steps.change(StepChange(selection=selection)))
     swarm.network.thaw(C)
     swarm.module[0][0].weight.requires_grad_(False)  # type: ignore[index, operator]
     trial.records.append(swarm.run(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES))))

@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import NotCoordinator, ProtocolError, StepError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import Manifest, Member, Term
+from lightning_swarm.protocol.messages.run import NO_CHANGE, Manifest, Member, Term
 from lightning_swarm.protocol.messages.step import Closing, Prepare, Proposal, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 from lightning_swarm.protocol.methods import PREPARE, PROPOSE
@@ -42,7 +42,7 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         squared_norm=0.0,
         clip_factor=clip_factor,
         hyperparameters=[],
-        selection=None,
+        change=NO_CHANGE,
         left=[],
         newcomers=[],
         next_voters=None,

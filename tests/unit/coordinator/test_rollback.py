@@ -20,7 +20,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Grant, RecordRequest
-from lightning_swarm.protocol.messages.run import RestartRequest, Selection
+from lightning_swarm.protocol.messages.run import RestartRequest, Selection, StepChange
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, FORWARD, FREEZE, RECORD, RESTART
@@ -142,7 +142,7 @@ def test_what_trains_is_settled_anew(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(step(swarm, 5))
     groups = {name: 0 for name, _ in swarm.module.named_parameters()}
-    swarm.run(swarm.steps.select(Selection(num_groups=1, groups=groups, frozen=["0.0.weight"])))
+    swarm.run(swarm.steps.change(StepChange(selection=Selection(num_groups=1, groups=groups, frozen=["0.0.weight"]))))
     go_back(swarm)
     assert_trains_as_from_the_beginning(swarm)
 
@@ -288,7 +288,7 @@ def test_what_the_old_generation_is_to_train_is_not_settled_in_the_next_one(make
     async def go() -> None:
         async with swarm.coordinator.generation.trainers._settling:
             selecting = asyncio.ensure_future(
-                swarm.steps.select(Selection(num_groups=1, groups=groups, frozen=["0.0.weight"]))
+                swarm.steps.change(StepChange(selection=Selection(num_groups=1, groups=groups, frozen=["0.0.weight"])))
             )
             await asyncio.sleep(0.1)
             await discovery.restart(swarm.trainer, swarm.steps.run, asked, timeout=30.0)

@@ -18,7 +18,7 @@ from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.run import Selection, StepChange
 from lightning_swarm.server import stage_builder
 from lightning_swarm.server.optimizer import StageOptimizer
 from tests.unit.conftest import MakeSwarm
@@ -97,7 +97,7 @@ def _offloaded(make: Callable[..., StageOptimizer], *args: Any, **options: Any) 
 def test_a_joiner_takes_over_what_is_known_of_a_parameter_that_left(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(swarm.step(rows(0), rows(1)))
-    swarm.run(swarm.steps.select(without_first_weight(swarm)))
+    swarm.run(swarm.steps.change(StepChange(selection=without_first_weight(swarm))))
     swarm.run(swarm.step(rows(2), rows(3)))
     assert_one_joins(swarm)
 
@@ -124,7 +124,7 @@ def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
     """Of a parameter that left its group, too."""
     swarm = make_swarm("a", "b")
     swarm.run(swarm.step(rows(0), rows(1)))
-    swarm.run(swarm.steps.select(without_first_weight(swarm)))
+    swarm.run(swarm.steps.change(StepChange(selection=without_first_weight(swarm))))
     stage = swarm.servers[A].steps.stage(0)
     state = {name: one for name, one in stage.optimizer.state().items() if name == "0.0.weight"}
     stage.load_optimizer_state(state)

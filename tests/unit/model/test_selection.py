@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.optimizer_state import read_selection
-from lightning_swarm.protocol.messages.run import Selection, StageManifest, check_selection, first_trained
+from lightning_swarm.protocol.messages.run import Selection, StageManifest, StepChange, check_selection, first_trained
 from lightning_swarm.protocol.messages.step import Record, SettleRequest
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import SETTLE
@@ -81,9 +81,9 @@ def test_a_selection_holds_from_the_open_step_on(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b c")
     first = swarm.run(swarm.step(rows(1)))
     before = {name: weight.clone() for name, weight in swarm.weights().items()}
-    assert first.selection is None
+    assert first.change.selection is None
 
-    swarm.run(swarm.steps.select(bias_only(swarm)))
+    swarm.run(swarm.steps.change(StepChange(selection=bias_only(swarm))))
 
     for roster, num_elements in zip(swarm.rosters, (0, 3), strict=True):
         for name in roster:
@@ -99,10 +99,10 @@ def test_no_selection_after_the_first_grant(make_swarm: MakeSwarm) -> None:
     grant = swarm.run(swarm.steps.grant(2))
     before = swarm.state()
     with pytest.raises(ProtocolError, match="before a step's first grant"):
-        swarm.run(swarm.steps.select(bias_only(swarm)))
+        swarm.run(swarm.steps.change(StepChange(selection=bias_only(swarm))))
     assert swarm.state() == before
     swarm.run(swarm.steps.withdraw(grant.lease))
-    swarm.run(swarm.steps.select(bias_only(swarm)))
+    swarm.run(swarm.steps.change(StepChange(selection=bias_only(swarm))))
 
 
 def test_no_selection_where_a_gradient_is_in_the_sum(make_swarm: MakeSwarm) -> None:
@@ -110,7 +110,7 @@ def test_no_selection_where_a_gradient_is_in_the_sum(make_swarm: MakeSwarm) -> N
     swarm.run(swarm.steps.grant(2))
     swarm.run(swarm.through(key(), rows(1)))
     before = swarm.state()
-    request = SettleRequest(generation=0, step=0, selection=bias_only(swarm))
+    request = SettleRequest(generation=0, step=0, change=StepChange(selection=bias_only(swarm)))
     with pytest.raises(ProtocolError, match="step 0 has begun here"):
         swarm.run(
             swarm.servers[swarm.route()[0]]._transport.call(swarm.route()[1], SETTLE, encode(request), timeout=1.0)
@@ -121,7 +121,7 @@ def test_no_selection_where_a_gradient_is_in_the_sum(make_swarm: MakeSwarm) -> N
 def test_a_record_is_all_that_a_stage_needs_to_follow(make_swarm: MakeSwarm) -> None:
     told, follower = make_swarm("a"), make_swarm("a")
     chosen = replaced(bias_only(told), groups={"0.0.bias": 1})
-    told.run(told.steps.select(chosen))
+    told.run(told.steps.change(StepChange(selection=chosen)))
     stage = told.servers[told.route()[0]].steps.stage(0)
     two = [{"lr": 0.1}, {"lr": 0.3, "momentum": 0.0}]
 
@@ -135,7 +135,7 @@ def test_a_record_is_all_that_a_stage_needs_to_follow(make_swarm: MakeSwarm) -> 
 
     means: list[Tensor] = []
     record = told.run(step())
-    assert record.selection == chosen
+    assert record.change.selection == chosen
     follower.servers[follower.route()[0]].steps.stage(0).apply(record, means[0], [True])
 
     moved = {name for name, weight in told.weights().items() if not torch.equal(weight, told.module.state_dict()[name])}

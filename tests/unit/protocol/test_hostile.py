@@ -24,6 +24,7 @@ from lightning_swarm.protocol.messages.batches import (
     BatchBegins,
     BatchDone,
     BatchMetrics,
+    ChangeRequest,
     GrantRequest,
     LoggedValue,
     MetricsRequest,
@@ -32,7 +33,6 @@ from lightning_swarm.protocol.messages.batches import (
     RecordRequest,
     RegisterRequest,
     ReportReply,
-    SelectRequest,
 )
 from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
 from lightning_swarm.protocol.messages.membership import (
@@ -47,6 +47,7 @@ from lightning_swarm.protocol.messages.membership import (
 )
 from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
+    NO_CHANGE,
     CoordinatorTerm,
     EpochPlan,
     InheritRequest,
@@ -58,6 +59,7 @@ from lightning_swarm.protocol.messages.run import (
     RestartRequest,
     RunAborted,
     Selection,
+    StepChange,
     TakePlanRequest,
     WatchRequest,
 )
@@ -93,6 +95,7 @@ from lightning_swarm.protocol.methods import (
     BEGIN,
     BREAK_OFF,
     CANCEL,
+    CHANGE,
     DONE,
     DRAIN,
     ENLIST,
@@ -127,7 +130,6 @@ from lightning_swarm.protocol.methods import (
     RENEW,
     RESTART,
     RETIRE,
-    SELECT,
     SETTLE,
     SNAPSHOT,
     STATE,
@@ -264,7 +266,7 @@ def record(swarm: Swarm) -> Record:
         squared_norm=1.0,
         clip_factor=1.0,
         hyperparameters=HYPERPARAMETERS,
-        selection=None,
+        change=NO_CHANGE,
         left=[],
         newcomers=[],
         next_voters=[swarm.members[A]],
@@ -348,7 +350,7 @@ def other_selection(swarm: Swarm) -> Selection:
 
 
 def settling(swarm: Swarm) -> SettleRequest:
-    return SettleRequest(generation=0, step=0, selection=other_selection(swarm))
+    return SettleRequest(generation=0, step=0, change=StepChange(selection=other_selection(swarm)))
 
 
 def cancelling(swarm: Swarm) -> CancelRequest:
@@ -410,7 +412,7 @@ SAMPLES = [
     Sample(
         CALL,
         LISTEN,
-        plain(lambda _: ListenRequest(closing=closing(), selection=None)),
+        plain(lambda _: ListenRequest(closing=closing(), change=NO_CHANGE)),
         target=C,
         caller=A,
         phase="joining",
@@ -463,8 +465,8 @@ SAMPLES = [
     Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, generation=0, optimizer=True))),
     Sample(
         CALL,
-        SELECT,
-        plain(lambda swarm: SelectRequest(generation=0, step=0, selection=other_selection(swarm))),
+        CHANGE,
+        plain(lambda swarm: ChangeRequest(generation=0, step=0, change=StepChange(selection=other_selection(swarm)))),
         target=A,
         phase="idle",
     ),

@@ -18,7 +18,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.membership import FollowRequest, JoinRequest, ReadyRequest
-from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.run import Selection, StepChange
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 from lightning_swarm.protocol.methods import ADMIT, APPLY, FOLLOW, FREEZE, JOIN, LISTEN, NEXT, PROPOSE, READY
 from lightning_swarm.server.server import Server
@@ -217,7 +217,7 @@ def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_sw
     groups = {name: 0 for name, _ in swarm.module.named_parameters()}
 
     async def go() -> None:
-        await swarm.steps.select(Selection(num_groups=1, groups=groups, frozen=["0.0.weight"]))
+        await swarm.steps.change(StepChange(selection=Selection(num_groups=1, groups=groups, frozen=["0.0.weight"])))
         record = await swarm.step(rows(0), rows(1))
         assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
         await asyncio.sleep(1.0)
