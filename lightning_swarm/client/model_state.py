@@ -23,7 +23,7 @@ from lightning_swarm.model import sharded_format
 from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.sharded_format import REST
-from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import (
@@ -203,17 +203,29 @@ async def scatter_optimizer(
 async def lend_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Lend the servers the weights of the lead's `stages` to evaluate with, in calls that carry their number."""
+    """Lend the servers the weights of the lead's `stages`, for calls and steps that name their number."""
     messages = {}
     for stage in stages:
-        if not stage.spec.on_trainers:  # the lead evaluates with that one itself
-            tensors = stage.named_stage_tensors()
-            head = LentWeights(
-                stage_index=stage.spec.index, generation=run.manifest.generation, number=number, names=list(tensors)
-            )
-            values = tuple(tensor.detach().cpu() for tensor in tensors.values())
-            messages[stage.spec.index] = Message(encode(head), values)
-    await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
+        tensors = stage.named_stage_tensors()
+        head = LentWeights(
+            stage_index=stage.spec.index, generation=run.manifest.generation, number=number, names=list(tensors)
+        )
+        values = tuple(tensor.detach().cpu() for tensor in tensors.values())
+        messages[stage.spec.index] = Message(encode(head), values)
+
+    async def lend(stage_index: int, peer: PeerId) -> PeerError | None:
+        try:
+            await transport.stream(peer, LEND, messages[stage_index], timeout=timeout)
+        except (
+            PeerError
+        ) as error:  # one that has died is missed by the step; one that lives lacks the loan, and says so
+            return error
+        return None
+
+    for index in messages:
+        failed = await gather(lend(index, member.peer_id) for member in run.rosters[index])
+        if all(failed):
+            raise next(error for error in failed if error is not None)
 
 
 async def take_weights_back(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:

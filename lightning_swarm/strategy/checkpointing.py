@@ -166,7 +166,8 @@ class Checkpoints:
         strategy, module = self._strategy, self._strategy._own_module
         if not strategy.is_global_zero:
             return {}  # the lead saves, and keeps weights
-        own: dict[str, Any] = module.state_dict()
+        with strategy.unwatched():
+            own: dict[str, Any] = module.state_dict()
         states = strategy._rollback.states
         if states is not None and states.taking:
             return states.without_weights(own, model_state.first_names(module))

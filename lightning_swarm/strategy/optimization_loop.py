@@ -30,6 +30,7 @@ from lightning_swarm.strategy.loop_counters import (
     TrainerSchedulers,
 )
 from lightning_swarm.strategy.metrics import Pending, SharedLogs, SharedMetrics
+from lightning_swarm.strategy.module_access import ModuleAccess
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
@@ -38,12 +39,15 @@ _MAX_RUNS = 8
 class SwarmOptimization:
     """Runs the loop's batches, whose steps happen on the servers. Closure and counters are Lightning's own."""
 
-    def __init__(self, trainer: Trainer, session: Session, data: SharedData, config: SwarmConfig) -> None:
+    def __init__(
+        self, trainer: Trainer, session: Session, data: SharedData, config: SwarmConfig, access: ModuleAccess
+    ) -> None:
         self.trainer = trainer
         self._data = data
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
+        self._access = access
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
@@ -77,6 +81,7 @@ class SwarmOptimization:
                 "cut off count in the next step; the plain Trainer forgets them.",
                 self.pending_samples,
             )
+        self._access.carry(pending_samples=self.pending_samples)
         self.tell_selection()
         try:
             result = self._train(self._loop_batch(batch_idx, kwargs)) or {}

@@ -24,6 +24,7 @@ from lightning_swarm.strategy import checks, extra_trainers, model_setup
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
 from lightning_swarm.strategy.data.shared import SharedData, can_share
 from lightning_swarm.strategy.framework import callbacks_of
+from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync
 
@@ -131,8 +132,10 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module, keep=True)
-    model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
+    stages = model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
     strategy._session = strategy._start_run(trainer, model, selection)
+    strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
+    strategy._undo.callback(strategy._access.close)
     strategy._initial_weights.mark_used(module, trains=fitting)
     strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
     if fitting:
@@ -212,7 +215,8 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     data = _data_of(strategy, trainer)
     data.open(session)
     strategy._undo.callback(data.close)
-    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config)
+    assert strategy._access is not None
+    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config, strategy._access)
     strategy._loop.take_over()
     strategy._trains = True
     strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
@@ -223,8 +227,11 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
     module, config = strategy._own_module, strategy.config
     fitting = trainer.state.fn == TrainerFn.FITTING
     stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
-    strategy._weights = ModuleWeights(strategy._own_peer, session, module, limits=config.limits, stale=stale)
-    strategy._undo.callback(WeightSync(trainer, strategy._weights, stays=strategy._gathers).close)
+    assert strategy._access is not None
+    strategy._weights = ModuleWeights(strategy._own_peer, session, module, strategy._access, limits=config.limits)
+    strategy._weights.stale = stale
+    if strategy._gathers:
+        strategy._undo.callback(WeightSync(trainer, strategy._weights, strategy._access).close)
     if fitting and config.gather_on_end and not strategy._gathers:
         rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
     if fitting and strategy._checkpoints.writes_files:

@@ -33,6 +33,7 @@ from lightning_swarm.strategy.checkpointing import Checkpoints
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
+from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback.rollback import Rollback
 from lightning_swarm.strategy.weight_sync import ModuleWeights
@@ -177,6 +178,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             limits=limits,
         )
         self._loop: SwarmOptimization | None = None
+        self._access: ModuleAccess | None = None  # of user code to the module's weights, while a run is under way
         self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
         self._data: SharedData | None = None  # of the run
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
@@ -370,6 +372,10 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
+
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Take what happens inside for no use of the module's weights by user code."""
+        return contextlib.nullcontext() if self._access is None else self._access.paused()
 
     # ------------------------------------------------------------------ ending
 

@@ -108,6 +108,8 @@ def _keep_weights(strategy: SwarmStrategy) -> None:
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
     rolls_back = strategy._rollback.is_rolling_back
+    if strategy._access is not None:  # Lightning moves the module
+        strategy._access.close()
     try:
         try:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):
@@ -139,7 +141,7 @@ def _end_run(strategy: SwarmStrategy) -> None:
         add_hooks(strategy.lightning_module)
     strategy._undo.close()
     strategy._checkpoints.forget_loaded()
-    strategy._session, strategy._data = None, None
+    strategy._session, strategy._data, strategy._access = None, None, None
     if strategy._weights is not None:
         strategy._weights.end_run()
 

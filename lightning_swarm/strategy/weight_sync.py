@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,7 +23,7 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import WrittenValue
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.strategy.framework import callbacks_named, callbacks_of
+from lightning_swarm.strategy.module_access import ModuleAccess
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -34,14 +32,15 @@ _T = TypeVar("_T")
 class ModuleWeights:
     """Moves weights and optimizer state between the servers and the lead's module and checkpoints."""
 
-    def __init__(self, peer: Peer, session: Session, module: nn.Module, *, limits: Limits, stale: bool) -> None:
-        self.stale = stale  # the module's weights are older than the swarm's, perhaps since an earlier run
-        self.num_lent = 0
+    def __init__(
+        self, peer: Peer, session: Session, module: nn.Module, access: ModuleAccess, *, limits: Limits
+    ) -> None:
+        self.stale = False  # the module's weights are older than the swarm's, perhaps since an earlier run
+        self._access = access
         self._peer = peer
         self._session: Session | None = session
         self._module = module
         self._limits = limits
-        self._version = session.version  # of the weights that the module was seen to hold
         self._gathered: list[weakref.ref[Tensor]] = []
 
     def end_run(self) -> None:
@@ -50,33 +49,13 @@ class ModuleWeights:
 
     # ------------------------------------------------------------------ in the module
 
-    def refresh_module(self) -> None:
-        """Put the weights of the last step into the module, for a callback."""
-        if self._version != self._active_run[0].version:
-            self._gather_weights(self._limits.call_timeout)
-
     def gather_into_module(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
         """Put weights and optimizer state of the last step where one machine has them; `timeout` is in seconds."""
         timeout = self._limits.call_timeout if timeout is None else timeout
         state = self.optimizer_state(optimizer, timeout)
-        self._gather_weights(timeout)
+        self._access.refresh(timeout=timeout)
         optimizer.load_state_dict(state)
         self.stale = False
-
-    def _gather_weights(self, timeout: float) -> None:
-        session, _ = self._active_run
-        session.hold_still()
-        own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
-        # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
-        # tensor that is written over, be it with the same values, is of no use to a graph any more. It stays at this
-        # version as long as this runs, for no record is decided that the lead has not asked for.
-        served = set(map(id, self._peer.served_tensors(session.version, timeout=timeout)))
-        there = {name for name, tensor in own.items() if id(tensor) in served}
-        weights = self._gather(partial(model_state.gather_weights, without=there), timeout)
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
-        self._version = session.version
 
     # ------------------------------------------------------------------ in checkpoints
 
@@ -89,7 +68,7 @@ class ModuleWeights:
         """Put the weights of the last step into the module's state dict, unless the module holds them."""
         self._gathered.clear()
         if self.stale:
-            weights = self._gather(model_state.gather_weights)
+            weights = {**self._gather(model_state.gather_weights), **self._access.pending}
             self._gathered += map(weakref.ref, weights.values())
             names = model_state.first_names(self._module)
             own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
@@ -157,9 +136,10 @@ class ModuleWeights:
     def restart_from(self, step: int, load: Callable[[], None]) -> None:
         """Restart the run at `step`, with the weights that `load` puts into the module."""
         session, _ = self._active_run
-        self._peer.lead.roll_back(session, step, load)
+        with self._access.paused():
+            self._peer.lead.roll_back(session, step, load)
+        self._access.note_current()
         self.stale = False
-        self._version = session.version
 
     def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
         """Have the servers go on with a checkpoint's optimizer state, as it was saved; None: the optimizer has it."""
@@ -182,21 +162,6 @@ class ModuleWeights:
             timeout = self._limits.call_timeout
             self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])
 
-    def lend(self) -> None:
-        """Have the servers evaluate with the module's weights until `take_back`; their own stay as they are."""
-        session, _ = self._active_run
-        self.num_lent += 1
-        timeout = self._limits.call_timeout
-        self._call(model_state.lend_weights, self._peer.lead.stages, self.num_lent, timeout=timeout)
-        session.pipeline.lent = self.num_lent
-
-    def take_back(self) -> None:
-        """Have the servers evaluate with their own weights again."""
-        session, _ = self._active_run
-        number, session.pipeline.lent = session.pipeline.lent, 0
-        if number:
-            self._call(model_state.take_weights_back, number, timeout=self._limits.call_timeout)
-
     @property
     def _parameter_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -214,76 +179,19 @@ class ModuleWeights:
 
 
 class WeightSync(Callback):
-    """Puts weights into the module before callbacks read them, as the Trainer's first callback, until `close`."""
+    """Puts the trained weights into the module when training ends, as the Trainer's first callback, until `close`."""
 
-    def __init__(self, trainer: Trainer, weights: ModuleWeights, *, stays: bool) -> None:
+    # Then callbacks may change them, and they are saved as they are.
+    def __init__(self, trainer: Trainer, weights: ModuleWeights, access: ModuleAccess) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        self._weights = weights
-        # Then the trained model is in the module when training ends: callbacks may change it, and it is saved as it is.
-        self._keeps_trained = stays
-        self._wrapped: list[tuple[Any, str]] = []
-        for callback in callbacks_of(trainer, "WeightAveraging"):
-            self._average(callback)
+        self._weights, self._access = weights, access
         self._callbacks.insert(0, self)
 
     def close(self) -> None:
         """Leave the Trainer's callbacks as they were."""
         self._callbacks.remove(self)
-        while self._wrapped:
-            callback, name = self._wrapped.pop()
-            del vars(callback)[name]
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if any(_reads(callback, trainer.current_epoch) for callback in self._callbacks):
-            self._weights.refresh_module()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._keeps_trained:
-            self._weights.gather_into_module(trainer.optimizers[0])
-
-    def _average(self, callback: Any) -> None:
-        """Sync weights for a `WeightAveraging`, only when it, or a subclass, decides to read or write."""
-
-        def visit_if(updates: bool) -> None:
-            if updates:
-                self._weights.refresh_module()
-
-        self._wrap(callback, "should_update", after=visit_if)
-        # It swaps its averages with what the module holds, and swaps back.
-        self._wrap(
-            callback,
-            "on_validation_epoch_start",
-            before=self._weights.refresh_module,
-            after=lambda _: self._weights.lend(),
-        )
-        self._wrap(callback, "on_validation_epoch_end", before=self._weights.take_back)
-
-    def _wrap(
-        self,
-        callback: Any,
-        name: str,
-        *,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[Any], None] = lambda _: None,
-    ) -> None:
-        """Call `before` ahead of a method of the callback, and `after` with what it returned."""
-        own = getattr(callback, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            before()
-            returned = own(*args, **kwargs)
-            after(returned)
-            return returned
-
-        setattr(callback, name, wrapped)
-        self._wrapped.append((callback, name))
-
-
-def _reads(callback: Any, epoch: int) -> bool:
-    """True if a callback reads weights at the beginning of an epoch."""
-    if isinstance(callback, callbacks_named("StochasticWeightAveraging")):
-        return bool(epoch >= callback.swa_start)
-    # It passes over parameters whose values equal those of another parameter that trains, by their present values.
-    return isinstance(callback, callbacks_named("BaseFinetuning"))
+        self._weights.gather_into_module(trainer.optimizers[0])
+        self._access.close()

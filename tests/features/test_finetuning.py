@@ -55,7 +55,9 @@ def unfreezing(_: str = "") -> list[L.Callback]:
 
 def reselections(run: SwarmRun) -> dict[int, int]:
     """Steps whose record says anew what trains, and in how many groups."""
-    return {record.step: record.change.selection.num_groups for record in run.records if record.change.selection is not None}
+    return {
+        record.step: record.change.selection.num_groups for record in run.records if record.change.selection is not None
+    }
 
 
 @feature("`BackboneFinetuning`", WORKS, "the weights are gathered in the trainer's module at each epoch's start")

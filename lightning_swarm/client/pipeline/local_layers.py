@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.core.errors import LeftOut
+from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.watched import same
 from lightning_swarm.protocol.messages.calls import CallKey
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class LocalLayers:
     is_held: Callable[[], bool]  # the copies are the run's: as far as is known here, this trainer is in their roster
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
+    _known: dict[str, Tensor] = field(default_factory=dict)  # the values that the stage has, as far as is known here
+
+    def __post_init__(self) -> None:
+        self.note_current()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -74,9 +79,29 @@ class LocalLayers:
             parameter.grad = None
 
     def enter_generation(self) -> None:
-        """Take the module's weights as they are: they came with the snapshot that the run rolled back to."""
-        self._version = None
+        """Take the module's weights as they are: they come with the snapshot that the run rolls back to."""
+        self._version, self._known = None, {}
         self.clear()
+
+    # ------------------------------------------------------------------ what user code writes
+
+    def note_current(self) -> None:
+        """Know that the stage has what the module has."""
+        self._known = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def written(self) -> dict[str, Tensor]:
+        """Return copies of the parameters that user code wrote since the stage's weights came here."""
+        own = self.parameters
+        return {name: own[name].detach().clone() for name, known in self._known.items() if not same(own[name], known)}
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether a parameter stands around the pipeline, and does not train."""
+        parameter = self.parameters.get(name)
+        return parameter is not None and not parameter.requires_grad
+
+    def accept(self, written: Mapping[str, Tensor]) -> None:
+        """Know that the stage has what was written."""
+        self._known.update((name, tensor) for name, tensor in written.items() if name in self._known)
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
         """Bring the module's own parameters to a version or a later one, or `exactly` to that, which may be earlier."""
@@ -91,7 +116,27 @@ class LocalLayers:
             return
         self.runtime.run(self.stage.wait_for_version(version))  # the record may have come to its server late
         copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
+        own, written = self.parameters, self.written()
+        if lost := [name for name in written if own[name].requires_grad]:
+            raise ConfigError(written_in_mid_step(lost))
         self._version, weights = self.runtime.run(copied)
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(weights[name])
+            for name, parameter in own.items():
+                if name not in written:  # what is frozen is carried to the stage with the next step
+                    parameter.copy_(weights[name])
+        self._known.update(weights)
+
+
+def written_in_mid_step(names: Collection[str]) -> str:
+    """Say that weights were written where a step's gradients are computed with them."""
+    return (
+        "weights that train may be written between two steps only, for the servers compute a step's gradients with "
+        f"them: {some_of(names)} were written in the middle of one. Write them in `on_train_batch_end` or "
+        "`on_train_batch_start`, at the end of an accumulation window. A layer whose forward writes its weights, as "
+        "`nn.Embedding(max_norm=...)` does, needs that, too: leave `max_norm` out, and renormalise there."
+    )
+
+
+def some_of(names: Collection[str]) -> str:
+    """Quote the first names."""
+    return ", ".join(map(repr, sorted(names)[:_MAX_NAMED]))

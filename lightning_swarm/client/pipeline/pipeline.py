@@ -113,12 +113,15 @@ class Pipeline:
         self.lent = 0  # the number of lent weights that calls outside a batch use; 0: they use those of the step
         self.first_trained = 0  # no stage before this one trains
         self.batch: GrantedBatch | None = None
+        self.before_call: Callable[[bool], None] | None = None  # called with whether the call is of no batch
         self.num_microbatches = 0
         self._evaluations = itertools.count()
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
         self._check_extras(extras)
+        if self.before_call is not None:
+            self.before_call(self.batch is None)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
         grad = torch.is_grad_enabled() and self.batch is not None

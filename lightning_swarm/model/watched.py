@@ -1,0 +1,100 @@
+"""Parameters and buffers that tell when code reads or writes them, at no cost to code that does not touch them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_PROPERTIES: Final = (
+    *("dtype", "device", "layout", "shape", "ndim", "grad", "grad_fn", "requires_grad", "is_leaf", "is_meta"),
+    *("is_cuda", "is_cpu", "is_mps", "is_sparse", "is_quantized", "is_nested", "names", "nbytes", "itemsize"),
+    *("_backward_hooks", "_base", "_grad", "_version", "output_nr", "retains_grad"),
+)
+_METHODS: Final = (
+    *("dim", "size", "stride", "numel", "nelement", "element_size", "storage_offset", "is_contiguous", "get_device"),
+    *("is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "is_same_size", "data_ptr"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__", "__repr__"),
+    *("_is_view", "type"),
+)
+_ABOUT: Final = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_grad") if hasattr(Tensor, name)),
+    *(getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_same_size),
+}
+"""Functions that ask about a tensor, or hold something for it, without its values."""
+
+
+class _Watched:
+    """What both kinds of watched tensors do."""
+
+    _on_use: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ABOUT:
+            for tensor in _watched((*args, *kwargs.values())):
+                tensor._on_use()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        found = memo[id(self)] = copy.deepcopy(_plain(self), memo)
+        return found
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+class WatchedParameter(_Watched, nn.Parameter):
+    """A parameter of the module, while it is watched."""
+
+
+class WatchedBuffer(_Watched, Tensor):
+    """A buffer of the module, while it is watched."""
+
+
+_KINDS: Final[Mapping[type, type]] = {nn.Parameter: WatchedParameter, Tensor: WatchedBuffer, nn.Buffer: WatchedBuffer}
+
+
+def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | None:
+    """Call `on_use` before each use of a tensor's values, until what is returned is called. None: not to be watched."""
+    own = type(tensor)
+    if own not in _KINDS or tensor.is_meta:
+        return None
+    tensor.__class__ = _KINDS[own]  # as torch itself does when it fills an `UninitializedParameter`
+    tensor._on_use = on_use  # type: ignore[attr-defined]
+
+    def release() -> None:
+        tensor.__class__ = own
+        del tensor._on_use  # type: ignore[attr-defined]
+
+    return release
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are alike to the bit; NaN is like NaN."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _watched(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, _Watched):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _watched(value)
+
+
+def _plain(tensor: Any) -> Tensor:
+    """Return an unwatched tensor with the same memory."""
+    tensor._on_use()
+    with torch._C.DisableTorchFunctionSubclass():
+        plain: Tensor = tensor.detach()
+        return nn.Parameter(plain, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain

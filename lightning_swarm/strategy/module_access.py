@@ -1,0 +1,203 @@
+"""Notices what user code reads of a trainer's module and writes to it, while its weights live on the servers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.client import model_state
+from lightning_swarm.client.pipeline.local_layers import some_of, written_in_mid_step
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.watched import same, watch
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
+
+
+# What stands in stages is watched: before user code reads it, the newest weights come into the module, and what it
+# writes is found by comparing. What stands around the pipeline is computed with here, so it is compared, not watched.
+class ModuleAccess:
+    """Keeps the weights in a trainer's module those of the servers for user code, in both directions."""
+
+    def __init__(self, peer: Peer, session: Session, stages: Sequence[StageModule], limits: Limits) -> None:
+        self._peer = peer
+        self._session = session
+        self._stages = stages
+        self._limits = limits
+        self._thread = threading.get_ident()
+        self._paused = False
+        self._closing = contextlib.ExitStack()
+        self._version = session.version  # of the stages' weights in the module
+        self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
+        self._lent: dict[str, Tensor] = {}  # what user code had written when weights were lent last
+        self._num_lent = 0
+        self._own: dict[str, Tensor] = {}
+        for stage in stages:
+            if not stage.spec.on_trainers:
+                self._own.update(stage.named_stage_tensors())
+        for name, tensor in self._own.items():
+            release = watch(tensor, partial(self._use, name))
+            if release is not None:
+                self._closing.callback(release)
+        session.pipeline.before_call = self._before_call
+
+    def close(self) -> None:
+        """Watch no more: the module is the user's own."""
+        self._session.pipeline.before_call = None
+        self._closing.close()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take what happens inside for no use of the user's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ------------------------------------------------------------------ reading
+
+    def refresh(self, *, timeout: float | None = None) -> None:
+        """Put the stages' newest weights into the module, but for what user code wrote since."""
+        if self._version == self._session.version:
+            return
+        if late := self._written():
+            raise ConfigError(written_in_mid_step(late))
+        self._before = {}
+        self._session.hold_still()
+        self._session.renew()
+        pipelined = [stage.spec.index for stage in self._stages if not stage.spec.on_trainers]
+        gathering = model_state.gather_weights(
+            self._peer.transport,
+            self._session.run,
+            self._session.version,
+            timeout=self._limits.call_timeout if timeout is None else timeout,
+            max_bytes=self._limits.max_message_bytes,
+            stages=pipelined,
+        )
+        weights = self._peer.runtime.run(gathering)
+        with torch.no_grad(), self.paused():
+            for name, tensor in weights.items():
+                self._own[name].copy_(tensor)
+        self._version = self._session.version
+
+    def note_current(self) -> None:
+        """The module holds the newest weights: they were just put there, or handed out from there."""
+        self._version, self._before = self._session.version, {}
+        if self._session.local_layers is not None:
+            self._session.local_layers.note_current()
+
+    def _use(self, name: str) -> None:
+        if self._paused or threading.get_ident() != self._thread:
+            return
+        with self.paused():
+            self.refresh()
+            if name not in self._before:
+                self._before[name] = self._own[name].detach().clone()
+
+    # ------------------------------------------------------------------ writing
+
+    @property
+    def pending(self) -> Mapping[str, Tensor]:
+        """What user code wrote, and the servers do not have yet: copies, by name."""
+        local = self._session.local_layers
+        return {**self._written(), **(local.written() if local is not None else {})}
+
+    def _written(self) -> dict[str, Tensor]:
+        if not self._before:
+            return {}
+        with torch.no_grad(), self.paused():
+            return {
+                name: self._own[name].detach().clone()
+                for name, before in self._before.items()
+                if not same(self._own[name], before)
+            }
+
+    def carry(self, *, pending_samples: int) -> None:
+        """Have the servers go on with what user code wrote, from the step on that begins."""
+        session, local = self._session, self._session.local_layers
+        self._check_kept()
+        written = self.pending
+        if self._lent and not written:
+            self._take_back()
+        if not written:
+            return
+        if pending_samples:
+            trained = [name for name in written if local is None or not local.is_frozen(name)]
+            if trained:
+                raise ConfigError(written_in_mid_step(trained))
+            return  # what is frozen around the pipeline is used here alone, and carried with the next step
+        if session.is_shared or session.delays:
+            raise ConfigError(
+                "weights may be written during `fit` by one trainer whose steps are not delayed: "
+                f"{some_of(written)} were written, in a run of several trainers or with `delay_optimizer_step`. Write them before `fit`, or use "
+                "`role='auto'` without `delay_optimizer_step`."
+            )
+        session.catch_up()
+        stages = self._holding(written)
+        self._lend(stages)
+        session.change(StepChange(written=WrittenWeights(number=self._num_lent, stages=stages)))
+        self._before, self._lent = {}, {}
+        session.pipeline.lent = 0
+        if local is not None:
+            local.accept(written)
+
+    def _before_call(self, evaluates: bool) -> None:
+        """See to it that a call of the pipeline computes with what user code wrote, or refuse it."""
+        if not self._before and not self._lent:
+            return
+        written = self._written()
+        if not evaluates:
+            if written:
+                raise ConfigError(written_in_mid_step(written))
+            return
+        if written.keys() == self._lent.keys() and all(same(written[name], lent) for name, lent in self._lent.items()):
+            return
+        if not written:
+            self._take_back()
+            return
+        self._lend([stage.spec.index for stage in self._stages if not stage.spec.on_trainers])
+        self._session.pipeline.lent, self._lent = self._num_lent, written
+
+    def _lend(self, stages: Collection[int]) -> None:
+        self._num_lent += 1
+        with self.paused():
+            self.refresh()
+            lending = model_state.lend_weights(
+                self._peer.transport,
+                self._session.run,
+                [stage for stage in self._stages if stage.spec.index in stages],
+                self._num_lent,
+                timeout=self._limits.call_timeout,
+            )
+            self._peer.runtime.run(lending)
+
+    def _take_back(self) -> None:
+        number, self._session.pipeline.lent, self._lent = self._session.pipeline.lent, 0, {}
+        if number:
+            taking = model_state.take_weights_back(
+                self._peer.transport, self._session.run, number, timeout=self._limits.call_timeout
+            )
+            self._peer.runtime.run(taking)
+
+    def _holding(self, names: Collection[str]) -> list[int]:
+        """The stages that hold one of these tensors, or one that is tied to it."""
+        return [stage.spec.index for stage in self._stages if not set(names).isdisjoint(stage.named_stage_tensors())]
+
+    def _check_kept(self) -> None:
+        """Refuse parameters that user code replaced: optimizer and stages have the old ones."""
+        for stage in self._stages:
+            for name, tensor in stage.named_stage_tensors().items():
+                own = self._own.get(name)
+                if own is not None and tensor is not own:
+                    raise ConfigError(
+                        f"parameters and buffers of blocks must stay the same objects during `fit`: {name!r} was "
+                        "replaced. Write into it, by `copy_` under `torch.no_grad()`."
+                    )
