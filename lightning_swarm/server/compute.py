@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.partition import StageModule, computing
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
@@ -228,10 +228,19 @@ class Computation:
             return
         own = set(map(id, self._statistics.buffers))
         others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]
-        before = [buffer._version for buffer in others]
+        parameters = list(self._module.parameters())
+        before = [[tensor._version for tensor in kind] for kind in (others, parameters)]
         with self._statistics.kept() as seen:
             yield seen
-        if before != [buffer._version for buffer in others]:
+        after = [[tensor._version for tensor in kind] for kind in (others, parameters)]
+        if before[1] != after[1]:
+            names = [name for name, parameter in self._module.named_stage_parameters()]
+            raise ConfigError(
+                f"blocks must not write their parameters in their forward, as `nn.Embedding(max_norm=...)` does, for "
+                f"peers of a stage would come to differ: one of {names[:5]} was written. Leave `max_norm` out, and "
+                "renormalise in `on_train_batch_end`."
+            )
+        if before[0] != after[0]:
             raise ProtocolError(
                 f"a block of stage {self._module.spec.index} changed a buffer in its forward; peers of the stage would "
                 "come to differ. Blocks may change nothing but their output: keep running statistics in training_step."
