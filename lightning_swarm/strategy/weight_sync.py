@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -67,12 +66,7 @@ class ModuleWeights:
         session, _ = self._active_run
         session.hold_still()
         own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
-        # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
-        # tensor that is written over, be it with the same values, is of no use to a graph any more. It stays at this
-        # version as long as this runs, for no record is decided that the lead has not asked for.
-        served = set(map(id, self._peer.served_tensors(session.version, timeout=timeout)))
-        there = {name for name, tensor in own.items() if id(tensor) in served}
-        weights = self._gather(partial(model_state.gather_weights, without=there), timeout)
+        weights = self._gather(model_state.gather_weights, timeout)
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
@@ -160,6 +154,12 @@ class ModuleWeights:
         self._peer.lead.roll_back(session, step, load)
         self.stale = False
         self._version = session.version
+
+    def hand_out_first_state(self, optimizer: Optimizer) -> None:
+        """Have the servers begin with the state that an optimizer has before the run, of an earlier one, say."""
+        tensors = serialization.flatten(list(optimizer.state.values()))[1]
+        if tensors and not any(tensor.is_meta for tensor in tensors):  # of a module on meta, they make it themselves
+            self.hand_out_optimizer(optimizer)
 
     def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
         """Have the servers go on with a checkpoint's optimizer state, as it was saved; None: the optimizer has it."""
