@@ -152,7 +152,6 @@ class Swarm:
             find_blocks(module, None),
             lambda _: SGD(module.parameters(), lr=0.1),
             ComputeSettings(torch.device("cpu")),
-            keep=True,
         )
 
     def _servers(self) -> list[Server]:

@@ -133,19 +133,16 @@ async def gather_weights(
     *,
     timeout: float,  # seconds for each exchange
     max_bytes: int = MAX_STREAM_BYTES,  # for each stage
-    without: Collection[str] = (),  # names; a stage whose parameters are all among these is not asked for
     stages: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
     """Fetch stages' (or all) parameters and buffers at version `step`, by their names in the model's state dict."""
-    parameters = [{name for name, _, _ in stage.parameters} for stage in run.manifest.stages]
-    asked = range(len(parameters)) if stages is None else stages
-    wanted = [index for index in asked if not parameters[index] or not parameters[index].issubset(without)]
-    requests = [_request(run, index, step, optimizer=False) for index in wanted]
+    asked = range(len(run.rosters)) if stages is None else stages
+    requests = [_request(run, index, step, optimizer=False) for index in asked]
     weights: dict[str, Tensor] = {}
     for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
         named = zip(state.names, tensors, strict=True)
         # What this process serves itself came without a copy, and goes on changing.
-        weights.update((name, tensor.clone()) for name, tensor in named if name not in without)
+        weights.update((name, tensor.clone()) for name, tensor in named)
     return weights
 
 

@@ -66,7 +66,7 @@ GROUP: Final = "__group__"
 # Below, `names` are full parameter names by `id` of the optimizer's parameters.
 def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """Return the state of an optimizer over the whole model, by full parameter name."""
-    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+    return {names[id(parameter)]: state for parameter, state in optimizer.state.items() if id(parameter) in names}
 
 
 def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:

@@ -142,20 +142,22 @@ class Follower:
         return self._runtime.run(find_run(self._directory, self._config))
 
     def train_in(
-        self, seen: RunView, model: PeerModel, server: PeerModel | None, device: torch.device, *, inherits: bool
+        self, seen: RunView, model: PeerModel, device: torch.device, *, serves: bool, inherits: bool
     ) -> tuple[Session, int]:
         """Open a session in a run under way, from one of its next steps on; returns it and the lead loop's epoch."""
         model.check(seen.manifest)
-        if server is not None:  # it joins a stage meanwhile
-            self._runtime.run(self._host.serve(server, trains=True, inherits=inherits))
+        if serves:  # it joins a stage meanwhile
+            self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=inherits))
         else:
-            self._runtime.run(self._host.start(model))  # unannounced: it holds no stage, but hears of the run's end
+            self._runtime.run(
+                self._host.start(model.twin())
+            )  # unannounced: it holds no stage, but hears of the run's end
         admission, limits = self._host.admission, self._config.limits
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
         standby = self._become_standby()
         standby.leave_run()
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
-        if server is not None:
+        if serves:
             self._runtime.run(self._host.keep_joined(run))
         patience = coordinator_client.Patience(
             answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
@@ -178,9 +180,9 @@ class Follower:
         timeout = self._config.limits.lead_timeout
         self._runtime.run(self._directory.await_prepared(launch_id, timeout=timeout))
 
-    def join_run(self, model: PeerModel, server: PeerModel, device: torch.device) -> Session:
+    def join_run(self, model: PeerModel, device: torch.device) -> Session:
         """Serve, and open a session in the run as soon as the starter has begun it."""
-        self._runtime.run(self._host.serve(server, trains=True, inherits=self._host.could_lead))
+        self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=self._host.could_lead))
         limits = self._config.limits
         standby, released = self._become_standby(), self._host.admission.released
         runtime = self._host.until_over(self._runtime, released, grace_s=limits.leave_timeout)

@@ -137,7 +137,7 @@ class Peer:
         servers = self.lead.find_servers(spec, check)
         stages = model.build_stages(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
-            self.runtime.run(self._host.start(model))  # unannounced: it holds the trainers' stage and no other
+            self.runtime.run(self._host.start(model.twin()))  # unannounced: it holds the trainers' stage and no other
         run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
         self.runtime.run(self._host.keep_joined(run))
         until_over = self.runtime if self.server is None else self._host.until_over(self.runtime)
@@ -177,12 +177,6 @@ class Peer:
         self._sending_loop = await self._spawn(self.lead.keep_loop(version, pack))
 
     # ------------------------------------------------------------------ this peer's own server
-
-    def served_tensors(self, version: int, *, timeout: float) -> list[torch.Tensor]:
-        """The parameters and buffers that this peer's server computes with; see `StepHandlers.tensors_at`."""
-        if self.server is None:
-            return []
-        return self.runtime.run(self.server.steps.tensors_at(version, within_s=timeout))
 
     @property
     def ordered(self) -> OrderedSnapshots | None:

@@ -11,30 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm.model.optimizer_state import GROUP, as_saved, set_hyperparameters
+from lightning_swarm.model.optimizer_template import copy_overrides, override_manager
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Selection
 
 
-def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let copies be optimized as the parameters are, which the optimizer still has; `pairs` are of both."""
-    manager = _manager(optimizer)
-    if manager is not None:
-        optimizer.check_overrides()  # type: ignore[attr-defined]  # only now are those that a module named found
-        configs = manager.pid2config
-        configs.update({id(copied): configs[id(own)] for own, copied in pairs if id(own) in configs})
-
-
-# A user of bitsandbytes may have some parameters optimized otherwise than the rest, embeddings with 32 bits of state,
-# say. One `GlobalOptimManager` for the whole process knows them, by a parameter's id and by its place in its parameter
-# group. A stage has only part of a group, and other optimizers in this process have other stages.
-def _manager(optimizer: Optimizer) -> Any:
-    """The manager of overrides, recognized by what it has: bitsandbytes is slow to import, and few use it."""
-    manager = getattr(optimizer, "mng", None)
-    return manager if hasattr(manager, "index2config") else None
-
-
 class StageOptimizer:
-    """The user's optimizer over the whole model, cut down to the parameters of one stage; None: nothing will train."""
+    """The user's optimizer, over the parameters of one stage; None: nothing will train."""
 
     def __init__(
         self,
@@ -93,7 +76,9 @@ class StageOptimizer:
         for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
             set_hyperparameters(group, {**values, **written})
         before = [dict(group) for group in groups]
-        if (manager := _manager(self.torch_optimizer)) is not None:  # overrides by place, where parameters stand now
+        if (
+            manager := override_manager(self.torch_optimizer)
+        ) is not None:  # overrides by place, where parameters stand now
             manager.index2config.clear()
             manager.register_parameters(groups)
         self.torch_optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,10 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
 from lightning_swarm.model.optimizer_state import kind_of
+from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.messages.run import Manifest, Member, StageManifest, check_selection, ranges_of
-from lightning_swarm.server import optimizer as optimizer_module
 from lightning_swarm.server.batch_norm import RunningStatistics
 from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
@@ -43,19 +45,29 @@ class PeerModel:
         optimizer: Callable[[int | None], Optimizer],
         settings: ComputeSettings,
         *,
-        keep: bool,
         origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
         remove_hooks(module)  # a stage computes the layers at its ends in part
         self.blocks = blocks  # where it is cut
-        # Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
+        # The user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
         self._optimizer = optimizer
+        self._template: OptimizerTemplate | None = None
         self.device = settings.device
-        self._keep = keep  # leave the parameters of stages that are not served as they are, instead of freeing them
         self._compiler = settings.compiler
         self.offloads = settings.offload and settings.device.type != "cpu"
         self.origin = origin  # what a stage's parameters and buffers are at first, at a run's starter
+        self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
+        # The module may have kept its optimizer, and may come to train with it.
+        self._made: weakref.ref[Optimizer] | None = None
+
+    def twin(self) -> PeerModel:
+        """The model of a server beside this one's module: it has tensors of its own, once it is built."""
+        module, blocks = partition.twin_of(self._module, self.blocks)
+        settings = ComputeSettings(self.device, self._compiler, self.offloads)
+        model = PeerModel(module, blocks, self._optimizer, settings, origin=self.origin)
+        model._foreign = frozenset(map(id, (*module.parameters(), *module.buffers())))
+        return model
 
     def build_stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """Cut the model into stages of these ranges of blocks."""
@@ -103,33 +115,36 @@ class PeerModel:
         if manifest.selection is not None:
             check_selection(manifest.selection, manifest.stages)
             self._freeze(set(manifest.selection.frozen))
-        if not self._keep:
-            self._free_all_but(modules, served)
-            # Freed for an earlier run, or never made. Their values come with the run.
-            built = [module for module in modules if module.spec.index in served]
-            self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
+            self._template = self._template or self._make_template(manifest)
+        self._free_all_but(modules, served)
+        # Freed for an earlier run, never made, or another module's. Their values come with the run.
+        built = [module for module in modules if module.spec.index in served]
+        self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
     def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
         """Free the memory of the stages that are not served any more. On the compute thread."""
-        if not self._keep:
-            self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
+        self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
 
-    def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
-        optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
-        if optimizer is not None and manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
+    def _make_template(self, manifest: Manifest) -> OptimizerTemplate:
+        """Have the user's optimizer made, once, while it finds the parameters that the module has from its author."""
+        optimizer = self._optimizer(manifest.total_steps)
+        if manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
             raise ConfigError(
                 f"every peer must build the optimizer of the run, which is {manifest.optimizer}; this one builds "
                 f"{kind_of(optimizer)}. Start all peers with the same script, versions and settings."
             )
-        if module.spec.on_trainers:
-            own, module = module, module.copied()  # the trainer goes on computing with its own
-            if optimizer is not None:
-                _move_state(optimizer, own, module)
-        elif self._compiler is not None:
+        if not self._foreign:
+            self._made = weakref.ref(optimizer)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return OptimizerTemplate(optimizer, names)
+
+    def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
+        if self._compiler is not None and not module.spec.on_trainers:
             module.compile_by(self._compiler)
         parameters = dict(module.named_stage_parameters())
+        optimizer = self._template.cut(parameters) if self._template and manifest.selection is not None else None
         clip_value, delays = manifest.gradient_clip_value, manifest.settings.delay_optimizer_step
         stage = Stage(
             module,
@@ -151,47 +166,40 @@ class PeerModel:
                 parameter.requires_grad_(name not in frozen)
 
     def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
-        """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
+        """Move the other stages' parameters to meta."""
         parameters = {stage.spec.index: dict(stage.named_stage_parameters()).values() for stage in stages}
         own = {id(parameter) for index in served for parameter in parameters[index]}
         foreign = {id(parameter): parameter for others in parameters.values() for parameter in others}
-        freed = {
-            key: nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            for key, parameter in foreign.items()
-            if key not in own
-        }
-        for module in self._module.modules():
-            for name, parameter in list(module._parameters.items()):
-                if id(parameter) in freed:
-                    module._parameters[name] = freed[id(parameter)]
+        self._replace(
+            {
+                key: nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                for key, parameter in foreign.items()
+                if key not in own
+            }
+        )
 
     def fill(self, ids: Collection[int] | None = None) -> None:
-        """Give memory to the tensors on meta that have these ids, or to all; their values are still to come."""
-        replaced: dict[int, Tensor] = {}
+        """Give memory of their own to tensors that have none, all or those with these ids; values are still to come."""
+        tensors = {id(tensor): tensor for tensor in (*self._module.parameters(), *self._module.buffers())}
+        lacking = {key for key, tensor in tensors.items() if tensor.is_meta or key in self._foreign}
+        wanted = lacking if ids is None else lacking.intersection(ids)
+        self._replace({key: self._own(tensors[key]) for key in wanted})
 
-        def real(tensor: Tensor) -> Tensor:
-            if id(tensor) not in replaced:
-                nothing = float("nan") if tensor.is_floating_point() else 0
-                replaced[id(tensor)] = torch.full_like(tensor, nothing, device=self.device)
-                if isinstance(tensor, nn.Parameter):
-                    replaced[id(tensor)] = nn.Parameter(replaced[id(tensor)], requires_grad=tensor.requires_grad)
-            return replaced[id(tensor)]
-
+    def _replace(self, replaced: Mapping[int, Tensor]) -> None:
+        """Put tensors in the place of others, by the ids of those."""
         for module in self._module.modules():
             for tensors in (module._parameters, module._buffers):
-                for name, tensor in list(tensors.items()):
-                    if tensor is not None and tensor.is_meta and (ids is None or id(tensor) in ids):
-                        tensors[name] = real(tensor)  # type: ignore[assignment]  # as it was: a parameter or not
+                found = {name: replaced[id(tensor)] for name, tensor in tensors.items() if id(tensor) in replaced}
+                tensors.update(found)  # type: ignore[arg-type]  # parameters by parameters
+        if self._made is not None and (optimizer := self._made()) is not None:
+            replace_parameters(optimizer, {key: new for key, new in replaced.items() if isinstance(new, nn.Parameter)})
 
-
-def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> None:
-    """Move to copies what some optimizers know of parameters before their first step, or by their ids."""
-    own_parameters, copied = (dict(module.named_stage_parameters()).values() for module in (own, copies))
-    pairs = list(zip(own_parameters, copied, strict=True))
-    optimizer_module.copy_overrides(optimizer, pairs)
-    for parameter, copy in pairs:
-        if parameter in optimizer.state:
-            optimizer.state[copy] = optimizer.state.pop(parameter)
+    def _own(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return copy.deepcopy(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+        nothing = float("nan") if tensor.is_floating_point() else 0
+        made = torch.full_like(tensor, nothing, device=self.device)
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _other_model(difference: str) -> ConfigError:

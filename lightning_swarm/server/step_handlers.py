@@ -138,21 +138,6 @@ class StepHandlers:
                 "for a fit's end."
             ) from None
 
-    async def tensors_at(self, version: int, *, within_s: float) -> list[Tensor]:
-        """Return parameters and buffers of all stages once they are at `version`; none, if this server is in no run.
-
-        Raises `DeadlineExceeded` if they do not come to it, and `ProtocolError` if they are beyond it.
-        """
-        await self.wait_for_version(version, within_s=within_s)
-        if not self._membership.has_run:
-            return []
-        if self.version > version:
-            raise ProtocolError(
-                f"weights are read at the newest version, which is {self.version} on this peer's own server, got "
-                f"{version}. Read them before the next step's record is asked for."
-            )
-        return [held for stage in self.sums.stages.values() for held in stage.module.named_stage_tensors().values()]
-
     async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
         """Wait until the stages are beyond `version`, or have other written weights, or for so many seconds."""
         with contextlib.suppress(TimeoutError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.framework import ImportTree, callbacks_of, framework_of
+from lightning_swarm.strategy.framework import ImportTree, framework_of
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -87,17 +86,16 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
     return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
 
 
-def peer_model(strategy: SwarmStrategy, module: LightningModule, *, keep: bool) -> PeerModel:
-    """A model that this peer cuts into stages; `keep` is that of `PeerModel`."""
+def peer_model(
+    strategy: SwarmStrategy, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
+) -> PeerModel:
+    """A model that this peer cuts into stages; without `optimizer`, trained with the Trainer's."""
     config = strategy.config
-    # This process's Trainer knows how long the run is: the lead, whose data counts.
-    knows_length = strategy.is_global_zero and not config.only_serves
     return PeerModel(
         module,
         find_blocks(module, config.pipeline),
-        partial(_make_optimizer, module, strategy.framework, knows_length),
+        optimizer or (lambda _: strategy.optimizers[0]),
         ComputeSettings(strategy.root_device, strategy._compiler, config.offload_optimizer),
-        keep=keep,
         origin=strategy._initial_weights.weights,
     )
 
@@ -107,20 +105,7 @@ def served_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
     module.trainer.precision_plugin.convert_module(module)
     with staying_on_meta():
         module.to(strategy.root_device)
-    return peer_model(strategy, module, keep=False)
-
-
-def own_server_model(strategy: SwarmStrategy, module: LightningModule, own: PeerModel) -> PeerModel:
-    """The model of a trainer's own server: what the trainer cuts itself, if nothing speaks against it."""
-    if strategy._is_shared or is_on_meta(module):
-        # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
-        return peer_model(strategy, _twin(module), keep=not is_on_meta(module))
-    # A callback puts averages into the module, with which the stages' weights must not change.
-    if True:  # TEMP
-        apart = copy.deepcopy(module)
-        apart.trainer = module.trainer
-        return peer_model(strategy, apart, keep=False)
-    return own
+    return peer_model(strategy, module, partial(_make_optimizer, module, strategy.framework))
 
 
 def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
@@ -170,13 +155,11 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
     return config.state_dict_type == "full" and not is_on_meta(module)
 
 
-def _make_optimizer(
-    module: LightningModule, framework: ImportTree, knows_length: bool, total_steps: int | None
-) -> Optimizer:
-    """Make the user's optimizer for a server, from the run's number of steps, if that is known."""
+def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
+    """Make the user's optimizer for a peer without data, from the run's number of steps, if that is known."""
     fit_loop = module.trainer.fit_loop
     own = fit_loop.max_epochs, fit_loop.epoch_loop.max_steps
-    if not knows_length and total_steps is not None:
+    if total_steps is not None:
         # `estimated_stepping_batches` must return what it does at the lead.
         fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
     try:
@@ -184,24 +167,3 @@ def _make_optimizer(
     finally:
         fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = own
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])
-
-
-def _twin(module: LightningModule) -> LightningModule:
-    """Copy modules, so that modes and hooks are separate, with the same parameters, buffers and whatever else."""
-    # Not `deepcopy`: a module may refer to its data, or to what cannot be copied.
-    copied = _copy(module, {})
-    assert isinstance(copied, type(module))
-    copied._trainer = module._trainer  # which a copy of a LightningModule leaves out
-    return copied
-
-
-def _copy(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in known:
-        return known[id(module)]
-    copied = known[id(module)] = copy.copy(module)
-    for name, value in list(vars(copied).items()):
-        if name.startswith("_") and isinstance(value, (dict, set)):  # torch's own registers
-            copied.__dict__[name] = value.copy()
-    for name, child in module._modules.items():
-        copied._modules[name] = None if child is None else _copy(child, known)
-    return copied

@@ -131,7 +131,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
         extra_trainers.follow_schedule(trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
-    model = model_setup.peer_model(strategy, module, keep=True)
+    model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
     strategy._session = strategy._start_run(trainer, model, selection)
     strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
@@ -151,14 +151,14 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
     if strategy._is_shared:
         strategy._undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
     if strategy._joined is not None and not (rollback.is_resuming or rollback.begins_anew):
-        server = model_setup.own_server_model(strategy, module, model) if config.role == "both" else None
-        inherits = server is not None and model_setup.has_whole_model(module, config)
-        session, epoch = follower.train_in(strategy._joined, model, server, device, inherits=inherits)
+        serves = config.role == "both"
+        inherits = serves and model_setup.has_whole_model(module, config)
+        session, epoch = follower.train_in(strategy._joined, model, device, serves=serves, inherits=inherits)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
         return session
     if strategy.is_global_zero:
         return start_as_lead(strategy, trainer, model, selection)
-    session = follower.join_run(model, model_setup.own_server_model(strategy, module, model), device)
+    session = follower.join_run(model, device)
     if rollback.begins_anew:
         extra_trainers.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
     return session
@@ -171,7 +171,7 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
         peer.lead.num_known_dead = lambda: launcher.num_ended
     peer.lead.check_first()
     if strategy.config.role != "trainer":
-        peer.serve(model_setup.own_server_model(strategy, strategy._own_module, model), trains=True)
+        peer.serve(model.twin(), trains=True)
     spec = _run_spec(strategy, trainer, selection)
     return peer.start_run(spec, model, strategy.root_device, strategy.check_peers)
 
@@ -230,6 +230,8 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
     assert strategy._access is not None
     strategy._weights = ModuleWeights(strategy._own_peer, session, module, strategy._access, limits=config.limits)
     strategy._weights.stale = stale
+    if fitting:
+        strategy._weights.hand_out_first_state(strategy.optimizers[0])
     if strategy._gathers:
         strategy._undo.callback(WeightSync(trainer, strategy._weights, strategy._access).close)
     if fitting and config.gather_on_end and not strategy._gathers:

@@ -141,6 +141,12 @@ class ModuleWeights:
         self._access.note_current()
         self.stale = False
 
+    def hand_out_first_state(self, optimizer: Optimizer) -> None:
+        """Have the servers begin with the state that an optimizer has before the run, of an earlier one, say."""
+        tensors = serialization.flatten(list(optimizer.state.values()))[1]
+        if tensors and not any(tensor.is_meta for tensor in tensors):  # of a module on meta, they make it themselves
+            self.hand_out_optimizer(optimizer)
+
     def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
         """Have the servers go on with a checkpoint's optimizer state, as it was saved; None: the optimizer has it."""
         names = self._parameter_names

@@ -105,7 +105,7 @@ def test_a_gpus_optimizer_is_on_the_cpu_if_that_is_asked_for(device: str, offloa
     module = nn.Sequential(nn.Linear(2, 2))
     blocks = find_blocks(module, None)
     settings = ComputeSettings(torch.device(device), offload=offload)
-    model = PeerModel(module, blocks, lambda _: Optimizer([], {}), settings, keep=True)
+    model = PeerModel(module, blocks, lambda _: Optimizer([], {}), settings)
     assert model.offloads == offloads
 
 

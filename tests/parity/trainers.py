@@ -270,7 +270,6 @@ class ThreadStrategy(SwarmStrategy):
             blocks,
             lambda _: make_optimizer(module, module.recipe),
             ComputeSettings(torch.device("cpu")),
-            keep=False,
         )
         peer.serve(model)
 

@@ -165,7 +165,6 @@ class Swarm:
             find_blocks(self.module, self._pipeline),
             lambda _: optimizer(self.module),
             ComputeSettings(torch.device("cpu")),
-            keep=True,
         )
         self.ranges = [range(i, i + 1) for i in range(len(rosters))]
         self.manifest = Manifest(
@@ -207,7 +206,7 @@ class Swarm:
         for tensor in [*module.parameters(), *module.buffers()]:
             nn.init.constant_(tensor, float("nan"))
         blocks = find_blocks(module, self._pipeline)
-        model = PeerModel(module, blocks, lambda _: optimizer(module), ComputeSettings(torch.device("cpu")), keep=False)
+        model = PeerModel(module, blocks, lambda _: optimizer(module), ComputeSettings(torch.device("cpu")))
         transport = self.network.transport(name)
         queries.answer_greetings(transport, now=lambda: 1000.0)
         report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)

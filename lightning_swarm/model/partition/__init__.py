@@ -13,6 +13,7 @@ from lightning_swarm.model.partition.split import (
 )
 from lightning_swarm.model.partition.stages import StageModule
 from lightning_swarm.model.partition.timing import time_costs
+from lightning_swarm.model.partition.twin import twin_of
 
 __all__ = [
     "CALLS",
@@ -33,4 +34,5 @@ __all__ = [
     "layers_by_block",
     "plan_boundaries",
     "time_costs",
+    "twin_of",
 ]

@@ -76,15 +76,6 @@ class StageModule(nn.Module):
         """Return parameters, then buffers, persistent or not, by full names."""
         return {name: getattr(owner, key) for name, owner, key in (*self._slots.parameters, *self._slots.buffers)}
 
-    def copied(self) -> "StageModule":
-        """Make a stage without blocks that has copies of this one's parameters."""
-        holder = nn.ParameterList(
-            nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            for _, parameter in self.named_stage_parameters()
-        )
-        slots = tuple((name, holder, str(place)) for place, (name, *_) in enumerate(self._slots.parameters))
-        return StageModule(self.spec, (), TensorIndex(slots, ()))
-
 
 class TensorIndex(msgspec.Struct, frozen=True):
     """The slots of a stage's tensors, each once."""

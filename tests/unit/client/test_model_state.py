@@ -102,16 +102,6 @@ def test_a_stage_is_had_from_whoever_of_its_peers_is_left(make_swarm: MakeSwarm)
         swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0))
 
 
-def test_what_is_left_out_is_not_asked_for(make_swarm: MakeSwarm) -> None:
-    swarm = trained(make_swarm, [rows(0)], "a", "b", "a")
-    whole = swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0))
-    swarm.network.kill(PeerId("b"))
-    without = {"1.0.weight", "1.0.bias", "2.0.bias"}
-    weights = swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0, without=without))
-    assert weights.keys() == whole.keys() - without
-    torch.testing.assert_close(weights, {name: whole[name] for name in weights}, rtol=0.0, atol=0.0)
-
-
 def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:
     swarm = trained(make_swarm, [rows(1)], "a")
     names = {id(parameter): name for name, parameter in swarm.module.named_parameters()}

@@ -720,30 +720,6 @@ def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
 
 
-def test_its_tensors_are_told_at_their_version_only(make_swarm: MakeSwarm) -> None:
-    """Who asks reads the weights of one version, some here and some elsewhere."""
-    swarm = make_swarm("a", "b")
-    swarm.run(swarm.step(rows(1)))
-    steps = swarm.servers[B].steps
-    held = swarm.run(steps.tensors_at(1, within_s=5.0))
-    assert list(map(id, held)) == list(map(id, steps.stage(1).parameters.values()))
-    with pytest.raises(ProtocolError, match=r"newest version, which is 1 .* got 0\. Read"):
-        swarm.run(steps.tensors_at(0, within_s=5.0))
-    with pytest.raises(DeadlineExceeded, match="version 2 must come in 5 s, and this peer is at version 1"):
-        swarm.run(steps.tensors_at(2, within_s=5.0))
-
-    async def leave() -> tuple[float, list[torch.Tensor]]:
-        asking = asyncio.ensure_future(steps.tensors_at(2, within_s=100.0))
-        await asyncio.sleep(1.0)
-        await swarm.servers[B].step_out()
-        found = await asking
-        return swarm.loop.time(), found
-
-    began_s = swarm.loop.time()
-    ended_s, held = swarm.run(leave())
-    assert not held, "it computes with none any more"
-    assert ended_s - began_s < 2.0
-
 
 def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b"), rows(1)

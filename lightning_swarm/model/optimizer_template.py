@@ -1,0 +1,130 @@
+"""What the user's optimizer was when it was made: stages get copies of it over their own parameters, by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.copying import copied, copied_hooks
+from lightning_swarm.protocol import serialization
+
+
+# A user of bitsandbytes may have some parameters optimized otherwise than the rest, embeddings with 32 bits of state,
+# say. One `GlobalOptimManager` for the whole process knows them, by a parameter's id and by its place in its parameter
+# group. A stage has only part of a group, and other optimizers in this process have other stages.
+def override_manager(optimizer: Optimizer) -> Any:
+    """The manager of overrides, recognized by what it has: bitsandbytes is slow to import, and few use it."""
+    manager = getattr(optimizer, "mng", None)
+    return manager if hasattr(manager, "index2config") else None
+
+
+def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Let copies be optimized as the parameters are, which the optimizer still has; `pairs` are of both."""
+    manager = override_manager(optimizer)
+    if manager is not None:
+        optimizer.check_overrides()  # type: ignore[attr-defined]  # only now are those that a module named found
+        configs = manager.pid2config
+        configs.update({id(made): configs[id(own)] for own, made in pairs if id(own) in configs})
+
+
+class OptimizerTemplate:
+    """A copy of an optimizer over a whole model, which is left as it is. Its parameters take no memory."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Copy an optimizer; `names` are its parameters' full names by their ids."""
+        like = {
+            id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            for parameter in parameters_of(optimizer)
+        }
+        copy_overrides(optimizer, ((parameter, like[id(parameter)]) for parameter in parameters_of(optimizer)))
+        self._optimizer = _copy_over(optimizer, like)
+        self._parameters = {names[key]: parameter for key, parameter in like.items() if key in names}
+        # The lead hands state before the first step out to all, unless it has none itself: then its module is on meta.
+        self._lacks_state = any(tensor.is_meta for tensor in serialization.flatten(list(optimizer.state.values()))[1])
+
+    def cut(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+        """Make the optimizer of a stage, over its parameters by name; empty parameter groups stay."""
+        pairs = [(self._parameters[name], own) for name, own in parameters.items() if name in self._parameters]
+        copy_overrides(self._optimizer, pairs)
+        made = _copy_over(self._optimizer, {id(like): own for like, own in pairs})
+        if self._lacks_state:
+            made.state.update(_first_state(made))
+        return made
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
+    """Have an optimizer hold other parameters, by the ids of those whose places they take, without their state."""
+    for parameter in parameters_of(optimizer):
+        if id(parameter) in replaced:
+            optimizer.state.pop(parameter, None)
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -> Optimizer:
+    """Copy an optimizer, without state, over the counterparts of its parameters; those without one are left out."""
+    known: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+    known.update(counterparts)
+    wrapped = list(_optimizers_in(optimizer))
+    known.update({id(one): object.__new__(type(one)) for one in wrapped})
+    manager = override_manager(optimizer)
+    known[id(manager)] = manager
+    for one in wrapped:  # a wrapper may share what it wraps has
+        for group in vars(one).get("param_groups", ()):
+            own = [known[id(parameter)] for parameter in group["params"] if id(parameter) in counterparts]
+            rest = {key: copied(value, known) for key, value in group.items() if key != "params"}
+            known.setdefault(id(group), {"params": own, **rest})
+        if isinstance(state := vars(one).get("state"), dict):
+            empty = copy.copy(state)
+            empty.clear()
+            known.setdefault(id(state), empty)
+    for one in wrapped:
+        vars(known[id(one)]).update(_attributes(one, known))
+    made: Optimizer = known[id(optimizer)]
+    return made
+
+
+def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in vars(optimizer).items():
+        if hasattr(value, "_wrapped_by_lr_sched"):  # a scheduler's wrapper steps the optimizer that it has
+            continue
+        if isinstance(value, nn.Module):
+            found[name] = value
+        else:
+            found[name] = copied_hooks(value, known) if name.endswith("_hooks") else copied(value, known)
+    return found
+
+
+def _optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterator[Optimizer]:
+    """Give an optimizer and those that it wraps."""
+    seen = {id(optimizer)} if seen is None else seen
+    yield optimizer
+    for value in vars(optimizer).values():
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, Optimizer) and id(inner) not in seen:
+                seen.add(id(inner))
+                yield from _optimizers_in(inner, seen)
+
+
+def _first_state(optimizer: Optimizer) -> dict[Tensor, Any]:
+    """The state that an optimizer's own constructor makes before the first step."""
+    kind = type(optimizer)
+    try:
+        return dict(kind([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state)
+    except TypeError as error:
+        raise ConfigError(
+            f"an optimizer over a module on torch's meta device must have no state before its first step, or take its "
+            f"own `defaults` as arguments, got {kind.__name__}: {error}. Use another one, or build the module on a "
+            "device."
+        ) from error

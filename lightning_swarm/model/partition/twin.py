@@ -1,0 +1,49 @@
+"""Copies modules but not their tensors: for a server beside user code that goes on with the modules themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from lightning_swarm.model.copying import copied, copied_hooks
+from lightning_swarm.model.partition.blocks import Blocks
+
+_TENSORS: Final = ("_parameters", "_buffers")
+
+
+def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
+    """Copy a model and its blocks; parameters and buffers are still the model's own objects."""
+    inside = {id(module): module for block in blocks.modules for module in block.modules()}
+    modules = {**{id(module): module for module in model.modules()}, **inside}
+    twins: dict[int, Any] = {
+        id(tensor): tensor
+        for module in modules.values()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    }
+    trainer = getattr(model, "_trainer", None)
+    twins[id(trainer)] = trainer
+    # All are there before any is filled, so what refers to a module refers to its twin.
+    twins.update({key: type(module).__new__(type(module)) for key, module in modules.items()})
+    for key, module in reversed(modules.items()):  # parts first
+        _fill(twins[key], module, twins, deep=key in inside)
+    own = tuple(twins[id(block)] for block in blocks.modules)
+    return twins[id(model)], replace(blocks, root=twins[id(blocks.root)], modules=own)
+
+
+def _fill(twin: nn.Module, module: nn.Module, twins: dict[int, Any], *, deep: bool) -> None:
+    state = {}
+    for name, value in vars(module).items():
+        if name in _TENSORS or name == "_modules":
+            state[name] = {key: twins.get(id(held), held) for key, held in value.items()}
+        elif name.startswith("_") and isinstance(value, (dict, set)):  # torch's own: hooks, and names
+            state[name] = copied_hooks(value, twins)
+        else:
+            state[name] = copied(value, twins) if deep else value  # a LightningModule may refer to its data
+    if isinstance(module, OptimizedModule):  # wraps the twin of what it wraps
+        state.pop("forward", None)
+        twin.__setstate__(state)
+    else:
+        vars(twin).update(state)
