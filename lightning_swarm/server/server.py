@@ -47,9 +47,7 @@ class Server:
         self._tasks = context.tasks
         self.events = context.events
         self.membership = context.membership
-        self.steps = StepHandlers(
-            context, on_decided=self._on_decided, on_written=self._on_written, on_fenced=self._on_fenced
-        )
+        self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
         self.admission = Admission(context, model, self.steps)
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
@@ -167,10 +165,6 @@ class Server:
             model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
             # Queued at once, so that it is done before anything is built here again.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
-
-    def _on_written(self) -> None:
-        if (work := self.snapshots.take_again()) is not None:
-            self._tasks.spawn(work)
 
     def _on_fenced(self, prefix: str) -> None:
         self.calls.give_up(prefix)

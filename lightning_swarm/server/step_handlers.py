@@ -32,7 +32,6 @@ class StepHandlers:
         context: ServerContext,
         *,
         on_decided: Callable[[Record, Mapping[int, Tensor], WrittenByStage], None],
-        on_written: Callable[[], None],
         on_fenced: Callable[[str], None],
     ) -> None:
         transport = context.transport
@@ -44,7 +43,6 @@ class StepHandlers:
         self._events = context.events
         # Called with each applied record, the mean gradients of this server's stages, and what was written before it.
         self._on_decided = on_decided
-        self._on_written = on_written  # called when the weights of the version were written
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # when this server came into the run; on the monotonic clock
@@ -158,7 +156,6 @@ class StepHandlers:
         before = self.sums.next.change.written
         await self._compute(lambda: self.sums.settle(request.change, request.generation))
         if request.change.written != before:
-            self._on_written()
             await self._notify()
         return b""
 

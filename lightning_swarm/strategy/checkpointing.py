@@ -170,7 +170,8 @@ class Checkpoints:
             own: dict[str, Any] = module.state_dict()
         states = strategy._rollback.states
         if states is not None and states.taking:
-            return states.without_weights(own, model_state.first_names(module))
+            written = strategy._access.pending if strategy._access is not None else {}
+            return states.without_weights(own, model_state.first_names(module), written)
         if strategy._weights is None:
             return own
         if self._is_sharded:

@@ -136,9 +136,9 @@ class ModuleAccess:
             return  # what is frozen around the pipeline is used here alone, and carried with the next step
         if session.is_shared or session.delays:
             raise ConfigError(
-                "weights may be written during `fit` by one trainer whose steps are not delayed: "
-                f"{some_of(written)} were written, in a run of several trainers or with `delay_optimizer_step`. Write them before `fit`, or use "
-                "`role='auto'` without `delay_optimizer_step`."
+                "weights may be written during `fit` where one trainer trains, and steps are not delayed; "
+                f"{some_of(written)} were written in a run of several trainers, or with `delay_optimizer_step`. Write "
+                "them before `fit`, or use `role='auto'` without `delay_optimizer_step`."
             )
         session.catch_up()
         stages = self._holding(written)

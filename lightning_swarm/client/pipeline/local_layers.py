@@ -115,10 +115,10 @@ class LocalLayers:
         if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
         self.runtime.run(self.stage.wait_for_version(version))  # the record may have come to its server late
-        copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
         own, written = self.parameters, self.written()
         if lost := [name for name in written if own[name].requires_grad]:
             raise ConfigError(written_in_mid_step(lost))
+        copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
         self._version, weights = self.runtime.run(copied)
         with torch.no_grad():
             for name, parameter in own.items():
@@ -130,10 +130,11 @@ class LocalLayers:
 def written_in_mid_step(names: Collection[str]) -> str:
     """Say that weights were written where a step's gradients are computed with them."""
     return (
-        "weights that train may be written between two steps only, for the servers compute a step's gradients with "
-        f"them: {some_of(names)} were written in the middle of one. Write them in `on_train_batch_end` or "
-        "`on_train_batch_start`, at the end of an accumulation window. A layer whose forward writes its weights, as "
-        "`nn.Embedding(max_norm=...)` does, needs that, too: leave `max_norm` out, and renormalise there."
+        "weights of blocks, and weights that train, may be written between two steps only: all gradients of a step are "
+        f"computed with the same weights. {some_of(names)} were written in the middle of one. Write them in "
+        "`on_train_batch_end` or `on_train_batch_start`, at the end of an accumulation window. A layer whose forward "
+        "writes its weights, as `nn.Embedding(max_norm=...)` does, needs that, too: leave `max_norm` out, and "
+        "renormalise there."
     )
 
 

@@ -94,7 +94,6 @@ class Snapshot(WireMessage, frozen=True):
     optimizer: list[str]  # names of parameters
     structure: Any  # for each of these parameters, the tree of its optimizer state
     selection: Selection | None  # what trains in the open step
-    written: Count = 0  # the number of the weights that were written at this version; 0: none
 
 
 class SnapshotOrder(WireMessage, frozen=True):

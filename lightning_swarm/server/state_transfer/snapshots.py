@@ -8,7 +8,7 @@ import mmap
 import tempfile
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, cast
 
@@ -88,7 +88,7 @@ class KeptLoops:
 _log = logging.getLogger(__name__)
 
 
-def copied(stage: Stage, generation: int, written: int = 0) -> Message:
+def copied(stage: Stage, generation: int) -> Message:
     """Copy a stage's weights and optimizer state to the CPU. On the compute thread."""
     weights, state = stage.weights(), stage.optimizer.state()
     structure, tensors = serialization.flatten(list(state.values()))
@@ -101,7 +101,6 @@ def copied(stage: Stage, generation: int, written: int = 0) -> Message:
         optimizer=list(state),
         structure=structure,
         selection=stage.selection,
-        written=written,
     )
     # Copied: it may take long to send, and records go on changing the original.
     copies = (tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors])
@@ -164,11 +163,6 @@ class SnapshotStore:
     def keep_only(self, version: int | None) -> None:
         """Drop the snapshots of all other versions."""
         for key in [key for key in self._kept if key[0] != version]:
-            self._drop(*key)
-
-    def drop(self, version: int) -> None:
-        """Drop the snapshots of a version."""
-        for key in [key for key in self._kept if key[0] == version]:
             self._drop(*key)
 
     def _drop(self, version: int, stage_index: int) -> None:
@@ -247,17 +241,6 @@ class Snapshots:
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         self.loops.prune()
-        return self._taking(order)
-
-    def take_again(self) -> Coroutine[Any, Any, None] | None:
-        """After weights of this version were written, return the work of taking its snapshot again, if it has one."""
-        if self._order is None or self._order.version != self._steps.version:
-            return None
-        self._order = replace(self._order)  # another object: what is under way for the first one is not kept
-        self.store.drop(self._order.version)
-        return self._taking(self._order)
-
-    def _taking(self, order: _SnapshotOrder) -> Coroutine[Any, Any, None]:
         rosters = self._membership.run.rosters  # after the record
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
         return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
@@ -266,7 +249,7 @@ class Snapshots:
         """Copy stages as they are now, before the next record, and send those whose first replica is here."""
         taken: dict[int, Message] = {}
         for stage in stages:
-            message = await self._compute(partial(self._copied, stage, order.generation))
+            message = await self._compute(partial(copied, stage, order.generation))
             head = decode(message.body, Snapshot)
             if head.version == order.version and await self._put(head, message.tensors, order):  # else it is further
                 taken[stage.index] = message
@@ -279,9 +262,6 @@ class Snapshots:
                 await self._transport.stream(keeper, KEEP, taken[index], timeout=timeout, max_bytes=0)
             except SwarmError as error:
                 _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
-
-    def _copied(self, stage: Stage, generation: int) -> Message:
-        return copied(stage, generation, self._steps.sums.next.change.number)
 
     async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
         """Keep a snapshot; false if there is no room, or if another order has come meanwhile."""
@@ -327,9 +307,6 @@ class Snapshots:
             or order.keepers[head.stage_index] != self._transport.peer_id
         ):
             raise ProtocolError(f"nobody said that stage {head.stage_index} at version {head.version} is kept here")
-        here = self._steps.sums.next.change.number if head.version == self._steps.version else head.written
-        if head.written != here:
-            raise ProtocolError(f"weights {head.written} were written before the copy was taken, and {here} by now")
         if caller not in {member.peer_id for member in run.rosters[head.stage_index]}:
             raise ProtocolError(f"{caller} does not hold stage {head.stage_index}")
         names = [name for name, _, _ in run.manifest.stages[head.stage_index].parameters]

@@ -180,12 +180,19 @@ class LoopStates:
             results={name: (entry, _gathered(entry)) for name, entry in trainer.fit_loop.epoch_loop._results.items()},
         )
 
-    def without_weights(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """The module's state dict with gaps; `names` are the first name of each tensor by all of its names."""
+    def without_weights(
+        self, own: dict[str, Any], names: Mapping[str, str], written: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """The module's state dict with gaps; `names` are the first name of each tensor by all of its names.
+
+        What user code has `written`, the servers may not have: it is kept with the loop.
+        """
         assert self._stand_ins is not None
         state = dict(own)
         for name, tensor in own.items():
-            if names.get(name) in self._names:
+            if names.get(name) in written:
+                state[name] = written[names[name]]
+            elif names.get(name) in self._names:
                 stand_in = state[name] = tensor.detach().to("meta")
                 self._stand_ins[id(stand_in)] = stand_in, Awaited(names[name])
         return state
