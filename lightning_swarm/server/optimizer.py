@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.optimizer_state import GROUP, as_saved, set_hyperparameters
 from lightning_swarm.model.optimizer_template import copy_overrides, override_manager
 from lightning_swarm.protocol import serialization
@@ -81,7 +82,7 @@ class StageOptimizer:
         ) is not None:  # overrides by place, where parameters stand now
             manager.index2config.clear()
             manager.register_parameters(groups)
-        self.torch_optimizer.step()
+        self.torch_optimizer.step(_closure_of(stepped))  # type: ignore[arg-type]  # nobody has a loss here
         for group, old, written in zip(groups, before, self._written, strict=True):
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
@@ -142,6 +143,34 @@ class StageOptimizer:
         """Have no state."""
         self.torch_optimizer.state.clear()
         self._written = [{} for _ in self.torch_optimizer.param_groups]
+
+
+_SAMPLE: Final = 256
+
+
+def _closure_of(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """The closure that Lightning hands to `step`: it gives the gradients at the weights, which must be as they were."""
+    gradients = [parameter.grad for parameter in parameters]
+    some = [parameter for parameter in parameters if parameter.grad is not None][-1:]
+
+    def seen() -> list[Any]:
+        # Writes to `data` are not counted, so a few values are compared, too.
+        values = [parameter.detach().flatten()[:_SAMPLE].clone() for parameter in some]
+        return [*((parameter.data_ptr(), parameter._version) for parameter in parameters), *values]
+
+    before = seen()
+
+    def closure() -> None:
+        pairs = zip(before, seen(), strict=True)
+        if not all(torch.equal(old, new) if isinstance(old, Tensor) else old == new for old, new in pairs):
+            raise ConfigError(
+                "an optimizer must step from one gradient, at the weights before the step: got one that changes them "
+                "and calls its closure then. Use one that does not, such as SGD or AdamW."
+            )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    return closure
 
 
 def _is_written(key: str, value: object) -> bool:

@@ -16,7 +16,6 @@ from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import (
     Busy,
     ConfigError,
-    DeadlineExceeded,
     InputMissing,
     LeaseRevoked,
     ProtocolError,
@@ -718,7 +717,6 @@ def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
     swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest), timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
-
 
 
 def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
