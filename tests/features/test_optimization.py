@@ -144,6 +144,7 @@ class Kept(Trained):
 
     def __init__(self) -> None:
         super().__init__()
+        self.double()  # before the optimizer makes its state
         self.num_calls = 0
         self.made = torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.made, 0.9)
