@@ -30,7 +30,8 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
             raise ConfigError(
                 "an optimizer must hold parameters of the LightningModule only, the others are on no server: parameter "
                 f"group {index} has foreign ones of the shapes {shapes[:5]}. Make their module an attribute of the "
-                "LightningModule, in a block of the pipeline."
+                "LightningModule, in a block of the pipeline; if it was one and has been replaced, make the optimizer "
+                "after that, in `configure_optimizers`."
             )
     _check_boundaries(module, {id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
     return Selection(

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model import autocast as modes
-from lightning_swarm.model.partition import StageModule, computing
+from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
@@ -151,7 +151,7 @@ class Computation:
         ]
         compute = partial(self._run, structure, leaves, call.extras, mode)
         self._module.train(mode.training)
-        with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
+        with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
         structure, outputs = serialization.flatten(output)
         return ForwardResult(
@@ -189,7 +189,7 @@ class Computation:
         _check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
         # Norms in blocks that are computed again in a backward see nothing new.
-        with self._seeing(mode), computing(), modes.enter_backward_modes(mode):
+        with self._seeing(mode), modes.enter_backward_modes(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
             # generators back afterwards, so only the mode notices.
             if graph.has_drawn:

@@ -238,8 +238,24 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
         )
+    _check_attributes(optimizer)
     hyperparameters(optimizer)
     return optimizer
+
+
+def _check_attributes(optimizer: Optimizer) -> None:
+    """Refuse lists of tensors beside the parameters: in a stage, and at a peer that joins, they would be others."""
+    shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
+    for name, value in vars(optimizer).items():
+        if not isinstance(value, (list, tuple)) or name == "param_groups":
+            continue
+        entries = [inner for entry in value for inner in (entry if isinstance(entry, (list, tuple)) else (entry,))]
+        if [getattr(entry, "shape", None) for entry in entries] == shapes:
+            raise ConfigError(
+                "what an optimizer keeps of its parameters must be in its `state`, which goes with them from peer to "
+                f"peer, got a list `{name}` of {len(shapes)} tensors of their shapes in {type(optimizer).__name__}. "
+                "Keep each in `self.state[parameter]`."
+            )
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:

@@ -41,6 +41,8 @@ def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: b
     module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
     if is_overridden("setup", module) or is_overridden("configure_model", module):
         return
+    if computes_alone(trainer):
+        return
     # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
     named = config.split if not isinstance(config.split, str) else "parameters"
     blocks = find_blocks(module, config.pipeline)
@@ -52,9 +54,17 @@ def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: b
         plan_boundaries(module, blocks, ranges, config.boundary)
 
 
+def computes_alone(trainer: Trainer) -> bool:
+    """True if there is nothing to serve: an evaluation without parameters, in one process."""
+    has_parameters = next(trainer.lightning_module.parameters(), None) is not None
+    return trainer.state.fn != TrainerFn.FITTING and trainer.num_devices == 1 and not has_parameters
+
+
 def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
     """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
     config, trainer = strategy.config, module.trainer
+    if computes_alone(trainer):
+        return
     blocks = find_blocks(module, config.pipeline)
     # A run that this process joins or took over is cut already; else it begins one.
     stages = strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages

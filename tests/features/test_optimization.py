@@ -139,6 +139,67 @@ def test_own_scheduler_step() -> None:
     assert len(set(assert_same_rates(EveryThird, max_steps=STEPS))) == 4
 
 
+class Kept(Trained):
+    """Makes its optimizer once, has a schedule of its own, and warms up by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()  # before the optimizer makes its state
+        self.num_calls = 0
+        self.made = torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.made, 0.9)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        self.num_calls += 1
+        return self.made
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for group in self.made.param_groups:
+            group["weight_decay"] = 0.01 * self.global_step
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.schedule.step()
+
+
+@feature(
+    "an optimizer that is made in `__init__` or kept, and a scheduler that the module steps itself",
+    WORKS,
+    "`configure_optimizers` is called once, and the Trainer has what it returned",
+)
+def test_kept_optimizers() -> None:
+    both = fit_both(Kept, max_steps=STEPS, swarm={"num_servers": 3})
+    for run in (both.plain, both.swarm):
+        module: Any = run.module
+        assert module.num_calls == 1
+        assert run.trainer.optimizers[0] is module.made
+        assert [id(one) for one in module.made.param_groups[0]["params"]] == [id(one) for one in module.parameters()]
+    torch.testing.assert_close(*(run.trainer.optimizers[0].state_dict() for run in (both.plain, both.swarm)))
+
+
+class OldStyle(torch.optim.SGD):
+    """Needs a closure, as Lightning hands it one."""
+
+    @override
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+@feature("optimizers whose `step` needs a closure", WORKS, "it must call it at the weights before the step")
+def test_closures() -> None:
+    class Trains(Trained):
+        @override
+        def configure_optimizers(self) -> Any:
+            return OldStyle(self.parameters(), lr=0.1, momentum=0.9)
+
+    fit_both(Trains, max_steps=STEPS)
+
+
 @feature("learning rates that a callback sets", WORKS, "each step takes the hyperparameters of the lead's optimizer")
 def test_rates_that_are_set() -> None:
     class Sets(L.Callback):

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
-from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard, is_computing
+from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
@@ -284,7 +284,7 @@ class Interception:
 
 
 class _ForwardOverride:
-    """Takes the place of a module's forward on the trainer, but not where a stage computes with the same module."""
+    """Takes the place of a module's forward on the trainer."""
 
     def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
         self.__wrapped__ = own  # where `inspect.signature` looks
@@ -292,7 +292,7 @@ class _ForwardOverride:
         self._interception = interception
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._interception.removed or is_computing():
+        if self._interception.removed:
             return self.__wrapped__(*args, **kwargs)
         return self._call(*args, **kwargs)
 

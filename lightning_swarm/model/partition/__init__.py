@@ -2,7 +2,7 @@
 
 from lightning_swarm.model.partition.blocks import Blocks, find_blocks
 from lightning_swarm.model.partition.call_binding import CALLS, BlockCall, Pick, argument_of, bind
-from lightning_swarm.model.partition.checks import computing, guard, is_computing
+from lightning_swarm.model.partition.checks import guard
 from lightning_swarm.model.partition.split import (
     batch_norms,
     build_stages,
@@ -26,11 +26,9 @@ __all__ = [
     "bind",
     "build_stages",
     "choose_ranges",
-    "computing",
     "find_blocks",
     "guard",
     "insert_boundaries",
-    "is_computing",
     "layers_by_block",
     "plan_boundaries",
     "time_costs",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,26 +19,9 @@ from lightning_swarm.core.readable import few
 from lightning_swarm.model.partition.blocks import Blocks
 from lightning_swarm.model.partition.stages import Named, Run, Slot
 
-_computing: ContextVar[bool] = ContextVar("_computing", default=False)
-
-
-@contextlib.contextmanager
-def computing() -> Iterator[None]:
-    """Mark that a stage computes inside, so its blocks may be called."""
-    token = _computing.set(True)
-    try:
-        yield
-    finally:
-        _computing.reset(token)
-
-
-def is_computing() -> bool:
-    """Return whether a stage computes in this context."""
-    return _computing.get()
-
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse calls of the blocks' parts with parameters outside of `computing`, until the handles are removed."""
+    """Refuse calls of the blocks' parts with parameters, until the handles are removed."""
     blocks = list(blocks)
     parts = {
         id(part): part
@@ -56,7 +37,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 def _refuse(part: nn.Module, _inputs: Any) -> None:
     # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
-    if not torch.compiler.is_compiling() and not _computing.get():
+    if not torch.compiler.is_compiling():
         raise ConfigError(
             "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
             f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."

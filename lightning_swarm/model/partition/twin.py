@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_swarm.model.copying import copied, copied_hooks
@@ -18,30 +19,36 @@ def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
     """Copy a model and its blocks; parameters and buffers are still the model's own objects."""
     inside = {id(module): module for block in blocks.modules for module in block.modules()}
     modules = {**{id(module): module for module in model.modules()}, **inside}
-    twins: dict[int, Any] = {
-        id(tensor): tensor
-        for module in modules.values()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-    }
     trainer = getattr(model, "_trainer", None)
-    twins[id(trainer)] = trainer
-    # All are there before any is filled, so what refers to a module refers to its twin.
-    twins.update({key: type(module).__new__(type(module)) for key, module in modules.items()})
+    # What blocks and hooks refer to outside of blocks is the user's own, as what they leave there is for the user.
+    known: dict[int, Any] = {id(value): value for value in (trainer, *modules.values(), *_tensors(modules.values()))}
+    # All are there before any is filled, so what refers to a module in a block refers to its twin.
+    twins = {key: type(module).__new__(type(module)) for key, module in modules.items()}
+    known.update({key: twins[key] for key in inside})
     for key, module in reversed(modules.items()):  # parts first
-        _fill(twins[key], module, twins, deep=key in inside)
+        _fill(twins[key], module, twins, known, deep=key in inside)
     own = tuple(twins[id(block)] for block in blocks.modules)
     return twins[id(model)], replace(blocks, root=twins[id(blocks.root)], modules=own)
 
 
-def _fill(twin: nn.Module, module: nn.Module, twins: dict[int, Any], *, deep: bool) -> None:
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor | None]:
+    for module in modules:
+        yield from (*module._parameters.values(), *module._buffers.values())
+
+
+def _fill(
+    twin: nn.Module, module: nn.Module, twins: Mapping[int, nn.Module], known: dict[int, Any], *, deep: bool
+) -> None:
     state = {}
     for name, value in vars(module).items():
-        if name in _TENSORS or name == "_modules":
+        if name == "_modules":
             state[name] = {key: twins.get(id(held), held) for key, held in value.items()}
+        elif name in _TENSORS:
+            state[name] = value.copy()
         elif name.startswith("_") and isinstance(value, (dict, set)):  # torch's own: hooks, and names
-            state[name] = copied_hooks(value, twins)
+            state[name] = copied_hooks(value, known)
         else:
-            state[name] = copied(value, twins) if deep else value  # a LightningModule may refer to its data
+            state[name] = copied(value, known) if deep else value  # a LightningModule may refer to its data
     if isinstance(module, OptimizedModule):  # wraps the twin of what it wraps
         state.pop("forward", None)
         twin.__setstate__(state)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_swarm.client.pipeline.interception import Interception
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import CALLS, BlockCall, Blocks, argument_of, bind, computing, find_blocks
+from lightning_swarm.model.partition import CALLS, BlockCall, Blocks, argument_of, bind, find_blocks, twin_of
 from lightning_swarm.model.partition.call_binding import CARRIED, call_bound, extras_for
 from lightning_swarm.protocol import serialization
 
@@ -63,8 +63,7 @@ class FakePipeline:
 
     def __call__(self, *inputs: Any, **extras: Any) -> Any:
         self.calls.append(extras)
-        with computing():
-            return call_bound(self._blocks.modules, self._blocks.names, inputs, extras)
+        return call_bound(self._blocks.modules, self._blocks.names, inputs, extras)
 
 
 class Patched:
@@ -74,7 +73,7 @@ class Patched:
         self.plain = copy.deepcopy(model)
         self.model = model
         blocks = find_blocks(model, pipeline)
-        self.pipeline = FakePipeline(blocks)
+        self.pipeline = FakePipeline(twin_of(model, blocks)[1])  # a server has its own
         self.interception = Interception(blocks, self.pipeline)  # type: ignore[arg-type]
 
 
