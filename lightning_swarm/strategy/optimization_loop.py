@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
+from lightning_swarm.core.override import Override
 from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
@@ -49,6 +50,8 @@ class SwarmOptimization:
         self._version = session.version  # records that were counted here
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False  # in the batch in hand
+        self._begun = False  # a batch is, or was, in hand
+        self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
         results = trainer.fit_loop.epoch_loop._results
@@ -60,15 +63,29 @@ class SwarmOptimization:
 
     def take_over(self) -> None:
         """Take the place of the optimizer's steps."""
-        epoch_loop = self.trainer.fit_loop.epoch_loop
-        epoch_loop.automatic_optimization.run = self.run  # type: ignore[method-assign]
         self._schedulers.take_over()
-        # Lightning asks this to time schedulers, logging and checkpoints.
-        epoch_loop._accumulated_batches_reached = lambda: self.stepped  # type: ignore[method-assign]
+        self._overrides = (
+            Override(self._lightning, "run", self.run),
+            # Lightning asks this to time schedulers, logging and checkpoints.
+            Override(self.trainer.fit_loop.epoch_loop, "_accumulated_batches_reached", self._has_stepped),
+        )
+
+    def release(self) -> None:
+        """Leave the loop as it was."""
+        self._schedulers.release()
+        self.logs.release()
+        for override in self._overrides:
+            override.remove()
+
+    def _has_stepped(self) -> bool:
+        """True if a step ended in the batch in hand, or in that in which a loop that goes on was saved."""
+        if self._begun:
+            return self.stepped
+        return self.trainer.global_step > self.trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
-        self.stepped = False
+        self._begun, self.stepped = True, False
         begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
         if self.pending_samples and begins_window:
             _log.warning(

@@ -214,6 +214,7 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     strategy._undo.callback(data.close)
     strategy._loop = SwarmOptimization(trainer, session, data, strategy.config)
     strategy._loop.take_over()
+    strategy._undo.callback(strategy._loop.release)
     strategy._trains = True
     strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
 

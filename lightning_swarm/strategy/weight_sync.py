@@ -18,6 +18,7 @@ from lightning_swarm.client import model_state
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.override import Override
 from lightning_swarm.model import optimizer_state
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.network import Transport
@@ -43,6 +44,9 @@ class ModuleWeights:
         self._limits = limits
         self._version = session.version  # of the weights that the module was seen to hold
         self._gathered: list[weakref.ref[Tensor]] = []
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
+        return {**vars(self), "_peer": None, "_session": None, "_gathered": []}
 
     def end_run(self) -> None:
         """The run is over: what the module does not hold by now is lost."""
@@ -221,17 +225,19 @@ class WeightSync(Callback):
         self._weights = weights
         # Then the trained model is in the module when training ends: callbacks may change it, and it is saved as it is.
         self._keeps_trained = stays
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[Override] = []
         for callback in callbacks_of(trainer, "WeightAveraging"):
             self._average(callback)
         self._callbacks.insert(0, self)
+
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer has no part in the run
+        return Callback, ()
 
     def close(self) -> None:
         """Leave the Trainer's callbacks as they were."""
         self._callbacks.remove(self)
         while self._wrapped:
-            callback, name = self._wrapped.pop()
-            del vars(callback)[name]
+            self._wrapped.pop().remove()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,16 +275,15 @@ class WeightSync(Callback):
         after: Callable[[Any], None] = lambda _: None,
     ) -> None:
         """Call `before` ahead of a method of the callback, and `after` with what it returned."""
-        own = getattr(callback, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             before()
-            returned = own(*args, **kwargs)
+            returned = override.replaced(*args, **kwargs)
             after(returned)
             return returned
 
-        setattr(callback, name, wrapped)
-        self._wrapped.append((callback, name))
+        override = Override(callback, name, wrapped)
+        self._wrapped.append(override)
 
 
 def _reads(callback: Any, epoch: int) -> bool:

@@ -83,6 +83,9 @@ class Rollback:
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._rate_finders: list[Any] = []
 
+    def __reduce__(self) -> tuple[type[Rollback], tuple[SwarmStrategy]]:  # a copy has no part in the run
+        return Rollback, (self._strategy,)
+
     def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
         """Keep states of the loop in a run that begins, or goes on at the target."""
         interval_s = self._strategy.config.limits.snapshot_interval
