@@ -28,11 +28,11 @@ _began = False  # the test in hand ran a swarm
 def _choose_swarm() -> None:
     """Have Trainers choose a swarm where they would choose one CPU device."""
     # A run of the tests as they are must not import it.
-    from lightning_swarm import SwarmStrategy  # noqa: PLC0415
-    from lightning_swarm.core.errors import ConfigError  # noqa: PLC0415
-    from lightning_swarm.model.partition import Blocks  # noqa: PLC0415
-    from lightning_swarm.strategy import model_setup  # noqa: PLC0415
-    from lightning_swarm.strategy.launcher import SwarmLauncher  # noqa: PLC0415
+    from lightning_swarm import SwarmStrategy
+    from lightning_swarm.core.errors import ConfigError
+    from lightning_swarm.model.partition import Blocks
+    from lightning_swarm.strategy import model_setup
+    from lightning_swarm.strategy.launcher import SwarmLauncher
 
     choose, launch = _AcceleratorConnector._choose_strategy, SwarmLauncher.launch
 
@@ -99,7 +99,7 @@ def pytest_runtest_makereport(
 
 
 def _write(record: dict[str, Any]) -> None:
-    with open(os.environ[RECORDS], "a") as file:
+    with Path(os.environ[RECORDS]).open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 

@@ -1,8 +1,8 @@
 """How many of Lightning's own tests pass when their Trainers use a swarm of one stage.
 
-The tests come from an unpacked source distribution of Lightning, or a checkout, of the installed version: nothing of them
-is in this repository. A Trainer that names no strategy and has one CPU device gets `SwarmStrategy(num_stages=1)`. A test
-counts if it passes with the plain Trainer, too. Refused: it ends in a refusal that `docs/features.md` has.
+The tests come from an unpacked source distribution of Lightning, or a checkout, of the installed version: nothing of
+them is in this repository. A Trainer that names no strategy and has one CPU device gets `SwarmStrategy(num_stages=1)`.
+A test counts if it passes with the plain Trainer, too. Refused: it ends in a refusal that `docs/features.md` has.
 """
 
 from __future__ import annotations
@@ -27,9 +27,21 @@ from benchmarks import lightning_plugin
 from benchmarks.report import table, write
 
 _ROOT = Path(__file__).parent.parent
-_FOLDERS = (
-    "callbacks checkpointing core loggers loops models overrides plugins profilers test_cli.py trainer tuner utilities"
-).split()
+_FOLDERS = [
+    "callbacks",
+    "checkpointing",
+    "core",
+    "loggers",
+    "loops",
+    "models",
+    "overrides",
+    "plugins",
+    "profilers",
+    "test_cli.py",
+    "trainer",
+    "tuner",
+    "utilities",
+]
 
 # What a refusal says, and the row of the features table that it is.
 _REFUSALS = {
@@ -127,8 +139,12 @@ class Suite:
                 size, since_s = records.stat().st_size, time.monotonic()
         ended = process.returncode is not None
         with contextlib.suppress(ProcessLookupError):
+            for _ in range(20 if ended else 0):  # what ends with its parent takes a moment
+                os.killpg(process.pid, 0)
+                time.sleep(0.5)
             os.killpg(process.pid, signal.SIGKILL)
-            print("left processes behind" if ended else "hung", *self.files, flush=True)
+            run = "a swarm" if lightning_plugin.SELECTED in environment else "the tests as they are"
+            print(f"{run} {'left processes behind' if ended else 'hung'}: {self.files[0].parent}", flush=True)
         process.wait()
 
 
@@ -161,7 +177,9 @@ def _outcome(test: str, record: Mapping[str, object]) -> Outcome:
 def _is_documented(text: str) -> bool:
     """True if the features table has a refusal."""
     rows = (_ROOT / "docs" / "features.md").read_text()
-    return any(said in text and re.search(rf"\| {re.escape(row)}[^|]*\| refused", rows) for said, row in _REFUSALS.items())
+    return any(
+        said in text and re.search(rf"\| {re.escape(row)}[^|]*\| refused", rows) for said, row in _REFUSALS.items()
+    )
 
 
 def _report(found: Mapping[str, Sequence[Outcome]]) -> str:

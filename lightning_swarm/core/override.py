@@ -17,6 +17,7 @@ class Override:
         vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what takes the method's place."""
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

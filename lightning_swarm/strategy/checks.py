@@ -128,13 +128,14 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         _check_training(trainer, module, config)
 
 
-def check_interactive(num_devices: int) -> None:
+def check_interactive(num_devices: int, framework: ImportTree) -> None:
     """Refuse further peers of this machine in a notebook or at a prompt, where no script can run again for them."""
     if num_devices > 1 and _IS_INTERACTIVE:
-        raise ConfigError(
+        raise ConfigError.like(
+            framework.misconfiguration,
             "in a notebook or at a Python prompt `devices` must be 1: above it this script would be started again for "
             f"every peer, and there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the "
-            "code into a script."
+            "code into a script.",
         )
 
 
@@ -147,9 +148,10 @@ def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, o
     data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
     if isinstance(data, (framework.data_module, framework.module)) and not framework.is_overridden(hook, data):
         others = "no dataloader and no data module" if data is module else "a data module"
-        raise ConfigError(
+        raise ConfigError.like(
+            framework.misconfiguration,
             f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
-            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`."
+            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`.",
         )
 
 
@@ -194,9 +196,10 @@ def check_ckpt_path(path: object) -> None:
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
         return
     if not Path(str(path)).exists():
-        raise ConfigError(
+        raise ConfigError.like(
+            FileNotFoundError,
             f"`ckpt_path` must be a checkpoint's path, 'best' or 'last', got {str(path)!r}, which is not there. "
-            f"Correct it, seen from {Path.cwd()}, or leave it out."
+            f"Correct it, seen from {Path.cwd()}, or leave it out.",
         )
 
 
@@ -208,9 +211,10 @@ def check_folder(path: object, storage_options: object) -> None:
             "machine sees as a path, or use `state_dict_type='full'`."
         )
     if storage_options is not None:
-        raise ConfigError(
+        raise ConfigError.like(
+            TypeError,
             "`storage_options` are for a `CheckpointIO`, which writes no sharded checkpoints; got "
-            f"{storage_options!r}. Leave them out, or use `state_dict_type='full'`."
+            f"{storage_options!r}. Leave them out, or use `state_dict_type='full'`.",
         )
 
 
@@ -220,9 +224,10 @@ def find_folder(path: object) -> ShardedCheckpoint | None:
         return None
     folder = Path(str(path))
     if not is_folder(folder):
-        raise ConfigError(
+        raise ConfigError.like(
+            IsADirectoryError,
             f"a checkpoint must be a file, or a folder that was written with `state_dict_type='sharded'`; {folder} is "
-            "a folder without an index `.metadata`. Name the checkpoint in it."
+            "a folder without an index `.metadata`. Name the checkpoint in it.",
         )
     return ShardedCheckpoint(folder)
 

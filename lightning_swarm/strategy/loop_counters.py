@@ -180,9 +180,10 @@ class LoopCounters:
         except framework.misconfiguration as error:
             if self.by_windows:
                 return 1
-            raise ConfigError(
+            raise ConfigError.like(
+                framework.misconfiguration,
                 "`target_batch_size` counts samples, and this batch does not show how many it has: "
-                f"{type(batch).__name__}. Put a tensor with one row for each sample into it."
+                f"{type(batch).__name__}. Put a tensor with one row for each sample into it.",
             ) from error
 
     def is_full(self, num_samples: int) -> bool:

@@ -51,6 +51,7 @@ class SwarmOptimization:
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False  # in the batch in hand
         self._begun = False  # a batch is, or was, in hand
+        self._is_ready = False  # the step that ends with the batch in hand is in Lightning's counters
         self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
@@ -94,14 +95,19 @@ class SwarmOptimization:
                 self.pending_samples,
             )
         self.tell_selection()
+        self._is_ready = self._counters.by_windows and self._counters.is_due(0)
+        if self._is_ready:
+            self._lightning.optim_progress.optimizer.step.increment_ready()
         try:
             result = self._train(self._loop_batch(batch_idx, kwargs)) or {}
             self._train_lost()
             self._end_epoch(batch_idx)
+            self._take_back_ready()
             return result
         except RunOver:
             # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
             # ended.
+            self._take_back_ready()
             if self._session.is_lead:
                 return {}
             self.trainer.should_stop = True
@@ -325,8 +331,9 @@ class SwarmOptimization:
         """Wait for the record and count it."""
         if not self._session.has_ended:
             self._before_step()
-        progress = self._lightning.optim_progress.optimizer.step
-        progress.increment_ready()
+        if not self._is_ready:
+            self._lightning.optim_progress.optimizer.step.increment_ready()
+            self._is_ready = True
         with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
@@ -335,8 +342,16 @@ class SwarmOptimization:
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:
+            self._is_ready = False
             self._count()
         else:  # a batch was withdrawn, and the step takes others in its place; or records are late
+            self._take_back_ready()
+
+    def _take_back_ready(self) -> None:
+        """Take back that a step is ready, if none ended."""
+        if self._is_ready:
+            self._is_ready = False
+            progress = self._lightning.optim_progress.optimizer.step
             progress.current.ready -= 1
             progress.total.ready -= 1
 

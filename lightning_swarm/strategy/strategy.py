@@ -250,7 +250,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def _configure_launcher(self) -> None:
         checks.check_strategy(self, self.framework)
-        checks.check_interactive(len(self._devices))
+        checks.check_interactive(len(self._devices), self.framework)
         self._checkpoints.writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
@@ -307,7 +307,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             super().setup_optimizers(trainer)
         except RuntimeError as error:
             if "multiple optimizers" in str(error):  # Lightning's remedy for it is one that a swarm refuses
-                raise ConfigError(checks.ONE_OPTIMIZER.format("several")) from error
+                raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error
             raise
 
     @override

@@ -278,12 +278,12 @@ class WeightSync(Callback):
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             before()
-            returned = override.replaced(*args, **kwargs)
+            returned = replacing.replaced(*args, **kwargs)
             after(returned)
             return returned
 
-        override = Override(callback, name, wrapped)
-        self._wrapped.append(override)
+        replacing = Override(callback, name, wrapped)
+        self._wrapped.append(replacing)
 
 
 def _reads(callback: Any, epoch: int) -> bool:

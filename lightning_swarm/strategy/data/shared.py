@@ -355,7 +355,7 @@ class SharedData:
         return self._session.run.position or self._start
 
     def _save_with_plans(self) -> dict[str, Any]:
-        state = self._save()
+        state: dict[str, Any] = self._save()
         if self.shares and self.position is not None:
             plans = [torch.frombuffer(bytearray(encode(plan)), dtype=torch.uint8) for plan in self._plans.values()]
             state[STATE] = {"plans": plans, "position": list(self.position)}
