@@ -121,7 +121,7 @@ class Suite:
                 chosen.write_text("\n".join(selected))
                 variables[lightning_plugin.SELECTED] = str(chosen)
             options = ["-q", "--tb=no", "-p", "benchmarks.lightning_plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            options += [f"--timeout={self.timeout_s}", "--timeout-method=signal"]
+            options += [f"--timeout={self.timeout_s}", "--timeout-method=signal", "--continue-on-collection-errors"]
             options += ["-c", str(self.root.parent / "pyproject.toml"), f"--rootdir={self.root}"]
             command = [sys.executable, "-m", "pytest", *options, *map(str, self.files)]
             self._wait(command, {**os.environ, **variables}, records)

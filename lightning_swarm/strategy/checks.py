@@ -146,7 +146,9 @@ def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, o
     hook = _LOADERS[function]
     loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
     data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
-    if isinstance(data, (framework.data_module, framework.module)) and not framework.is_overridden(hook, data):
+    if not isinstance(data, (framework.data_module, framework.module)) or getattr(data, hook) is None:
+        return  # Lightning says what is wrong with it
+    if not framework.is_overridden(hook, data):
         others = "no dataloader and no data module" if data is module else "a data module"
         raise ConfigError.like(
             framework.misconfiguration,
@@ -198,8 +200,8 @@ def check_ckpt_path(path: object) -> None:
     if not Path(str(path)).exists():
         raise ConfigError.like(
             FileNotFoundError,
-            f"`ckpt_path` must be a checkpoint's path, 'best' or 'last', got {str(path)!r}, which is not there. "
-            f"Correct it, seen from {Path.cwd()}, or leave it out.",
+            f"Checkpoint file not found: {path}. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. Correct it, "
+            f"seen from {Path.cwd()}, or leave it out.",
         )
 
 
