@@ -53,7 +53,6 @@ _REFUSALS = {
     "`optimizer_zero_grad` must be Lightning's": "overridden `optimizer_zero_grad`",
     "`configure_gradient_clipping` must be": "overridden `configure_gradient_clipping`",
     "got ModelPruning": "`ModelPruning`",
-    "BatchSizeFinder": "`Tuner.scale_batch_size`, `BatchSizeFinder`",
     "`precision` must be one of": "`precision='16-true'`",
     "`num_nodes` must be 1": "`Trainer(num_nodes=2)`",
 }

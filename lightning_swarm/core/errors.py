@@ -58,7 +58,7 @@ class ProtocolError(SwarmError):
     """A message is malformed, too large or out of place. It changed nothing."""
 
 
-class StageError(SwarmError):
+class StageError(SwarmError, RuntimeError):  # Lightning looks among RuntimeErrors for those of memory
     """The model's own code raised while a peer computed a stage. The message has that peer's traceback."""
 
 

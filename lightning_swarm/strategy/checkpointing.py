@@ -94,17 +94,18 @@ class CheckpointFiles(Callback):
 
     def begin_hook(self, name: str, trainer: Trainer) -> None:
         """Callbacks, then the module, come to a hook. What users wrote finds the files that Lightning names."""
-        self._hook = name
+        if name != "on_save_checkpoint":  # which is called within the others
+            self._hook = name
         # A full disk is reported at the next batch, unless an error is on its way already.
         is_over = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
         if name == "on_exception":
             wait(self._jobs)
-        elif is_over or name == "on_train_end" or (self._jobs and self._runs_users_code(trainer)):
+        elif is_over or name == "on_train_end" or (self._jobs and self._runs_users_code(trainer, name)):
             self.finish()
 
-    def _runs_users_code(self, trainer: Trainer) -> bool:
-        """True if a callback or the module has a hook in hand that is not Lightning's own."""
-        hooks = [getattr(owner, self._hook, None) for owner in (*self._callbacks, trainer.lightning_module)]
+    def _runs_users_code(self, trainer: Trainer, name: str) -> bool:
+        """True if a callback or the module has a hook of this name that is not Lightning's own."""
+        hooks = [getattr(owner, name, None) for owner in (*self._callbacks, trainer.lightning_module)]
         return any(hook is not None and not _is_lightnings(hook) for hook in hooks)
 
     def _do(self, do: Callable[..., object], *args: object) -> None:
@@ -121,7 +122,7 @@ class CheckpointFiles(Callback):
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
             # It links to the file, a logger is told of it, or what users wrote comes next: then it has to be there.
             is_read = callback.save_last == "link" or any(map(_reads, trainer.loggers))
-            self._in_background = not (is_read or self._runs_users_code(trainer))
+            self._in_background = not (is_read or self._runs_users_code(trainer, self._hook))
             try:
                 save.replaced(trainer, filepath)
             finally:

@@ -29,15 +29,12 @@ _log = logging.getLogger(__name__)
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
 
-# It looks for the largest batch that fits into memory by batches that fail, but they fail on the servers.
-_MEMORY_CALLBACKS = ("BatchSizeFinder",)
-
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
-TRIAL_CALLBACKS = ("LearningRateFinder",)
+TRIAL_CALLBACKS = ("LearningRateFinder", "BatchSizeFinder")
 
 # They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
 # trainers are in the middle of theirs then.
-_WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+_WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", *TRIAL_CALLBACKS, "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
@@ -67,17 +64,11 @@ def check_callbacks(trainer: Trainer) -> None:
             "callbacks must not read or change weights during fit, they live on the servers: "
             f"got {type(callback).__name__}. Remove it for now."
         )
-    for callback in callbacks_of(trainer, *_MEMORY_CALLBACKS):
-        raise ConfigError(
-            "callbacks must not look for the batch that fits into memory, it is cut into microbatches for the "
-            f"servers': got {type(callback).__name__}. Choose `microbatch_size` for the smallest server, and the "
-            "batch size for the training."
-        )
 
 
 def of_tuner(callback: object) -> str:
     """Name what the user may have written in place of the callback."""
-    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
+    return ", through which `Tuner` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
 def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
