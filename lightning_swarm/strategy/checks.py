@@ -191,8 +191,8 @@ def check_ckpt_path(path: object) -> None:
     if not Path(str(path)).exists():
         raise ConfigError.like(
             FileNotFoundError,
-            f"Checkpoint file not found: {path}. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. Correct it, "
-            f"seen from {Path.cwd()}, or leave it out.",
+            f"Checkpoint file not found: {path}. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. "
+            f"Correct it, seen from {Path.cwd()}, or leave it out.",
         )
 
 
