@@ -55,15 +55,11 @@ class ImportTree:
         """Make a class of strategies known to the tree, by the name "swarm" and by its path."""
         # A bare class path on a command line reaches Lightning as a name in lower case.
         for name in (strategy.strategy_name, f"{self.strategies}.{strategy.__name__}".lower()):
-            self.strategy_registry.register(
-                name,
-                strategy,
-                description="SWARM parallelism: pipeline stages on unequal, unreliable peers",
-                override=True,
-            )
+            description = "SWARM parallelism: pipeline stages on unequal, unreliable peers"
+            self.strategy_registry.register(name, strategy, description=description, override=True)
 
     def take_messages(self) -> None:
-        """Have both trees log and warn in the name of this tree, for which a script may have set a level or a filter."""
+        """Have both trees log and warn in the name of this tree, for which a script may have set levels and filters."""
         # Else they do in the name of the tree that was imported last.
         own = import_module(f"{self.name}.utilities.rank_zero")
         own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees have the same

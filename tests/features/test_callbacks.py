@@ -362,7 +362,7 @@ class Scalable(Tunable):
 @feature(
     "`Tuner.scale_batch_size`, `BatchSizeFinder`",
     WORKS,
-    "with one trainer; a server's memory holds microbatches, so without `microbatch_size` the batch that fits is larger",
+    "with one trainer; servers hold microbatches, so without `microbatch_size` a larger batch may fit",
 )
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
 def test_scaling_batches(tmp_path: Path, mode: str) -> None:

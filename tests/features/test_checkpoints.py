@@ -128,8 +128,8 @@ def test_atomic_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @feature(
     "files of `ModelCheckpoint` are written while training goes on",
     WORKS,
-    "weights are gathered before; training waits where a hook of your own comes next, a logger looks at the files, with "
-    "`save_last='link'`, or with `plugins=[TorchCheckpointIO()]`",
+    "weights are gathered before; training waits where a hook of your own comes next, a logger looks at the files, "
+    "with `save_last='link'`, or with `plugins=[TorchCheckpointIO()]`",
 )
 def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, save = threading.Event(), TorchCheckpointIO.save_checkpoint

@@ -40,8 +40,8 @@ _MAX_TRIES: Final = 3
 """Most runs that begin at one step and come to no snapshot of their own."""
 
 _TRIAL: Final = (
-    "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was trying values, and leaves the Trainer as "
-    "its trial has it when that breaks off. Start the run again, with a new Trainer."
+    "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was trying values, and leaves the Trainer "
+    "as its trial has it when that breaks off. Start the run again, with a new Trainer."
 )
 
 _NO_SNAPSHOT: Final = (
