@@ -249,6 +249,7 @@ class Broken(Exception):
     """What a user's code raises."""
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("batches", [3, 4, EPOCH])
 def test_what_is_logged_after_a_resume_has_the_plain_trainers_steps(tmp_path: Path, window: int, batches: int) -> None:
