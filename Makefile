@@ -12,7 +12,7 @@ export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test versions wheel check fmt lint type docs bench clean
+.PHONY: help demo test versions lightning wheel check fmt lint type docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -38,6 +38,10 @@ versions: $(STAMP) ## run the tests with older versions of Lightning (CI does no
 		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --show-capture=no --tb=line \
 			-o cache_dir=$(CACHE)/pytest $(VERSIONS_TESTS) || failed="$$failed $$version"; \
 	done; test -z "$$failed" || { echo "Failures with Lightning$$failed: see docs/versions.md" >&2; exit 1; }
+
+lightning: $(STAMP) ## run Lightning's own tests in a swarm (CI does not): make lightning SOURCE=path/to/lightning-2.6.6
+	@test -n "$(SOURCE)" || { echo "Name Lightning's source of the installed version: make lightning SOURCE=path. See docs/versions.md" >&2; exit 1; }
+	@$(BIN)/python -m benchmarks.lightning_suite "$(SOURCE)" $(ARGS)
 
 # One after the other, also under -j: the cheap ones first, and their output apart.
 check: ## lint, type, build the docs and test: what has to pass before a change is merged

@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import Strategy
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
 from lightning_swarm.strategy import strategy
-from lightning_swarm.strategy.framework import PYTORCH_LIGHTNING
+from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 
 __all__ = ["SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
 
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 else:
     SwarmStrategy = rebased(strategy.SwarmStrategy, Strategy, __name__, framework=PYTORCH_LIGHTNING)
     SwarmView = rebased(view.SwarmView, ProgressBar, __name__)
+
+PYTORCH_LIGHTNING.register(SwarmStrategy)
+# A Trainer calls whatever is not its Strategy "an invalid strategy name". It lets these two pass as far as to
+# `_configure_launcher`, where they say which import to change.
+LIGHTNING.strategy.register(SwarmStrategy)
+Strategy.register(strategy.SwarmStrategy)
 
 
 def __getattr__(name: str) -> Any:

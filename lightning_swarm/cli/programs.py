@@ -8,13 +8,14 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, get_args
 
 import yaml
 
-from lightning_swarm.cli import pytorch_lightning, swarm_cli
+from lightning_swarm.cli import swarm_cli
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
@@ -126,7 +127,8 @@ def cli_module(arguments: Sequence[str], commands: Sequence[str]) -> Any:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
-    return swarm_cli if choose_framework(arguments, commands) is LIGHTNING else pytorch_lightning
+    in_lightning = choose_framework(arguments, commands) is LIGHTNING
+    return swarm_cli if in_lightning else import_module("lightning_swarm.cli.pytorch_lightning")
 
 
 def run_trainer() -> int:

@@ -28,6 +28,10 @@
         └── NotCoordinator   another peer coordinates the run (by now): ask that one
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from lightning_swarm.core.readable import printable, printable_lines
 
 
@@ -38,12 +42,23 @@ class SwarmError(Exception):
 class ConfigError(SwarmError, ValueError):
     """A setting, model or call cannot work. The message says the rule, the value and the remedy."""
 
+    @staticmethod
+    def like(kind: type[Exception], text: str) -> ConfigError:
+        """Make one that ``except`` clauses for `kind` catch, too: what Lightning or Python raise in its place."""
+        error: ConfigError = _also(kind)(text)
+        return error
+
+
+def _also(kind: type[Exception]) -> type[Any]:
+    reduced = {"__reduce__": lambda error: (ConfigError.like, (kind, str(error))), "__module__": __name__}
+    return type("ConfigError", (ConfigError, kind), reduced)
+
 
 class ProtocolError(SwarmError):
     """A message is malformed, too large or out of place. It changed nothing."""
 
 
-class StageError(SwarmError):
+class StageError(SwarmError, RuntimeError):  # Lightning looks among RuntimeErrors for those of memory
     """The model's own code raised while a peer computed a stage. The message has that peer's traceback."""
 
 

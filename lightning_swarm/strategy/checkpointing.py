@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.override import Override
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
 from lightning_swarm.model.deferred_init import is_on_meta
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
 
 
+_OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_swarm")
+
+
 class CheckpointFiles(Callback):
     """Writes the lead's files: those of `ModelCheckpoint` in a thread of their own, all others at once."""
 
@@ -41,15 +44,18 @@ class CheckpointFiles(Callback):
         self._jobs: list[Future[None]] = []
         self._under_way: str | None = None
         self._error: BaseException | None = None
-        self._in_background = False  # the callback that saves now reads no file afterwards
+        self._in_background = False  # nobody looks at the file before the next hook
+        self._hook = ""  # that callbacks are in, or were last
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         # A user's own callback may do anything with the file as soon as it was saved.
         self._watched = [
             callback for callback in self._callbacks if type(callback) in callbacks_named("ModelCheckpoint")
         ]
-        for callback in self._watched:
-            self._watch(callback)
+        self._overrides = [override for callback in self._watched for override in self._watch(callback)]
         self._callbacks.insert(0, self)
+
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer has no part in the run
+        return Callback, ()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
         """Write a file. `own` are the tensors in it that nothing else refers to: they need no copy."""
@@ -81,20 +87,26 @@ class CheckpointFiles(Callback):
     def close(self) -> None:
         """Leave the Trainer's callbacks as they were, once all is written. Raises as `finish` does."""
         self._callbacks.remove(self)
-        while self._watched:
-            callback = self._watched.pop()
-            del callback._save_checkpoint, callback.file_exists
+        for override in self._overrides:
+            override.remove()
         self._thread.shutdown()
         self.finish()
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if all(job.done() for job in self._jobs):
-            self.finish()  # a full disk is reported at the next batch
+    def begin_hook(self, name: str, trainer: Trainer) -> None:
+        """Callbacks, then the module, come to a hook. What users wrote finds the files that Lightning names."""
+        if name != "on_save_checkpoint":  # which is called within the others
+            self._hook = name
+        # A full disk is reported at the next batch, unless an error is on its way already.
+        is_over = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
+        if name == "on_exception":
+            wait(self._jobs)
+        elif is_over or name == "on_train_end" or (self._jobs and self._runs_users_code(trainer, name)):
+            self.finish()
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.finish()  # the others look for the last file now
+    def _runs_users_code(self, trainer: Trainer, name: str) -> bool:
+        """True if a callback or the module has a hook of this name that is not Lightning's own."""
+        hooks = [getattr(owner, name, None) for owner in (*self._callbacks, trainer.lightning_module)]
+        return any(hook is not None and not _is_lightnings(hook) for hook in hooks)
 
     def _do(self, do: Callable[..., object], *args: object) -> None:
         if self._error is not None:
@@ -104,24 +116,43 @@ class CheckpointFiles(Callback):
         except BaseException as error:  # noqa: BLE001 - `finish` raises it
             self._error = error
 
-    def _watch(self, callback: Any) -> None:
+    def _watch(self, callback: Any) -> Sequence[Override]:
         """Notice when a `ModelCheckpoint` saves, and when it looks for a file."""
-        save, exists = callback._save_checkpoint, callback.file_exists
 
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
-            # It links to the file, or a logger is told of it: then it has to be there.
-            self._in_background = callback.save_last != "link" and not any(map(_reads, trainer.loggers))
+            # It links to the file, a logger is told of it, or what users wrote comes next: then it has to be there.
+            is_read = callback.save_last == "link" or any(map(_reads, trainer.loggers))
+            self._in_background = not (is_read or self._runs_users_code(trainer, self._hook))
             try:
-                save(trainer, filepath)
+                save.replaced(trainer, filepath)
             finally:
                 self._in_background = False
 
         def is_there(filepath: str, trainer: Trainer) -> bool:
             if os.fspath(filepath) == self._under_way:
                 self.finish()
-            return bool(exists(filepath, trainer))
+            return bool(exists.replaced(filepath, trainer))
 
-        callback._save_checkpoint, callback.file_exists = save_meanwhile, is_there
+        save = Override(callback, "_save_checkpoint", save_meanwhile)
+        exists = Override(callback, "file_exists", is_there)
+        return save, exists
+
+
+def _add_hook(name: str) -> None:
+    def hook(self: CheckpointFiles, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self.begin_hook(name, trainer)
+
+    setattr(CheckpointFiles, name, hook)
+
+
+for _name in vars(Callback):
+    if _name.startswith("on_"):
+        _add_hook(_name)
+
+
+def _is_lightnings(hook: object) -> bool:
+    """True if a hook is defined in Lightning or in this package, and not in what users wrote."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in _OWN_PACKAGES
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
@@ -148,6 +179,9 @@ class Checkpoints:
         self.files: CheckpointFiles | None = None  # of the lead while it trains, if it writes them
         self.restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._folder: ShardedCheckpoint | None = None  # that is loaded
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
+        return {**vars(self), "files": None, "restored_step": None, "_folder": None}
 
     @property
     def _is_sharded(self) -> bool:

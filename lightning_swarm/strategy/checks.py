@@ -29,15 +29,12 @@ _log = logging.getLogger(__name__)
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
 
-# It looks for the largest batch that fits into memory by batches that fail, but they fail on the servers.
-_MEMORY_CALLBACKS = ("BatchSizeFinder",)
-
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
-TRIAL_CALLBACKS = ("LearningRateFinder",)
+TRIAL_CALLBACKS = ("LearningRateFinder", "BatchSizeFinder")
 
 # They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
 # trainers are in the middle of theirs then.
-_WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+_WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", *TRIAL_CALLBACKS, "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
@@ -67,17 +64,11 @@ def check_callbacks(trainer: Trainer) -> None:
             "callbacks must not read or change weights during fit, they live on the servers: "
             f"got {type(callback).__name__}. Remove it for now."
         )
-    for callback in callbacks_of(trainer, *_MEMORY_CALLBACKS):
-        raise ConfigError(
-            "callbacks must not look for the batch that fits into memory, it is cut into microbatches for the "
-            f"servers': got {type(callback).__name__}. Choose `microbatch_size` for the smallest server, and the "
-            "batch size for the training."
-        )
 
 
 def of_tuner(callback: object) -> str:
     """Name what the user may have written in place of the callback."""
-    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
+    return ", through which `Tuner` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
 def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
@@ -128,13 +119,14 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         _check_training(trainer, module, config)
 
 
-def check_interactive(num_devices: int) -> None:
+def check_interactive(num_devices: int, framework: ImportTree) -> None:
     """Refuse further peers of this machine in a notebook or at a prompt, where no script can run again for them."""
     if num_devices > 1 and _IS_INTERACTIVE:
-        raise ConfigError(
+        raise ConfigError.like(
+            framework.misconfiguration,
             "in a notebook or at a Python prompt `devices` must be 1: above it this script would be started again for "
             f"every peer, and there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the "
-            "code into a script."
+            "code into a script.",
         )
 
 
@@ -145,11 +137,14 @@ def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, o
     hook = _LOADERS[function]
     loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
     data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
-    if isinstance(data, (framework.data_module, framework.module)) and not framework.is_overridden(hook, data):
+    if not isinstance(data, (framework.data_module, framework.module)) or getattr(data, hook) is None:
+        return  # Lightning says what is wrong with it
+    if not framework.is_overridden(hook, data):
         others = "no dataloader and no data module" if data is module else "a data module"
-        raise ConfigError(
+        raise ConfigError.like(
+            framework.misconfiguration,
             f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
-            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`."
+            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`.",
         )
 
 
@@ -194,9 +189,10 @@ def check_ckpt_path(path: object) -> None:
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
         return
     if not Path(str(path)).exists():
-        raise ConfigError(
-            f"`ckpt_path` must be a checkpoint's path, 'best' or 'last', got {str(path)!r}, which is not there. "
-            f"Correct it, seen from {Path.cwd()}, or leave it out."
+        raise ConfigError.like(
+            FileNotFoundError,
+            f"Checkpoint file not found: {path}. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. "
+            f"Correct it, seen from {Path.cwd()}, or leave it out.",
         )
 
 
@@ -208,9 +204,10 @@ def check_folder(path: object, storage_options: object) -> None:
             "machine sees as a path, or use `state_dict_type='full'`."
         )
     if storage_options is not None:
-        raise ConfigError(
+        raise ConfigError.like(
+            TypeError,
             "`storage_options` are for a `CheckpointIO`, which writes no sharded checkpoints; got "
-            f"{storage_options!r}. Leave them out, or use `state_dict_type='full'`."
+            f"{storage_options!r}. Leave them out, or use `state_dict_type='full'`.",
         )
 
 
@@ -220,9 +217,10 @@ def find_folder(path: object) -> ShardedCheckpoint | None:
         return None
     folder = Path(str(path))
     if not is_folder(folder):
-        raise ConfigError(
+        raise ConfigError.like(
+            IsADirectoryError,
             f"a checkpoint must be a file, or a folder that was written with `state_dict_type='sharded'`; {folder} is "
-            "a folder without an index `.metadata`. Name the checkpoint in it."
+            "a folder without an index `.metadata`. Name the checkpoint in it.",
         )
     return ShardedCheckpoint(folder)
 

@@ -26,6 +26,7 @@ class ImportTree:
         self.module: type[Any] = import_module(name).LightningModule
         self.data_module: type[Any] = import_module(name).LightningDataModule
         self.strategy: type[Any] = of("strategies", "Strategy")
+        self.strategy_registry: Any = of("strategies", "StrategyRegistry")
         self.accelerator: type[Any] = of("accelerators", "Accelerator")
         self.call: ModuleType = of("trainer", "call")
         self.callbacks = import_module(f"{name}.callbacks")
@@ -47,29 +48,47 @@ class ImportTree:
 
     @property
     def other(self) -> ImportTree:
-        """The other tree."""
-        return next(tree for tree in FRAMEWORKS if tree is not self)
+        """The other tree, if a script has imported it."""
+        return next((tree for tree in FRAMEWORKS if tree is not self), self)
+
+    def register(self, strategy: Any) -> None:
+        """Make a class of strategies known to the tree, by the name "swarm" and by its path."""
+        # A bare class path on a command line reaches Lightning as a name in lower case.
+        for name in (strategy.strategy_name, f"{self.strategies}.{strategy.__name__}".lower()):
+            description = "SWARM parallelism: pipeline stages on unequal, unreliable peers"
+            self.strategy_registry.register(name, strategy, description=description, override=True)
 
     def take_messages(self) -> None:
-        """Have both trees log in the name of this tree, for which a script may have set a level."""
-        # Else they log in the name of the tree that was imported last.
+        """Have both trees log and warn in the name of this tree, for which a script may have set levels and filters."""
+        # Else they do in the name of the tree that was imported last.
         own = import_module(f"{self.name}.utilities.rank_zero")
         own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees have the same
+        own.rank_zero_module.rank_zero_deprecation_category = own.LightningDeprecationWarning
 
 
-# With both imported, ``import lightning_swarm`` is enough for either. The second costs a tenth of a second.
 LIGHTNING: Final = ImportTree("lightning.pytorch", strategies="lightning_swarm")
-PYTORCH_LIGHTNING: Final = ImportTree("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
-FRAMEWORKS: Final = (LIGHTNING, PYTORCH_LIGHTNING)
-# The script's own, as far as it can be told from here: the one that was imported first.
-min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
+PYTORCH_LIGHTNING: ImportTree  # made when it is asked for
+FRAMEWORKS: Final = [LIGHTNING]  # that a script has imported, or may have
+
+
+def __getattr__(name: str) -> ImportTree:
+    # Nothing but a script imports it: that alone changes what Lightning logs, and the class of its warnings.
+    if name != "PYTORCH_LIGHTNING":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    tree = globals()[name] = ImportTree("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
+    FRAMEWORKS.append(tree)
+    explain_mixed_imports()
+    # The script's own, as far as it can be told from here: the one that was imported first.
+    min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
+    return tree
 
 
 def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigError:
     """The error for a class that is not from the Trainer's tree; `kind` is the name of its base class in both trees."""
-    return ConfigError(
+    return ConfigError.like(
+        TypeError,
         f"a {kind} must come from the Trainer's import of Lightning: {found.__name__} is from "
-        f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {kind} to `{wanted.name}`."
+        f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {kind} to `{wanted.name}`.",
     )
 
 

@@ -112,6 +112,9 @@ class SwarmLauncher(_Launcher):
         self.launch_id = process.launch_id()  # of the peers that were started together last; a run's id may be reused
         self._is_leaving = False  # this server was told to leave
 
+    def __reduce__(self) -> tuple[type[SwarmLauncher], tuple[SwarmStrategy, int]]:  # a copy has started no peers
+        return SwarmLauncher, (self._strategy, self._num_peers)
+
     @property
     @override
     def is_interactive_compatible(self) -> bool:

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 
 from lightning_swarm.core.errors import ConfigError, StepError
+from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
@@ -30,8 +30,11 @@ class TrainerSchedulers:
 
     def take_over(self) -> None:
         """Keep Lightning's loop from moving schedulers that were moved for a record that is still to come."""
-        self._update = partial(type(self._epoch_loop).update_lr_schedulers, self._epoch_loop)
-        self._epoch_loop.update_lr_schedulers = self._update_after_batch  # type: ignore[method-assign]
+        self._update = Override(self._epoch_loop, "update_lr_schedulers", self._update_after_batch)
+
+    def release(self) -> None:
+        """Leave the loop as it was."""
+        self._update.remove()
 
     def restart(self) -> None:
         """The run goes on from other weights."""
@@ -56,7 +59,7 @@ class TrainerSchedulers:
         if interval == "step" and not update_plateau_schedulers and self._num_moved:
             self._num_moved -= 1
         else:
-            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
+            self._update.replaced(interval, update_plateau_schedulers=update_plateau_schedulers)
 
 
 @dataclass(frozen=True)
@@ -177,9 +180,10 @@ class LoopCounters:
         except framework.misconfiguration as error:
             if self.by_windows:
                 return 1
-            raise ConfigError(
+            raise ConfigError.like(
+                framework.misconfiguration,
                 "`target_batch_size` counts samples, and this batch does not show how many it has: "
-                f"{type(batch).__name__}. Put a tensor with one row for each sample into it."
+                f"{type(batch).__name__}. Put a tensor with one row for each sample into it.",
             ) from error
 
     def is_full(self, num_samples: int) -> bool:

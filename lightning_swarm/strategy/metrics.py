@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_swarm.client.generation import Metrics
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.batches import MAX_LOGS, LoggedValue, MetricState, Reduction, fold
 from lightning_swarm.strategy.metric_states import (
     MetricContents,
@@ -217,7 +218,11 @@ class SharedLogs:
         self._step: dict[int, list[LoggedValue]] = {}  # of this trainer's batches in the open step, by their leases
         self._others: list[LoggedValue] = []
         self._decided: list[LoggedValue] = []  # of all batches of the newest step
-        results.log = self._log
+        self._own_log = Override(results, "log", self._log)
+
+    def release(self) -> None:
+        """Leave the results as they were."""
+        self._own_log.remove()
 
     def begin_batch(self, num_samples: int, lease: int) -> None:
         """Note what was logged before the batch in hand."""
@@ -306,7 +311,7 @@ class SharedLogs:
 
     def _log(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
         """Takes the place of `_ResultCollection.log`. Lightning must not reduce: that is done here."""
-        type(self._results).log(self._results, fx, name, value, sync_dist=False, **options)
+        self._own_log.replaced(fx, name, value, sync_dist=False, **options)
         if not sync_dist:
             return
         if self._num_samples is None or fx != _HOOK:

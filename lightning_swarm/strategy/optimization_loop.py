@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
+from lightning_swarm.core.override import Override
 from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
@@ -54,6 +55,9 @@ class SwarmOptimization:
         self._version = session.version  # records that were counted here
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False  # in the batch in hand
+        self._begun = False  # a batch is, or was, in hand
+        self._is_ready = False  # the step that ends with the batch in hand is in Lightning's counters
+        self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
         results = trainer.fit_loop.epoch_loop._results
@@ -65,15 +69,29 @@ class SwarmOptimization:
 
     def take_over(self) -> None:
         """Take the place of the optimizer's steps."""
-        epoch_loop = self.trainer.fit_loop.epoch_loop
-        epoch_loop.automatic_optimization.run = self.run  # type: ignore[method-assign]
         self._schedulers.take_over()
-        # Lightning asks this to time schedulers, logging and checkpoints.
-        epoch_loop._accumulated_batches_reached = lambda: self.stepped  # type: ignore[method-assign]
+        self._overrides = (
+            Override(self._lightning, "run", self.run),
+            # Lightning asks this to time schedulers, logging and checkpoints.
+            Override(self.trainer.fit_loop.epoch_loop, "_accumulated_batches_reached", self._has_stepped),
+        )
+
+    def release(self) -> None:
+        """Leave the loop as it was."""
+        self._schedulers.release()
+        self.logs.release()
+        for override in self._overrides:
+            override.remove()
+
+    def _has_stepped(self) -> bool:
+        """True if a step ended in the batch in hand, or in that in which a loop that goes on was saved."""
+        if self._begun:
+            return self.stepped
+        return self.trainer.global_step > self.trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
-        self.stepped = False
+        self._begun, self.stepped = True, False
         begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
         if self.pending_samples and begins_window:
             _log.warning(
@@ -83,14 +101,19 @@ class SwarmOptimization:
             )
         self._access.carry(pending_samples=self.pending_samples)
         self.tell_selection()
+        self._is_ready = self._counters.by_windows and self._counters.is_due(0)
+        if self._is_ready:
+            self._lightning.optim_progress.optimizer.step.increment_ready()
         try:
             result = self._train(self._loop_batch(batch_idx, kwargs)) or {}
             self._train_lost()
             self._end_epoch(batch_idx)
+            self._take_back_ready()
             return result
         except RunOver:
             # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
             # ended.
+            self._take_back_ready()
             if self._session.is_lead:
                 return {}
             self.trainer.should_stop = True
@@ -314,8 +337,9 @@ class SwarmOptimization:
         """Wait for the record and count it."""
         if not self._session.has_ended:
             self._before_step()
-        progress = self._lightning.optim_progress.optimizer.step
-        progress.increment_ready()
+        if not self._is_ready:
+            self._lightning.optim_progress.optimizer.step.increment_ready()
+            self._is_ready = True
         with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
@@ -324,8 +348,16 @@ class SwarmOptimization:
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:
+            self._is_ready = False
             self._count()
         else:  # a batch was withdrawn, and the step takes others in its place; or records are late
+            self._take_back_ready()
+
+    def _take_back_ready(self) -> None:
+        """Take back that a step is ready, if none ended."""
+        if self._is_ready:
+            self._is_ready = False
+            progress = self._lightning.optim_progress.optimizer.step
             progress.current.ready -= 1
             progress.total.ready -= 1
 

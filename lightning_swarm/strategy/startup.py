@@ -220,6 +220,7 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     assert strategy._access is not None
     strategy._loop = SwarmOptimization(trainer, session, data, strategy.config, strategy._access)
     strategy._loop.take_over()
+    strategy._undo.callback(strategy._loop.release)
     strategy._trains = True
     strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
 

@@ -190,6 +190,11 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._rollback = Rollback(self)
         self._checkpoints = Checkpoints(self)
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:  # a copy, or a pickled one, has no part in the run
+        of_run = ("peer", "_session", "_joined", "_loop", "_data", "_compiler")
+        return {**super().__getstate__(), **dict.fromkeys(of_run), "_undo": contextlib.ExitStack(), "_trains": False}
+
     # ------------------------------------------------------------------ module and device
 
     @property
@@ -247,7 +252,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def _configure_launcher(self) -> None:
         checks.check_strategy(self, self.framework)
-        checks.check_interactive(len(self._devices))
+        checks.check_interactive(len(self._devices), self.framework)
         self._checkpoints.writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
@@ -304,7 +309,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             super().setup_optimizers(trainer)
         except RuntimeError as error:
             if "multiple optimizers" in str(error):  # Lightning's remedy for it is one that a swarm refuses
-                raise ConfigError(checks.ONE_OPTIMIZER.format("several")) from error
+                raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error
             raise
 
     @override

@@ -141,7 +141,8 @@ def _end_run(strategy: SwarmStrategy) -> None:
         add_hooks(strategy.lightning_module)
     strategy._undo.close()
     strategy._checkpoints.forget_loaded()
-    strategy._session, strategy._data, strategy._access = None, None, None
+    strategy._session, strategy._data = None, None
+    strategy._loop, strategy._access = None, None
     if strategy._weights is not None:
         strategy._weights.end_run()
 

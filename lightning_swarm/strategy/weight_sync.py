@@ -43,6 +43,9 @@ class ModuleWeights:
         self._limits = limits
         self._gathered: list[weakref.ref[Tensor]] = []
 
+    def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
+        return {**vars(self), "_peer": None, "_session": None, "_access": None, "_gathered": []}
+
     def end_run(self) -> None:
         """The run is over: what the module does not hold by now is lost."""
         self._session = None
@@ -192,6 +195,9 @@ class WeightSync(Callback):
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights, self._access = weights, access
         self._callbacks.insert(0, self)
+
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer has no part in the run
+        return Callback, ()
 
     def close(self) -> None:
         """Leave the Trainer's callbacks as they were."""

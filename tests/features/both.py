@@ -97,9 +97,9 @@ def fit_both(
     return Both(*runs)
 
 
-def trainers(**options: Any) -> tuple[L.Trainer, L.Trainer]:
+def trainers(microbatch_size: int = 3, **options: Any) -> tuple[L.Trainer, L.Trainer]:
     """A plain Trainer and one with a swarm, for what is not `fit`."""
-    swarm = InMemoryStrategy(num_stages=2, microbatch_size=3)
+    swarm = InMemoryStrategy(num_stages=2, microbatch_size=microbatch_size)
     with quiet_warnings():
         return (
             L.Trainer(**{**QUIET, "devices": 1, **options}),

@@ -14,10 +14,9 @@ from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import STEPS, Evaluated, approx, fit_both, trainers
 from tests.features.mark import REFUSED, WORKS, feature
@@ -344,13 +343,39 @@ def test_finding_rates_again(tmp_path: Path) -> None:
     assert finder.results["loss"]
 
 
+class TakesAtMost(nn.Module):
+    """A block without memory for more samples."""
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        if len(hidden) > 16:
+            raise RuntimeError("CUDA out of memory. Tried to allocate more.")
+        return hidden
+
+
+class Scalable(Tunable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, TakesAtMost())
+
+
 @feature(
     "`Tuner.scale_batch_size`, `BatchSizeFinder`",
-    REFUSED,
-    "`microbatch_size` is what has to fit into a server's memory",
+    WORKS,
+    "with one trainer; servers hold microbatches, so without `microbatch_size` a larger batch may fit",
 )
-def test_refused_batch_sizes() -> None:
-    with quiet_warnings():
-        _, swarm = trainers(max_steps=1)
-        with pytest.raises(ConfigError, match=r"must not look for the batch.*got BatchSizeFinder\b.*`microbatch_size`"):
-            Tuner(swarm).scale_batch_size(Tunable(), max_trials=1)
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_scaling_batches(tmp_path: Path, mode: str) -> None:
+    found = []
+    for trainer in trainers(max_steps=STEPS, default_root_dir=tmp_path, microbatch_size=64):
+        torch.manual_seed(0)
+        module = Scalable().double()
+        with quiet_warnings():
+            Tuner(trainer).scale_batch_size(module, mode=mode, init_val=2, max_trials=5, steps_per_trial=2)
+            trainer.fit(module)
+        assert trainer.global_step == STEPS
+        found.append((module.batch_size, dict(module.state_dict())))
+    (plain_size, plain_weights), (swarm_size, swarm_weights) = found
+    assert swarm_size == plain_size
+    assert 8 < plain_size <= 16
+    torch.testing.assert_close(swarm_weights, plain_weights, rtol=0.0, atol=WEIGHT_TOLERANCE)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
+from lightning_swarm.strategy import checkpointing
 from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings, run_plain, run_swarm
@@ -127,8 +128,8 @@ def test_atomic_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @feature(
     "files of `ModelCheckpoint` are written while training goes on",
     WORKS,
-    "weights are gathered before; not where a logger looks at the files, with `save_last='link'`, or with "
-    "`plugins=[TorchCheckpointIO()]`",
+    "weights are gathered before; training waits where a hook of your own comes next, a logger looks at the files, "
+    "with `save_last='link'`, or with `plugins=[TorchCheckpointIO()]`",
 )
 def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, save = threading.Event(), TorchCheckpointIO.save_checkpoint
@@ -144,6 +145,7 @@ def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 goes_on.set()
 
     monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", slow)
+    monkeypatch.setattr(checkpointing, "_OWN_PACKAGES", (*checkpointing._OWN_PACKAGES, "tests"))
     assert saved_by_swarm(tmp_path, every_n_train_steps=5, callbacks=[Notes()]) == [5]
 
 

@@ -11,12 +11,14 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_optimizer import Lamb
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.testing import InMemoryStrategy
+from tests.features.both import Trained
+from tests.features.test_trainers import Lines
 from tests.parity.harness import (
     LOSS_TOLERANCE,
     QUIET,
@@ -241,3 +243,48 @@ def test_predictions_of_a_loaded_file_are_the_swarms(tmp_path: Path) -> None:
     images = digits().tensors[0].double()
     with torch.no_grad():
         assert torch.equal(loaded.net(images), swarm.module.net(images))  # type: ignore[operator]
+
+
+class Broken(Exception):
+    """What a user's code raises."""
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("batches", [3, 4, EPOCH])
+def test_what_is_logged_after_a_resume_has_the_plain_trainers_steps(tmp_path: Path, window: int, batches: int) -> None:
+    """Also where an epoch or a window was cut off, and the loop's state is the plain Trainer's, too."""
+
+    class Saves(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.epoch_loop.total_batch_idx == batches - 1:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    options: dict[str, Any] = {"accumulate_grad_batches": window, "limit_train_batches": EPOCH, "log_every_n_steps": 1}
+    run_plain(Trained, loader(digits()), max_epochs=1, callbacks=[Saves()], **options)
+    found = []
+    for run in (run_plain, run_swarm):
+        lines = Lines()
+        run(Trained, loader(digits()), max_epochs=2, logger=lines, ckpt_path=tmp_path / "mid.ckpt", **options)
+        found.append(lines.steps)
+    assert found[1] == found[0]
+    assert found[0]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_an_exception_leaves_the_plain_trainers_progress(tmp_path: Path, window: int) -> None:
+    class Module(Trained):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.trainer.fit_loop.epoch_loop.total_batch_idx == EPOCH + 3:
+                raise Broken
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for name, run in (("plain", run_plain), ("swarm", run_swarm)):
+        options: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": EPOCH, "accumulate_grad_batches": window}
+        with pytest.raises(Broken):
+            run(Module, loader(digits()), callbacks=[OnExceptionCheckpoint(tmp_path, name)], **options)
+        found.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["loops"])
+    assert found[1] == found[0]

@@ -24,13 +24,20 @@ from tests.parity.models import digits, loader
 
 
 @pytest.fixture
+def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks of tests may run before a file is there."""
+    monkeypatch.setattr(checkpointing, "_OWN_PACKAGES", (*checkpointing._OWN_PACKAGES, "tests"))
+
+
+@pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, Lightning writes no file but the first."""
     goes_on, saved = threading.Event(), TorchCheckpointIO.save_checkpoint
     number = count()
 
     def save(self: TorchCheckpointIO, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        assert not next(number) or goes_on.wait(20.0), "training waited for the file"
+        waits = threading.current_thread() is not threading.main_thread() and next(number)
+        assert not waits or goes_on.wait(20.0), "training waited for the file"
         saved(self, checkpoint, *args, **kwargs)
 
     monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", save)
@@ -65,6 +72,7 @@ class Looks(L.Callback):
             self.goes_on.set()
 
 
+@pytest.mark.usefixtures("own_hooks")
 def test_written_meanwhile(tmp_path: Path, held: threading.Event) -> None:
     """The old file is there until the new one is."""
     looks = Looks(tmp_path, held, last=8)
@@ -76,6 +84,7 @@ def test_written_meanwhile(tmp_path: Path, held: threading.Event) -> None:
     assert torch.load(file, weights_only=True)["global_step"] == STEPS
 
 
+@pytest.mark.usefixtures("own_hooks")
 def test_what_is_under_way_stays_as_it_was(tmp_path: Path, waited_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes on changing is copied, what the servers sent is not. At the end of training others find the file."""
     copied, there = checkpointing._copied, []
@@ -110,6 +119,7 @@ def test_what_is_under_way_stays_as_it_was(tmp_path: Path, waited_for: None, mon
     assert [state["steps"].item() for key, state in file["callbacks"].items() if "Counts" in key] == [8.0]
 
 
+@pytest.mark.usefixtures("own_hooks")
 def test_files_under_way_keep_their_names(tmp_path: Path, held: threading.Event, waited_for: None) -> None:
     """Two that would be called the same get different names, as with the plain Trainer."""
     found = []
@@ -123,6 +133,7 @@ def test_files_under_way_keep_their_names(tmp_path: Path, held: threading.Event,
     assert len(found[0][0]) == 2
 
 
+@pytest.mark.usefixtures("own_hooks")
 @pytest.mark.parametrize("at", [3, STEPS], ids=["in mid-run", "the last"])
 def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Ends the run, and the one before it stays."""
@@ -141,6 +152,27 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert error.value.__notes__ == [f"The checkpoint {tmp_path / f'step={at}.ckpt'} was not written."]
     assert [path.name for path in tmp_path.iterdir()] == [f"step={at - 1}.ckpt"]
     assert max(looks.seen) <= at + 1
+
+
+@pytest.mark.usefixtures("own_hooks", "waited_for")
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("in_module", [False, True], ids=["callback", "module"])
+def test_what_users_wrote_finds_the_file(tmp_path: Path, hook: str, in_module: bool) -> None:
+    """Whichever hook comes next, although files are written here only when somebody waits."""
+    found = []
+
+    def look(self: object, *_: Any) -> None:
+        if save.best_model_path:
+            found.append(Path(save.best_model_path).exists())
+
+    look.__module__ = "__main__"  # a user's
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
+    module = type("Module", (Trained,), {hook: look} if in_module else {})
+    callback = type("Looks", (L.Callback,), {} if in_module else {hook: look})()
+    callbacks = [callback, save]
+    run_swarm(module, loader(digits()), max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
+    assert found
+    assert all(found)
 
 
 class Uploads(Lines):

@@ -392,7 +392,7 @@ def half_precision() -> MixedPrecision:
         (
             {"callbacks": lambda: [LearningRateFinder()]},
             {},
-            r"must not change weights.*got LearningRateFinder, through which `Tuner.lr_find` works\. Use it with",
+            r"must not change weights.*got LearningRateFinder, through which `Tuner` works\. Use it with",
         ),
         ({"plugins": half_precision}, {}, r"must scale their losses alike.*'16-mixed'.*Use 'bf16-mixed'"),
     ],

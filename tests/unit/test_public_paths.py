@@ -27,7 +27,9 @@ PATHS = {
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
     """What a fresh process imports by each path alone, before anything else of the package."""
-    program = "\n".join(
+    # Where only `pytorch_lightning` is said, it is imported: that changes what Lightning logs, and its warnings' class.
+    program = "import sys\n" + "\n".join(
+        f"assert ('pytorch_lightning' in sys.modules) == {path > 'lightning_swarm.pytorch_lightning'}\n"
         f"from {path} import {name}; import {path}; assert {path}.{name} is {name}; print('{path}')"
         for path, name in PATHS.items()
     )

@@ -22,6 +22,7 @@ from typing_extensions import TypeIs
 
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError, RunOver
+from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.run import MAX_RUNS, BatchNumber, EpochPlan
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.run_state import next_in_lane
@@ -83,6 +84,7 @@ class SharedData:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._session: Session | None = None
+        self._overrides: Sequence[Override] = ()
         self._origin: DataLoader[Any]  # the user's, once it is shared
         self._loader: SharedLoader | None = None
         self._plans: dict[int, EpochPlan] = {}
@@ -110,20 +112,18 @@ class SharedData:
         """The run has begun; its loop's state is still to be restored."""
         self._session = session
         fit_loop = self._trainer.fit_loop
-        self._save, self._load = fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint
-        self._begin = fit_loop.epoch_loop.on_run_start
-        fit_loop.on_save_checkpoint = self._save_with_plans  # type: ignore[method-assign]
-        fit_loop.on_load_checkpoint = self._load_with_plans  # type: ignore[method-assign]
-        fit_loop.epoch_loop.on_run_start = self._epoch_begins  # type: ignore[method-assign]
-        self._reset = fit_loop.epoch_loop.reset
-        fit_loop.epoch_loop.reset = self._quietly_reset  # type: ignore[method-assign]
+        self._overrides = (
+            Override(fit_loop, "on_save_checkpoint", self._save_with_plans),
+            Override(fit_loop, "on_load_checkpoint", self._load_with_plans),
+            Override(fit_loop.epoch_loop, "on_run_start", self._epoch_begins),
+            Override(fit_loop.epoch_loop, "reset", self._quietly_reset),
+        )
+        self._save, self._load, self._begin, self._reset = (override.replaced for override in self._overrides)
 
     def close(self) -> None:
         """Leave the loop as it was."""
-        fit_loop = self._trainer.fit_loop
-        for loop in (fit_loop, fit_loop.epoch_loop):
-            for name in ("on_save_checkpoint", "on_load_checkpoint", "on_run_start", "reset"):
-                vars(loop).pop(name, None)
+        for override in self._overrides:
+            override.remove()
 
     @property
     def shares(self) -> bool:
@@ -355,7 +355,7 @@ class SharedData:
         return self._session.run.position or self._start
 
     def _save_with_plans(self) -> dict[str, Any]:
-        state = self._save()
+        state: dict[str, Any] = self._save()
         if self.shares and self.position is not None:
             plans = [torch.frombuffer(bytearray(encode(plan)), dtype=torch.uint8) for plan in self._plans.values()]
             state[STATE] = {"plans": plans, "position": list(self.position)}

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.data.loader import SharedLoader, own_generators
 from lightning_swarm.strategy.data.shared import STATE, without_resume_warning
 
@@ -57,17 +58,17 @@ class DataPosition:
         self._generators: Sequence[torch.Generator] = ()  # that the loop's loaders were given
         self._made = self._first = random_state()
         self._num_before = 0  # batches of the epoch that this iterator did not give
-        self._begin = self._loop.on_run_start
-        self._end_batch = self._loop.on_advance_end
-        self._reset = self._loop.reset
-        self._loop.reset = self._quietly_reset  # type: ignore[method-assign]
-        self._loop.on_run_start = self._epoch_begins  # type: ignore[method-assign]
-        self._loop.on_advance_end = self._batch_ended  # type: ignore[method-assign]
+        self._overrides = (
+            Override(self._loop, "on_run_start", self._epoch_begins),
+            Override(self._loop, "on_advance_end", self._batch_ended),
+            Override(self._loop, "reset", self._quietly_reset),
+        )
+        self._begin, self._end_batch, self._reset = (override.replaced for override in self._overrides)
 
     def close(self) -> None:
         """Leave the loop as it was."""
-        for name in ("reset", "on_run_start", "on_advance_end"):
-            self._loop.__dict__.pop(name, None)
+        for override in self._overrides:
+            override.remove()
 
     @property
     def here(self) -> BatchPosition:

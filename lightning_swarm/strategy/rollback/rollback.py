@@ -19,8 +19,10 @@ from torch import Tensor
 from lightning_swarm.client.model_state import no_room
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed, WentBack
+from lightning_swarm.core.override import Override
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
+from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.data.shared import at_position
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
@@ -38,8 +40,8 @@ _MAX_TRIES: Final = 3
 """Most runs that begin at one step and come to no snapshot of their own."""
 
 _TRIAL: Final = (
-    "The run could not roll back: `LearningRateFinder` was trying rates, and leaves the Trainer as its trial has it "
-    "when that breaks off. Start the run again, with a new Trainer."
+    "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was trying values, and leaves the Trainer "
+    "as its trial has it when that breaks off. Start the run again, with a new Trainer."
 )
 
 _NO_SNAPSHOT: Final = (
@@ -81,7 +83,11 @@ class Rollback:
         self._loaders: list[object] = []  # of the training loop, whose iterators are still to be made
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
-        self._rate_finders: list[Any] = []
+        self._finders: list[Any] = []  # that try values before training
+        self._found: list[Override] = []  # of those that need not try again
+
+    def __reduce__(self) -> tuple[type[Rollback], tuple[SwarmStrategy]]:  # a copy has no part in the run
+        return Rollback, (self._strategy,)
 
     def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
         """Keep states of the loop in a run that begins, or goes on at the target."""
@@ -94,7 +100,7 @@ class Rollback:
             peer.follower.set_could_go_on(self._can_go_on)
         self._offered, self.begins_anew = {}, False
         self._position_at = session.run.position_at
-        self._rate_finders = callbacks_of(trainer, "LearningRateFinder")
+        self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
 
         def arrive() -> None:
             """The data are where they were at the target: bring the loop there."""
@@ -201,7 +207,7 @@ class Rollback:
                 if replaced:
                     error.add_note(f"The run does not roll back here: {replaced}")
                     return None
-                if any(finder not in trainer.callbacks for finder in self._rate_finders):  # type: ignore[attr-defined]
+                if any(finder not in trainer.callbacks for finder in self._finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)
                     return None
                 self._choose_target(peer)
@@ -213,8 +219,8 @@ class Rollback:
             return None
         self._target.num_tries += 1
         self.is_resuming = True
-        for finder in self._rate_finders:  # it found a rate, which the run goes on with
-            finder.on_fit_start = lambda *_: None
+        # They found a value, which the run goes on with.
+        self._found += [Override(finder, "on_fit_start", lambda *_: None) for finder in self._finders]
         return self._target
 
     def _choose_target(self, peer: Peer) -> None:
@@ -249,9 +255,9 @@ class Rollback:
         self.end_run()
         self._forget_target()
         self.is_resuming, self.begins_anew = False, False
-        for finder in self._rate_finders:
-            vars(finder).pop("on_fit_start", None)
-        self._rate_finders = []
+        while self._found:
+            self._found.pop().remove()
+        self._finders = []
 
     def _forget_target(self) -> None:
         target, self._target = self._target, None

@@ -167,11 +167,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a checkpoint that is not there": (
         lambda: swarm().fit(Net(), loader(), ckpt_path="no such.ckpt"),
-        "`ckpt_path` must be a checkpoint's path, 'best' or 'last', got 'no such.ckpt', which is not there. Correct it",
+        "Checkpoint file not found: no such.ckpt. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. ",
     ),
     "a checkpoint to validate that is not there": (
         lambda: swarm().validate(Net(), loader(), ckpt_path="no such.ckpt"),
-        "`ckpt_path` must be a checkpoint's path, 'best' or 'last', got 'no such.ckpt', which is not there. Correct it",
+        "Checkpoint file not found: no such.ckpt. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. ",
     ),
     "a boundary in one stage": (
         lambda: swarm({"num_stages": 1, "boundary": Bottleneck(ratio=2)}).fit(Net(), loader()),
