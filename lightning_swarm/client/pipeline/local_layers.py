@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.core.errors import LeftOut
+from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.protocol.messages.calls import CallKey
@@ -67,6 +67,15 @@ class LocalLayers:
                     ", ".join(missing[:_MAX_NAMED]),
                 )
         self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight))
+
+    def check_clear(self) -> None:
+        """Refuse gradients of a backward before Lightning's own where plain Lightning would add both."""
+        found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        if found:
+            raise ConfigError(
+                "only the backward that Lightning runs adds to a step: within an accumulation window a `.backward()` "
+                f"of one's own left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
+            )
 
     def clear(self) -> None:
         """Forget the batch's gradients."""
