@@ -127,7 +127,7 @@ class ComputeHandlers:
             self.cache.keep(name, CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes))
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
-        once = self.cache.full or not keep
+        once = self.cache.full or not keep or key.evaluation
         self._tickets.fulfil(name, to_message(result.output, result.requires_grad), encode(report), once=once)
 
     async def _forward_call(

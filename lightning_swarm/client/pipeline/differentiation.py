@@ -65,8 +65,14 @@ def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def check_transforms(tensors: Iterable[Tensor]) -> None:
-    """Refuse a call within a transform that has to see into the stages."""
+def check_transforms(tensors: Iterable[Tensor], own: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """Refuse a call within a transform that has to see into the stages, and one with `found` weights for its `own`."""
+    if len(own) != len(found) or any(weight is not other for weight, other in zip(own, found, strict=True)):
+        raise ConfigError(
+            "the pipelined module computes with the weights that the run trains, got a call with other ones, as "
+            "`torch.func.functional_call` has it, or a parameter that was replaced. Change weights in place, before "
+            "`fit`, or do without the swarm."
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         refuse_transform("`torch.func`")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -86,7 +92,9 @@ class GradientElsewhere(Tensor):
 
     @classmethod
     @override
-    def __torch_function__(cls, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:  # of the module
+            return args[0]
         raise ConfigError(
             "a `.backward()` of one's own leaves no gradients at the pipeline's weights, which live on the servers, "
             "got a use of `.grad`. Use the gradient of the input, or do without the swarm."
@@ -99,3 +107,10 @@ def mark_gradients(weights: Iterable[nn.Parameter]) -> None:
         if weight.requires_grad and weight.grad is None:
             nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
             weight.grad = nothing.as_subclass(GradientElsewhere)
+
+
+def clear_marks(weights: Iterable[nn.Parameter]) -> None:
+    """Forget what `mark_gradients` left."""
+    for weight in weights:
+        if type(weight.grad) is GradientElsewhere:
+            weight.grad = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
     check_transforms,
+    clear_marks,
     mark_gradients,
     reaches_weights,
     weights_node,
@@ -53,7 +54,7 @@ class _PipelineFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         counts = reaches_weights(ctx, gradients) and call.begin_backward()
-        if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[2:])):
+        if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
             return (None,) * len(ctx.needs_input_grad)
         return (None, None, None, *(call.backward(gradients) if counts else call.input_gradients(gradients)))
 
@@ -115,13 +116,14 @@ class Pipeline:
         self.clears_gradients = True
         self.num_microbatches = 0
         self._evaluations = itertools.count()
+        self._weights = self._found_weights()
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
         self._check_extras(extras)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
-        check_transforms(tensors)
+        check_transforms(tensors, self._weights, self._found_weights())
         grad = torch.is_grad_enabled()
         mode = capture(
             self.config.device.type,
@@ -134,14 +136,14 @@ class Pipeline:
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
-            weights = weights_node(self._weights())
+            weights = weights_node(self._weights)
             outputs = list(_PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
         return serialization.unflatten(call.output_structure, outputs)
 
-    def _weights(self) -> list[nn.Parameter]:
+    def _found_weights(self) -> list[nn.Parameter]:
         return [weight for block in self.blocks for weight in block.parameters()]
 
     def refuse_or_mark(self) -> None:
@@ -152,7 +154,11 @@ class Pipeline:
                 "or in the middle of an accumulation window, where plain Lightning would add its gradients. Return "
                 "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
             )
-        mark_gradients(self._weights())
+        mark_gradients(self._weights)
+
+    def clear_marks(self) -> None:
+        """Leave nothing of backwards at the weights."""
+        clear_marks(self._weights)
 
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
