@@ -203,6 +203,7 @@ class Session:
 
     def withdraw_batch(self) -> None:
         """Withdraw the batch in hand: it will not be trained on, and what servers added of it is discarded."""
+        self.pipeline.lose_statistics()
         batch = self._taken()
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=True))
 
@@ -222,6 +223,7 @@ class Session:
     ) -> bool:
         """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called."""
         batch = self._in_hand()  # and it stays there if `LeaseRevoked` says that it counts nowhere
+        self.pipeline.count_statistics()
         if self.local_layers is not None:
             self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.pipeline.context import PipelineContext, nothing
 from lightning_swarm.client.pipeline.recovery import (
@@ -98,6 +101,12 @@ class MicrobatchRun:
             route = [charge.peer for charge in calls.route]
             await context.replay_buffer.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
         return found
+
+    def want_no_gradient(self) -> None:
+        """Compute once more for what the forward changes, whether it had a graph or not."""
+        mode = replaced(self.microbatch.mode, grad=True, input_grad=False)
+        self.microbatch = self._calls.microbatch = replace(self.microbatch, mode=mode)
+        self._num_backwards += 1  # all is sent along, for there may be no graph
 
     def release(self) -> None:
         """Take the microbatch off its peers' accounts: no backward comes any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
@@ -39,6 +41,8 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
+
+_log = logging.getLogger(__name__)
 
 
 class _PipelineFunction(torch.autograd.Function):
@@ -73,7 +77,7 @@ class GrantedBatch:
     num_microbatches: int = 0  # of all of its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
-    calls: list[_Call] = field(default_factory=list)  # those with a graph
+    calls: list[_Call] = field(default_factory=list)
     counts: bool = False  # Lightning's own backward is under way, and what is added now counts
     backward_begun: bool = False  # servers may have added something
     # Called beside its first microbatches.
@@ -116,7 +120,10 @@ class Pipeline:
         self.clears_gradients = True
         self.num_microbatches = 0
         self._evaluations = itertools.count()
+        self._has_warned = False
         self._weights = self._found_weights()
+        modules = [module for block in blocks for module in block.modules()]
+        self._has_norms = any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in modules)
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
@@ -163,6 +170,33 @@ class Pipeline:
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
+
+    def sees_statistics(self, *, training: bool) -> bool:
+        """True if a call changes running statistics; warns where there is no step to do that in."""
+        if not (training and self._has_norms):
+            return False
+        if self.batch is None:
+            self._warn_of_statistics("outside of a `training_step`. Call `eval()` before")
+        return self.batch is not None
+
+    def lose_statistics(self) -> None:
+        """Warn if running statistics miss the batch in hand, which is withdrawn."""
+        if self._has_norms and self.batch is not None and self.batch.calls:
+            self._warn_of_statistics("in a `training_step` without a loss. Return a loss of zero")
+
+    def _warn_of_statistics(self, where: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "BatchNorm in the pipeline was called in train mode %s, for its running statistics do not count that, "
+                "and plain Lightning's would.",
+                where,
+            )
+
+    def count_statistics(self) -> None:
+        """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""
+        for call in self.batch.calls if self.batch is not None else ():
+            call.count_statistics()
 
     def end_batch(self) -> None:
         """Have no batch in hand. Calls of it that were not backpropagated never will be."""
@@ -226,8 +260,10 @@ class _Call:
 
     def __init__(self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode) -> None:
         self._pipeline = pipeline
-        self._batch = pipeline.batch if mode.grad else None
-        self._counted = False
+        # Of an evaluation nothing counts.
+        self._changes_statistics = pipeline.sees_statistics(training=mode.training)
+        self._batch = pipeline.batch if mode.grad or self._changes_statistics else None
+        self._counted = self._added = False
         config = pipeline.config
         rows = num_rows(arguments, config.shared)
         parts = split(arguments, rows=rows, size=pipeline.microbatch_size(rows), shared=config.shared)
@@ -251,6 +287,7 @@ class _Call:
             for index, part in enumerate(parts)
         ]
         self.output_structure: serialization.Structure = None
+        self._num_outputs = 0
         pipeline.num_microbatches += len(parts)
         if self._batch is not None:
             self._batch.num_microbatches += len(parts)
@@ -263,6 +300,7 @@ class _Call:
         config = self._pipeline.config
         outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
         self.output_structure, tensors = concat(outputs, self._sizes)
+        self._num_outputs = len(tensors)
         return tensors, results[0][1]
 
     def release(self) -> None:
@@ -290,6 +328,13 @@ class _Call:
         self._counted = True
         return True
 
+    def count_statistics(self) -> None:
+        """Add what batch norms saw, with no gradients, unless that came with gradients."""
+        if self._changes_statistics and not self._added:
+            for run in self._microbatch_runs:
+                run.want_no_gradient()
+            self.backward([None] * self._num_outputs)
+
     def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of the input's tensors, and add nothing to any sum."""
         self._check_current()
@@ -301,7 +346,7 @@ class _Call:
         """Have the servers add the weights' gradients, and return those of the input's tensors."""
         batch = self._batch
         assert batch is not None
-        batch.backward_begun = True
+        batch.backward_begun = self._added = True
         parts = self._split(gradients)
         first = self._microbatch_runs[0].microbatch
         no_gradients = [None] * len(serialization.leaves(first.inputs))
