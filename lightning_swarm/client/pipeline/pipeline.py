@@ -176,21 +176,22 @@ class Pipeline:
         if not (training and self._has_norms):
             return False
         if self.batch is None:
-            self._warn_of_statistics("outside of a `training_step`. Call `eval()` before")
+            self._warn_of_statistics("outside of a `training_step`", "Call `eval()` before")
         return self.batch is not None
 
     def lose_statistics(self) -> None:
         """Warn if running statistics miss the batch in hand, which is withdrawn."""
         if self._has_norms and self.batch is not None and self.batch.calls:
-            self._warn_of_statistics("in a `training_step` without a loss. Return a loss of zero")
+            self._warn_of_statistics("in a `training_step` without a loss", "Return a loss of zero")
 
-    def _warn_of_statistics(self, where: str) -> None:
+    def _warn_of_statistics(self, where: str, remedy: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "BatchNorm in the pipeline was called in train mode %s, for its running statistics do not count that, "
-                "and plain Lightning's would.",
+                "BatchNorm in the pipeline was called in train mode %s: its running statistics do not count that, and "
+                "plain Lightning's would. %s.",
                 where,
+                remedy,
             )
 
     def count_statistics(self) -> None:
