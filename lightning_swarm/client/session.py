@@ -203,7 +203,6 @@ class Session:
 
     def withdraw_batch(self) -> None:
         """Withdraw the batch in hand: it will not be trained on, and what servers added of it is discarded."""
-        self.pipeline.lose_statistics()
         batch = self._taken()
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=True))
 

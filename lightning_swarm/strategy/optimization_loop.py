@@ -175,6 +175,7 @@ class SwarmOptimization:
         result = closure.consume_result()
         logs, metrics = self.logs.finish_batch(counts=result.loss is not None)
         if result.loss is None:
+            self._session.pipeline.norms.batch_without_loss()
             self._session.withdraw_batch()
         closing = result.loss is not None and self._finish_batch(batch, lease, logs, metrics)
         self._end_step(closing=closing)

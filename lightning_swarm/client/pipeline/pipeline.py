@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
@@ -30,6 +28,7 @@ from lightning_swarm.client.pipeline.microbatches import (
     split,
     split_gradients,
 )
+from lightning_swarm.client.pipeline.norm_watch import NormWatch
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.event_loop import Runtime
@@ -41,8 +40,6 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
-
-_log = logging.getLogger(__name__)
 
 
 class _PipelineFunction(torch.autograd.Function):
@@ -120,10 +117,8 @@ class Pipeline:
         self.clears_gradients = True
         self.num_microbatches = 0
         self._evaluations = itertools.count()
-        self._has_warned = False
         self._weights = self._found_weights()
-        modules = [module for block in blocks for module in block.modules()]
-        self._has_norms = any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in modules)
+        self.norms = NormWatch(blocks)
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
@@ -170,29 +165,6 @@ class Pipeline:
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
-
-    def sees_statistics(self, *, training: bool) -> bool:
-        """True if a call changes running statistics; warns where there is no step to do that in."""
-        if not (training and self._has_norms):
-            return False
-        if self.batch is None:
-            self._warn_of_statistics("outside of a `training_step`", "Call `eval()` before")
-        return self.batch is not None
-
-    def lose_statistics(self) -> None:
-        """Warn if running statistics miss the batch in hand, which is withdrawn."""
-        if self._has_norms and self.batch is not None and self.batch.calls:
-            self._warn_of_statistics("in a `training_step` without a loss", "Return a loss of zero")
-
-    def _warn_of_statistics(self, where: str, remedy: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "BatchNorm in the pipeline was called in train mode %s: its running statistics do not count that, and "
-                "plain Lightning's would. %s.",
-                where,
-                remedy,
-            )
 
     def count_statistics(self) -> None:
         """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""
@@ -262,7 +234,7 @@ class _Call:
     def __init__(self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode) -> None:
         self._pipeline = pipeline
         # Of an evaluation nothing counts.
-        self._changes_statistics = pipeline.sees_statistics(training=mode.training)
+        self._changes_statistics = pipeline.norms.changes(training=mode.training, in_batch=pipeline.batch is not None)
         self._batch = pipeline.batch if mode.grad or self._changes_statistics else None
         self._counted = self._added = False
         config = pipeline.config
@@ -325,6 +297,11 @@ class _Call:
             raise ConfigError(
                 "one call of the pipelined module can be backpropagated once for a step: its gradients are in the "
                 "step's sum already. Add the losses up and call backward once."
+            )
+        if batch.confirm is not None:
+            raise ConfigError(
+                "a batch of one of several trainers is complete once all of its calls are backpropagated, for then it "
+                "counts even if its trainer dies: got another loss after that. Return the sum of all losses."
             )
         self._counted = True
         return True
