@@ -495,3 +495,14 @@ class Adversarial(DigitsMLP):
 def test_gradients_by_the_input_add_nothing_whoever_takes_them() -> None:
     seen = train(3, lambda seen: Adversarial())
     assert_exact_curve(seen, Adversarial, digits(), num_trainers=3)
+
+
+class AnotherLossLater(DigitsMLP):
+    @override
+    def on_after_backward(self) -> None:
+        self.net(digits().tensors[0][:3].double()).sum().backward()
+
+
+def test_a_batch_takes_no_more_once_it_counts_even_if_its_trainer_dies() -> None:
+    with pytest.raises(ConfigError, match="another loss after that"):
+        train(2, lambda seen: AnotherLossLater())
