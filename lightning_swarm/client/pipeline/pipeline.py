@@ -308,7 +308,8 @@ class _Call:
 
     def count_statistics(self) -> None:
         """Add what batch norms saw, with no gradients, unless that came with gradients."""
-        if self._changes_statistics and not self._added:
+        trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else nobody holds a receipt
+        if self._changes_statistics and trains and not self._added:
             for run in self._microbatch_runs:
                 run.want_no_gradient()
             self.backward([None] * self._num_outputs)
