@@ -174,11 +174,22 @@ class Session:
         """Give back the place that is reserved for the next batch: there is none."""
         self._runtime.run(self._steps.give_back())
 
-    def begin_backward(self, logs: Sequence[LoggedValue]) -> None:
-        """Prepare for the last backward of the batch in hand: then it counts with `logs`, even if this trainer dies."""
+    def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
+        """Let what is backpropagated count. Once all is, the batch counts with `logs`, even if this trainer dies."""
         batch = self.pipeline.batch
-        if batch is not None and self.num_trainers > 1 and self.local_layers is None:
+        if batch is None:
+            return
+        batch.counts = True
+        if self.local_layers is not None and not self.pipeline.clears_gradients:
+            self.local_layers.check_clear()
+        self.pipeline.clears_gradients = False
+        if logs is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)
+
+    def end_backward(self) -> None:
+        """Let nothing more be added to the batch in hand."""
+        if self.pipeline.batch is not None:
+            self.pipeline.batch.counts = False
 
     async def _arm(self, batch: GrantedBatch, logs: Sequence[LoggedValue], receipts: list[Receipt]) -> None:
         async def confirm() -> None:
@@ -212,6 +223,7 @@ class Session:
     ) -> bool:
         """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called."""
         batch = self._in_hand()  # and it stays there if `LeaseRevoked` says that it counts nowhere
+        self.pipeline.count_statistics()
         if self.local_layers is not None:
             self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
@@ -221,7 +233,7 @@ class Session:
                 batch.grant.lease, batch.completed, close=close, total_weight=window, logs=logs, ahead=ahead
             )
         )
-        self.pipeline.batch = None
+        self.pipeline.end_batch()
         return closing
 
     def catch_up_delayed(self) -> None:
@@ -334,7 +346,8 @@ class Session:
         self._runtime.run(self._steps.retire(reason))
 
     def _taken(self) -> GrantedBatch:
-        batch, self.pipeline.batch = self._in_hand(), None
+        batch = self._in_hand()
+        self.pipeline.end_batch()
         if self.local_layers is not None:
             self.local_layers.clear()
         return batch

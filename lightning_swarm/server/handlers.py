@@ -127,7 +127,7 @@ class ComputeHandlers:
             self.cache.keep(name, CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes))
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
-        once = self.cache.full or not keep
+        once = self.cache.full or not keep or key.evaluation
         self._tickets.fulfil(name, to_message(result.output, result.requires_grad), encode(report), once=once)
 
     async def _forward_call(
@@ -155,15 +155,22 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        if request.key.evaluation or request.key.step not in self._sums.open_steps or not request.mode.grad:
-            raise ProtocolError(
-                f"a backward must belong to a forward with gradients of a step that is open, "
-                f"one of {[*self._sums.open_steps]}: {request.key}"
-            )
+        self._check_backward(request)
         gradients, again = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward")
         self.under_way.start(name, lambda: self._backward(name, stage, request, gradients, again))
         return Message()
+
+    def _check_backward(self, request: BackwardRequest) -> None:
+        """Refuse a backward that belongs to no forward with gradients, and one that must not add and would."""
+        key, open_steps = request.key, self._sums.open_steps
+        if (key.step not in open_steps and not key.evaluation) or not request.mode.grad:
+            raise ProtocolError(
+                f"a backward must belong to a forward with gradients, of an evaluation or of a step that is open, one "
+                f"of {[*open_steps]}: {key}"
+            )
+        if request.accumulate and not key.adds:
+            raise ProtocolError(f"evaluations, and backwards for the input alone, add nothing to a sum: {key}")
 
     async def _backward(
         self, name: str, stage: Stage, request: BackwardRequest, gradients: serialization.Tree, again: _Inputs | None
@@ -175,15 +182,17 @@ class ComputeHandlers:
             try:
                 gradients, _, after = await self._fetch(request.source, gradient=True)
             except BaseException:
-                if self._sums.may_count(key):  # for when another peer has the gradient
+                if key.evaluation or self._sums.may_count(key):  # for when another peer has the gradient
                     self.cache.keep(key.name(stage.index, "forward"), kept)
                 raise
         receipt, version = False, self._computes_on(key)
+        await self._steps.wait_for_version(version)  # a peer that takes another one's place may be behind
 
         def compute() -> serialization.Tree:
             nonlocal receipt
-            self._sums.check_counts(stage, key)
-            with stage.at(version):
+            if not key.evaluation:
+                self._sums.check_counts(stage, key)
+            with stage.at(version), stage.holding(key.weights):
                 graph = kept.graph or stage.computation.graph(kept.call)
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
@@ -217,7 +226,7 @@ class ComputeHandlers:
             return encode(CancelReply(added=False))
         # On the compute thread: a job that runs there is not interrupted, and may be about to add.
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
-        return encode(CancelReply(added=added))
+        return encode(CancelReply(added=added and request.key.adds))
 
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)

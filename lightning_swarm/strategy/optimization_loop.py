@@ -120,6 +120,12 @@ class SwarmOptimization:
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:
             self.logs.replay()
+            is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+            self._session.pipeline.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
+
+    def _clears_gradients(self, batch_idx: int) -> bool:
+        """True if Lightning clears gradients between the batch's `training_step` and its backward."""
+        return batch_idx % self.trainer.accumulate_grad_batches == 0
 
     def _loop_batch(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
         number = self._data.number
@@ -180,6 +186,7 @@ class SwarmOptimization:
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
+        self._session.pipeline.clears_gradients = self._clears_gradients(batch.idx)
         try:
             closure()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
@@ -197,6 +204,7 @@ class SwarmOptimization:
         result = closure.consume_result()
         logs, metrics = self.logs.finish_batch(counts=result.loss is not None)
         if result.loss is None:
+            self._session.pipeline.norms.batch_without_loss()
             self._session.withdraw_batch()
         closing = result.loss is not None and self._finish_batch(batch, lease, logs, metrics)
         self._end_step(closing=closing)
@@ -245,9 +253,11 @@ class SwarmOptimization:
 
     def begin_backward(self) -> None:
         """Send what `training_step` logged, which is complete by now."""
-        logs = self.logs.so_far
-        if logs is not None:
-            self._session.begin_backward(logs)
+        self._session.begin_backward(self.logs.so_far)
+
+    def end_backward(self) -> None:
+        """Let nothing that is backpropagated from now on count."""
+        self._session.end_backward()
 
     @property
     def _optimizer(self) -> Optimizer:

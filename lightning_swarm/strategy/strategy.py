@@ -341,6 +341,12 @@ class SwarmStrategy(extra_trainers.RankHooks):
             self._loop.begin_backward()
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._loop is not None:
+            self._loop.end_backward()
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:
             self._session.renew()

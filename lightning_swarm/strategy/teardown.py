@@ -114,6 +114,8 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
         try:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):
                 _serve_on(strategy)  # a checkpoint left its loop nothing to do
+            if strategy._session is not None:
+                strategy._session.pipeline.clear_marks()
             with staying_on_meta():
                 default()
         finally:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replaced
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -180,6 +181,7 @@ class Trainer:
         self.in_hand: list[int] = []  # batches that have no place as yet, or are under way
         self._through: dict[int, int] = {}  # batches by their leases
         self.num_revoked = 0
+        self.num_input_only = 0  # backwards of each microbatch before the one that counts
 
     async def _follow(self, record: Record, rosters: Sequence[Sequence[Member]]) -> None:
         self._books.note(record)
@@ -246,8 +248,9 @@ class Trainer:
         self._books.sent[grant.step, key.receipt] = Sent(self.peer_id, number, rows)
         extras: list[dict[str, Any]] = [{} for _ in range(self._num_stages)]
         inputs = encoded((rows,), self._codecs.activations)
+        mode = replaced(MODE, input_grad=self.num_input_only > 0)
         microbatch = Microbatch(
-            key=key, num_rows=ROWS, inputs=inputs, extras=extras, mode=MODE, weight=grant.weight, first_trained=0
+            key=key, num_rows=ROWS, inputs=inputs, extras=extras, mode=mode, weight=grant.weight, first_trained=0
         )
         return MicrobatchRun(self.link, microbatch)
 
@@ -256,7 +259,10 @@ class Trainer:
         output = decoded(received, self._codecs.activations, CPU)
         await asyncio.sleep(self._pace.losses_s.get(number, 0.0))
         # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
-        await passage.backward(encoded([output * (SCALE / (NUM_MICROBATCHES * ROWS))], self._codecs.gradients))
+        gradients = encoded([output * (SCALE / (NUM_MICROBATCHES * ROWS))], self._codecs.gradients)
+        aside = [await passage.backward(gradients, adds=False) for _ in range(self.num_input_only)]
+        last = await passage.backward(gradients)
+        assert all(torch.equal(gradient[0], last[0]) for gradient in aside)
 
 
 class _Watchman(Saboteur):

@@ -16,6 +16,7 @@ from lightning_swarm.testing.faults import DidNotHappen
 from tests.faults.harness import SETTLE_S, FaultySwarm
 from tests.faults.plans import (
     BETWEEN,
+    COMPUTING,
     LEAD,
     OF_TRAINERS,
     SENDING,
@@ -34,12 +35,14 @@ NUM_PAIRS = 70
 NUM_WIRINGS = 3
 
 
-def check(*faults: Case, seed: int) -> None:
+def check(*faults: Case, seed: int, num_input_only: int = 0) -> None:
     """Train under the faults, then look."""
     plan = FaultPlan()
     for fault in faults:
         fault.add_to(plan)
     swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, seed=seed)
+    for trainer in swarm.trainers.values():
+        trainer.num_input_only = num_input_only
     try:
         swarm.train()
         assert not [fault for fault in swarm.struck_idly if fault.at not in BETWEEN]
@@ -75,6 +78,12 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
 @pytest.mark.parametrize("faults", list(caused()), ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults, seed=0)
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.phase in COMPUTING][2::12], ids=str)
+def test_a_fault_among_backwards_for_the_input(case: Case) -> None:
+    """Each microbatch has two backwards that add nothing, and then the one that counts."""
+    check(case, seed=1, num_input_only=2)
 
 
 @pytest.mark.parametrize("phase", OF_TRAINERS, ids=lambda phase: phase.name)

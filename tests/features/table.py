@@ -17,7 +17,7 @@ _HEAD = """# Lightning's features in a swarm
 
 Each row is a test in `tests/features`. Most of these tests compare a swarm of two stages with the plain Trainer in
 float64: losses, weights, and the result of the feature itself. *Works* means: as with the plain Trainer. *Partly*: the
-note says what differs. *Refused*: an error before training starts, and the note names the remedy.
+note says what differs. *Refused*: an error before training starts, or when it happens, and the note names the remedy.
 
 This file is written by `python -m tests.features.table > docs/features.md`; edit the tests.
 """
@@ -28,6 +28,7 @@ _MODULES = (
     "test_loop",
     "test_data",
     "test_optimization",
+    "test_gradients",
     "test_finetuning",
     "test_precision",
     "test_compiling",

@@ -126,14 +126,6 @@ class WithCreateGraph(Digits):
         return loss + gradient.square().sum()
 
 
-class BackwardTwice(Digits):
-    @override
-    def loss(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(images), labels)
-        loss.backward(retain_graph=True)
-        return loss
-
-
 class FromAnEarlierBatch(Digits):
     @override
     def loss(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
@@ -148,7 +140,6 @@ class FromAnEarlierBatch(Digits):
     ("module", "message"),
     [
         (WithCreateGraph, r"`create_graph=True` needs .* without the swarm\."),
-        (BackwardTwice, r"can be backpropagated once.* call backward once\."),
         (FromAnEarlierBatch, r"Detach what you keep|can be backpropagated once"),
     ],
 )
@@ -388,6 +379,77 @@ def test_an_input_gets_its_gradient() -> None:
     for ours, theirs in zip(swarm.module.gradients, plain.module.gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         assert float(theirs.abs().max()) > 0
+
+
+class SameDraw(Digits):
+    """Takes each gradient of a call with dropout twice, from the forward's graph and from one that is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(0.5))
+
+    @override
+    def loss(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
+        self.images = images.clone().requires_grad_()
+        loss = F.cross_entropy(self.net(self.images), labels)
+        self.found = [torch.autograd.grad(loss, self.images, retain_graph=True)[0] for _ in range(2)]
+        return loss
+
+    @override
+    def on_after_backward(self) -> None:
+        assert all(torch.equal(gradient, self.images.grad) for gradient in self.found)
+        assert not torch.equal(torch.autograd.grad(self.net(self.images).sum(), self.images)[0], self.images.grad)
+
+
+def test_all_backwards_of_a_call_see_the_same_draw() -> None:
+    run_swarm(SameDraw, loader(digits()), max_steps=STEPS, num_stages=3, num_servers=4, split=["0", "2", "4"])
+
+
+class LayersAround(Net):
+    """Takes gradients through layers that the trainer computes."""
+
+    def __init__(self, adversarial: Callable[[LayersAround, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+        self.embed, self.head = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.adversarial = adversarial
+
+    def cost(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.net(self.embed(images))), labels)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        gradient = self.adversarial(self, batch[0].clone().requires_grad_(), batch[1])
+        return self.cost(batch[0] + 0.1 * gradient.sign(), batch[1])
+
+
+def by_grad(self: LayersAround, images: Tensor, labels: Tensor) -> Tensor:
+    loss = self.cost(images, labels)
+    norm = torch.autograd.grad(loss, self.embed.weight, retain_graph=True)[0].norm()
+    return norm * torch.autograd.grad(loss, images)[0]
+
+
+def by_backward(self: LayersAround, images: Tensor, labels: Tensor) -> Tensor:
+    self.cost(images, labels).backward()
+    assert images.grad is not None
+    return images.grad
+
+
+def around_alone(self: LayersAround, images: Tensor, labels: Tensor) -> Tensor:
+    self.embed(images).square().sum().backward()
+    assert images.grad is not None
+    return images.grad
+
+
+@pytest.mark.parametrize("adversarial", [by_grad, by_backward, around_alone])
+def test_gradients_through_layers_around_the_pipeline(adversarial: Any) -> None:
+    plain = run_plain(lambda: LayersAround(adversarial), loader(digits()), max_steps=STEPS)
+    swarm = run_swarm(lambda: LayersAround(adversarial), loader(digits()), max_steps=STEPS, pipeline="net")
+    assert_exact(swarm, plain)
+
+
+def test_gradients_around_the_pipeline_alone_are_refused_where_they_would_count() -> None:
+    options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": 2, "pipeline": "net"}
+    with pytest.raises(ConfigError, match=r"left gradients at \['embed"):
+        run_swarm(lambda: LayersAround(around_alone), loader(digits()), **options)
 
 
 class InPlace(Net):

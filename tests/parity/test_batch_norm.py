@@ -107,6 +107,45 @@ def test_cumulative_averages(num_servers: int) -> None:
     assert_exact(run, plain)
 
 
+class Uncounted(ResNet):
+    """Makes train-mode calls that are not backpropagated, or by the input alone."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(self(images), batch[1]), images)
+        with torch.no_grad():
+            target = self(batch[0].flip(1))
+        return F.mse_loss(self(batch[0] + gradient), target + self(batch[0]).detach())
+
+
+def test_forwards_without_a_backward_that_counts() -> None:
+    plain = run_plain(partial(Uncounted, MICROBATCH), loader(digits()), **options())
+    run = run_swarm(Uncounted, loader(digits()), num_servers=4, **options(microbatch_size=MICROBATCH))
+    assert_exact(run, plain)
+    assert_counted(run, 4 * NUM_MICROBATCHES)
+
+
+class InAHook(ResNet):
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self(batch[0])
+
+
+class WithoutLoss(ResNet):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("module", [InAHook, WithoutLoss])
+def test_a_warning_says_which_forwards_do_not_count(module: type[ResNet], caplog: pytest.LogCaptureFixture) -> None:
+    run_swarm(module, loader(digits()), **options(microbatch_size=MICROBATCH))
+    assert "running statistics do not count that" in caplog.text
+
+
 # Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
 @pytest.mark.parametrize(
     ("plan", "num_gone"),

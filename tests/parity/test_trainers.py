@@ -479,3 +479,30 @@ def test_another_trainers_own_end_is_not_its_step_count() -> None:
     seen: Seen = train(2, max_steps=-1, max_epochs=3)
     assert [trainer.max_epochs for trainer in seen.trainers.values()] == [3, 3]
     assert [trainer.max_steps for trainer in seen.trainers.values()] == [-1, -1]
+
+
+class Adversarial(DigitsMLP):
+    """Trains on what its own gradient by the images disturbs."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images = batch[0].clone().requires_grad_()
+        loss = F.cross_entropy(self.net(images), batch[1])
+        (gradient,) = torch.autograd.grad(loss, images, retain_graph=True)
+        return loss + F.cross_entropy(self.net(batch[0] + 0.1 * gradient.sign()), batch[1])
+
+
+def test_gradients_by_the_input_add_nothing_whoever_takes_them() -> None:
+    seen = train(3, lambda seen: Adversarial())
+    assert_exact_curve(seen, Adversarial, digits(), num_trainers=3)
+
+
+class AnotherLossLater(DigitsMLP):
+    @override
+    def on_after_backward(self) -> None:
+        self.net(digits().tensors[0][:3].double()).sum().backward()
+
+
+def test_a_batch_takes_no_more_once_it_counts_even_if_its_trainer_dies() -> None:
+    with pytest.raises(ConfigError, match="another loss after that"):
+        train(2, lambda seen: AnotherLossLater())

@@ -73,6 +73,15 @@ class LocalLayers:
                 )
         self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight))
 
+    def check_clear(self) -> None:
+        """Refuse gradients of a backward before Lightning's own where plain Lightning would add both."""
+        found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        if found:
+            raise ConfigError(
+                "only the backward that Lightning runs adds to a step: within an accumulation window a `.backward()` "
+                f"of one's own left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
+            )
+
     def clear(self) -> None:
         """Forget the batch's gradients."""
         for parameter in self.parameters.values():

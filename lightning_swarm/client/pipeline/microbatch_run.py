@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.pipeline.context import PipelineContext, nothing
 from lightning_swarm.client.pipeline.recovery import (
@@ -37,6 +40,7 @@ class MicrobatchRun:
         self.context = context
         self.microbatch = microbatch
         self._calls = StageCalls(context, microbatch)
+        self._num_backwards = 0
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Return the output of the last stage, as it travels, and which of its tensors require grad."""
@@ -47,7 +51,7 @@ class MicrobatchRun:
             calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in context.routers]
             try:
                 found = await self._forward()
-                needs_backward = calls.gradient_end <= calls.last_stage
+                needs_backward = self.microbatch.key.adds and calls.gradient_end <= calls.last_stage
             finally:
                 if not needs_backward:
                     calls.release()
@@ -79,22 +83,34 @@ class MicrobatchRun:
             router.note_forward(charge, busy_s=busy_s)
 
     async def backward(
-        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = nothing
+        self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Have every stage add its gradients, and return the input's if the mode asks for them, all as they travel."""
-        calls, context = self._calls, self.context
+        """Return the input's gradients if the mode asks for them; with `adds`, have every stage add its own."""
+        self._num_backwards += 1
+        calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients
-        backward = _BackwardRun(calls, wants_input_gradient=self.microbatch.mode.input_grad)
+        wants_input_gradient, again = self.microbatch.mode.input_grad, self._num_backwards > 1
+        backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
         with context.under_way():
             try:
                 found = await backward.run(sent=sent)
                 await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()
-        if calls.gradient_end <= calls.last_stage:
+        if adds and calls.gradient_end <= calls.last_stage:
             route = [charge.peer for charge in calls.route]
             await context.replay_buffer.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
         return found
+
+    def want_no_gradient(self) -> None:
+        """Compute once more for what the forward changes, whether it had a graph or not."""
+        mode = replaced(self.microbatch.mode, grad=True, input_grad=False)
+        self.microbatch = self._calls.microbatch = replace(self.microbatch, mode=mode)
+        self._num_backwards += 1  # all is sent along, for there may be no graph
+
+    def release(self) -> None:
+        """Take the microbatch off its peers' accounts: no backward comes any more."""
+        self._calls.release()
 
     async def _account_forward(self, stage: int) -> None:
         """Account for a stage without a backward. It did its part, so a failure now does not fail the microbatch."""
@@ -178,10 +194,16 @@ class _BackwardRun:
     """Runs the backward of a microbatch until the receipts of all stages are there."""
 
     def __init__(
-        self, calls: StageCalls, *, wants_input_gradient: bool, avoid: frozenset[PeerId] = frozenset()
+        self,
+        calls: StageCalls,
+        *,
+        wants_input_gradient: bool,
+        again: bool = False,  # an earlier backward has used up what the peers kept
+        avoid: frozenset[PeerId] = frozenset(),
     ) -> None:
         self._calls = calls
         self._replays = calls.holders is not None
+        self._recomputes = self._replays or again
         self._wants_input_gradient = wants_input_gradient
         self._recovery = BackwardRecovery(calls, avoid)
 
@@ -190,9 +212,9 @@ class _BackwardRun:
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         recovery.backwards.update(stages)
-        if self._replays:  # no forward went before
+        if self._recomputes:
             recovery.forwards.update(range(calls.last_stage))
-        has_begun, has_reported = self._replays, False
+        has_begun, has_reported = self._recomputes, False
         while True:
             try:
                 if not has_begun:

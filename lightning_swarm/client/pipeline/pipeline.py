@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.differentiation import (
+    check_transforms,
+    clear_marks,
+    mark_gradients,
+    reaches_weights,
+    weights_node,
+)
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
@@ -21,6 +28,7 @@ from lightning_swarm.client.pipeline.microbatches import (
     split,
     split_gradients,
 )
+from lightning_swarm.client.pipeline.norm_watch import NormWatch
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.event_loop import Runtime
@@ -36,9 +44,8 @@ from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receip
 
 class _PipelineFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, leaf: Tensor, weights: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.used = False
         ctx.set_materialize_grads(False)
         outputs, have_gradient = call.forward()
         ctx.mark_non_differentiable(*(o for o, has in zip(outputs, have_gradient, strict=True) if not has))
@@ -46,20 +53,11 @@ class _PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # set by create_graph
-            raise ConfigError(
-                "`create_graph=True` needs the graph of the gradient, and the swarm's stages keep theirs to "
-                "themselves. Compute gradient penalties outside the pipelined module, or without the swarm."
-            )
-        if ctx.used:
-            raise ConfigError(
-                "one call of the pipelined module can be backpropagated once: its gradients are in the step's sum "
-                "already. Add the losses up and call backward once."
-            )
-        ctx.used = True
-        if all(gradient is None for gradient in gradients):
-            return (None, None, *(None for _ in ctx.needs_input_grad[2:]))
-        return (None, None, *ctx.call.backward(gradients))
+        call: _Call = ctx.call
+        counts = reaches_weights(ctx, gradients) and call.begin_backward()
+        if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
+            return (None,) * len(ctx.needs_input_grad)
+        return (None, None, None, *(call.backward(gradients) if counts else call.input_gradients(gradients)))
 
 
 # Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
@@ -76,7 +74,9 @@ class GrantedBatch:
     num_microbatches: int = 0  # of all of its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
-    backward_begun: bool = False
+    calls: list[_Call] = field(default_factory=list)
+    counts: bool = False  # Lightning's own backward is under way, and what is added now counts
+    backward_begun: bool = False  # servers may have added something
     # Called beside its first microbatches.
     begin: Callable[[], Coroutine[Any, Any, None]] | None = None
     # Called when all of it was sent, and nothing else of it is to come.
@@ -114,8 +114,12 @@ class Pipeline:
         self.first_trained = 0  # no stage before this one trains
         self.batch: GrantedBatch | None = None
         self.before_call: Callable[[bool], None] | None = None  # called with whether the call is of no batch
+        # What a `.backward()` that is not Lightning's would leave at the weights is cleared before it could count.
+        self.clears_gradients = True
         self.num_microbatches = 0
         self._evaluations = itertools.count()
+        self._weights = self._found_weights()
+        self.norms = NormWatch(blocks)
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
@@ -124,7 +128,8 @@ class Pipeline:
             self.before_call(self.batch is None)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
-        grad = torch.is_grad_enabled() and self.batch is not None
+        check_transforms(tensors, self._weights, self._found_weights())
+        grad = torch.is_grad_enabled()
         mode = capture(
             self.config.device.type,
             training=self._training(),
@@ -135,16 +140,45 @@ class Pipeline:
             call = _Call(self, _detached(arguments), mode)
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
-            anchor = torch.zeros((), requires_grad=True)
-            outputs = list(_PipelineFunction.apply(call, anchor, *tensors))  # type: ignore[no-untyped-call]
+            leaf = torch.zeros((), requires_grad=True)
+            weights = weights_node(self._weights)
+            outputs = list(_PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
         return serialization.unflatten(call.output_structure, outputs)
 
+    def _found_weights(self) -> list[nn.Parameter]:
+        return [weight for block in self.blocks for weight in block.parameters()]
+
+    def refuse_or_mark(self) -> None:
+        """Allow a backward that is not Lightning's own if its gradients at the weights would be cleared."""
+        if not self.clears_gradients:
+            raise ConfigError(
+                "only the backward that Lightning runs adds to a step, got a `.backward()` of one's own, after that "
+                "or in the middle of an accumulation window, where plain Lightning would add its gradients. Return "
+                "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
+            )
+        mark_gradients(self._weights)
+
+    def clear_marks(self) -> None:
+        """Leave nothing of backwards at the weights."""
+        clear_marks(self._weights)
+
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
+
+    def count_statistics(self) -> None:
+        """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""
+        for call in self.batch.calls if self.batch is not None else ():
+            call.count_statistics()
+
+    def end_batch(self) -> None:
+        """Have no batch in hand. Calls of it that were not backpropagated never will be."""
+        batch, self.batch = self.batch, None
+        for call in batch.calls if batch is not None else ():
+            call.release()
 
     def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
         """Name a microbatch of the batch in hand, or of an evaluation."""
@@ -202,7 +236,10 @@ class _Call:
 
     def __init__(self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode) -> None:
         self._pipeline = pipeline
-        self._batch = pipeline.batch if mode.grad else None
+        # Of an evaluation nothing counts.
+        self._changes_statistics = pipeline.norms.changes(training=mode.training, in_batch=pipeline.batch is not None)
+        self._batch = pipeline.batch if mode.grad or self._changes_statistics else None
+        self._counted = self._added = False
         config = pipeline.config
         rows = num_rows(arguments, config.shared)
         parts = split(arguments, rows=rows, size=pipeline.microbatch_size(rows), shared=config.shared)
@@ -219,16 +256,18 @@ class _Call:
                     ),
                     extras=[stage.extras_for(part.kwargs) for stage in config.stages],
                     mode=mode,
-                    weight=self._batch.grant.weight if self._batch else 0.0,
+                    weight=self._batch.grant.weight if self._batch else 1.0,
                     first_trained=pipeline.first_trained,
                 ),
             )
             for index, part in enumerate(parts)
         ]
         self.output_structure: serialization.Structure = None
+        self._num_outputs = 0
         pipeline.num_microbatches += len(parts)
         if self._batch is not None:
             self._batch.num_microbatches += len(parts)
+            self._batch.calls.append(self)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Return the output's tensors for the whole batch, and which of them have a gradient."""
@@ -237,21 +276,60 @@ class _Call:
         config = self._pipeline.config
         outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
         self.output_structure, tensors = concat(outputs, self._sizes)
+        self._num_outputs = len(tensors)
         return tensors, results[0][1]
 
+    def release(self) -> None:
+        """Take the call off its peers' accounts."""
+        for run in self._microbatch_runs:
+            run.release()
+
+    def begin_backward(self) -> bool:
+        """Note that a backward which reaches the weights begins; true if what it adds counts."""
+        batch = self._pipeline.batch
+        if batch is None or not batch.counts:
+            self._pipeline.refuse_or_mark()
+            return False
+        self._check_current()
+        if self._batch is None:
+            raise ConfigError(
+                "a loss may depend on calls of the pipelined module in its own training_step, got one from before "
+                "that. Make the call in `training_step`, or detach its output."
+            )
+        if self._counted:
+            raise ConfigError(
+                "one call of the pipelined module can be backpropagated once for a step: its gradients are in the "
+                "step's sum already. Add the losses up and call backward once."
+            )
+        if batch.confirm is not None:
+            raise ConfigError(
+                "a batch of one of several trainers is complete once all of its calls are backpropagated, for then it "
+                "counts even if its trainer dies: got another loss after that. Return the sum of all losses."
+            )
+        self._counted = True
+        return True
+
+    def count_statistics(self) -> None:
+        """Add what batch norms saw, with no gradients, unless that came with gradients."""
+        trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else nobody holds a receipt
+        if self._changes_statistics and trains and not self._added:
+            for run in self._microbatch_runs:
+                run.want_no_gradient()
+            self.backward([None] * self._num_outputs)
+
+    def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of the input's tensors, and add nothing to any sum."""
+        self._check_current()
+        parts = self._split(gradients)
+        works = [run.backward(part, adds=False) for run, part in zip(self._microbatch_runs, parts, strict=True)]
+        return self._joined(self._run(works, parts[0]))
+
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the input's tensors."""
+        """Have the servers add the weights' gradients, and return those of the input's tensors."""
         batch = self._batch
         assert batch is not None
-        if batch is not self._pipeline.batch:
-            raise ConfigError(
-                "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
-                "has gone on. Detach what you keep from one batch to the next."
-            )
-        batch.backward_begun = True
-        config = self._pipeline.config
-        codec = config.codecs.gradients
-        parts = [_to_send(part, codec, copy=False) for part in split_gradients(gradients, self._sizes)]
+        batch.backward_begun = self._added = True
+        parts = self._split(gradients)
         first = self._microbatch_runs[0].microbatch
         no_gradients = [None] * len(serialization.leaves(first.inputs))
         works = [
@@ -269,7 +347,30 @@ class _Call:
         batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
         if not first.mode.input_grad:
             return no_gradients
-        return concat_gradients([decoded(part, codec, config.device) for part in found], self._sizes)
+        return self._joined(found)
+
+    def _check_current(self) -> None:
+        """Refuse a backward with other weights than the forward's."""
+        pipeline, key = self._pipeline, self._microbatch_runs[0].microbatch.key
+        evaluated_here = (key.generation, key.step, key.weights) == (
+            pipeline.generation,
+            pipeline.version,
+            pipeline.lent,
+        )
+        if self._batch is not pipeline.batch and not (self._batch is None and evaluated_here):
+            raise ConfigError(
+                "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
+                "has gone on. Detach what you keep from one batch to the next."
+            )
+
+    def _split(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
+        codec = self._pipeline.config.codecs.gradients
+        return [_to_send(part, codec, copy=False) for part in split_gradients(gradients, self._sizes)]
+
+    def _joined(self, found: Sequence[serialization.Tree]) -> Sequence[Tensor | None]:
+        config = self._pipeline.config
+        parts = [decoded(part, config.codecs.gradients, config.device) for part in found]
+        return concat_gradients(parts, self._sizes)
 
     async def _sent(self, batch: GrantedBatch, receipt: Receipt) -> None:
         batch.sent.append(receipt)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
@@ -77,13 +79,21 @@ class StageCalls:
         """The first stage that computes gradients; if none does, a number above the last stage's."""
         if self.holders is not None:
             return min(self.holders)
-        return 0 if self.microbatch.mode.input_grad else self.microbatch.first_trained
+        if self.microbatch.mode.input_grad:
+            return 0
+        return self.microbatch.first_trained if self.microbatch.key.adds else self.last_stage + 1
 
     def accumulates(self, stage: int) -> bool:
         """Return True if the stage's peer is to add the gradient to its sum."""
         if self.holders is not None:
             return stage in self.holders
-        return stage >= self.microbatch.first_trained
+        return self.microbatch.key.adds and stage >= self.microbatch.first_trained
+
+    def input_only(self, number: int) -> StageCalls:
+        """Return the calls of a backward for the input's gradient alone, on the same route."""
+        key = replaced(self.microbatch.key, input_only=number)
+        sent = {call: source for call, source in self._sent.items() if call[1] == "forward"}
+        return replace(self, microbatch=replace(self.microbatch, key=key), _sent=sent)
 
     def peer(self, stage: int) -> PeerId:
         """Return the peer that computes a stage."""

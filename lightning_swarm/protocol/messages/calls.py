@@ -37,6 +37,7 @@ class CallKey(WireMessage, frozen=True):
     call: Count  # counts the pipeline's calls within a training_step
     evaluation: bool = False  # no step counts the microbatch; `first` is 0 and `call` goes on counting
     weights: Count = 0  # of an evaluation: the number of the lent weights; 0: the weights of the step
+    input_only: Count = 0  # numbers backwards that add nothing and give the input's gradient; 0: the one that counts
 
     @classmethod
     def of(cls, generation: int, step: int, receipt: Receipt) -> CallKey:
@@ -48,7 +49,14 @@ class CallKey(WireMessage, frozen=True):
         """Return the ticket name of one call's result."""
         kind = f"e{self.weights}." if self.evaluation else "t"
         batch = batch_name(self.generation, self.step, self.first, kind)
-        return f"{batch}{self.index}.c{self.call}/{stage_index}/{direction}"
+        # All backwards of a call share its forward, and each has a result of its own.
+        number = f".i{self.input_only}" if self.input_only and direction == "backward" else ""
+        return f"{batch}{self.index}.c{self.call}{number}/{stage_index}/{direction}"
+
+    @property
+    def adds(self) -> bool:
+        """True if the backward may add to a step's sums."""
+        return not self.evaluation and not self.input_only
 
     def __str__(self) -> str:
         """Describe the microbatch in an error's text."""

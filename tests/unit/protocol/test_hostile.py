@@ -614,6 +614,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "anomaly",
         "keep",
         "weights",
+        "input_only",
         "logs",
         "first",
         "begun",

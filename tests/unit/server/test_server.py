@@ -198,10 +198,52 @@ def test_an_evaluation_leaves_no_trace(make_swarm: MakeSwarm) -> None:
     assert swarm.state() == before
     assert all(server.calls.cache.used_bytes == 0 for server in swarm.servers.values())
     with pytest.raises(ProtocolError, match="a backward must belong"):
-        swarm.run(swarm.backward(key(evaluation=True), output))
+        swarm.run(swarm.backward(key(evaluation=True), output, mode=mode, accumulate=False))
 
 
 # ---------------------------------------------------------------------- cancelling
+
+
+@pytest.mark.parametrize("changes", [{"evaluation": True}, {"input_only": 1}])
+def test_a_backward_for_the_input_alone_adds_nothing_whatever_it_says(
+    make_swarm: MakeSwarm, changes: dict[str, Any]
+) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    k = key(**changes)
+    output = swarm.run(swarm.forward(k, x))
+    with pytest.raises(ProtocolError, match="add nothing to a sum"):
+        swarm.run(swarm.backward(k, output))
+
+    reports = swarm.run(swarm.backward(k, output, accumulate=False))
+
+    leaf = x.clone().requires_grad_()
+    (swarm.module(leaf).square().sum() / 2).backward()
+    torch.testing.assert_close(swarm.run(swarm.input_gradient(k, A)), leaf.grad)
+    assert [report.receipt for report in reports] == [False, False]
+    assert not any(values.any() for values in sums(swarm, swarm.route()))
+    assert not any(server.steps.sums.ledgers[i].held for i, server in enumerate(swarm.servers.values()))
+
+
+def test_each_backward_of_a_call_has_a_result_of_its_own(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a"), rows(1)
+    output = swarm.run(swarm.forward(key(), x))
+    again = ((x,), {})
+    for number in (1, 2):
+        k = key(input_only=number)
+        swarm.run(swarm.backward(k, number * output, accumulate=False, again=again))
+        found = swarm.run(swarm.input_gradient(k, A))
+        assert found is not None
+        torch.testing.assert_close(found, number * gradient_of(x))
+    swarm.run(swarm.backward(key(), output, again=again))
+    torch.testing.assert_close(swarm.run(swarm.input_gradient(key(), A)), gradient_of(x))
+    torch.testing.assert_close(sums(swarm, [A])[0], parameter_gradients(swarm, x)[0])
+
+
+def gradient_of(x: torch.Tensor) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    (make_module(1)(leaf).square().sum() / 2).backward()
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwarm) -> None:

@@ -1,0 +1,116 @@
+"""What a backward through a call of the pipelined module is for, and what autograd cannot do with one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+
+
+class Weights(torch.autograd.Function):
+    """A node of autograd's graph that stands for the pipeline's weights, which live on the servers."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        """Return a scalar that depends on the weights as far as autograd knows."""
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
+        """Give the weights no gradient here."""
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def weights_node(weights: Sequence[nn.Parameter]) -> Tensor | None:
+    """Connect a call with the weights that it depends on; refuse hooks on their gradients, which never get here."""
+    wanted = [weight for weight in weights if weight.requires_grad]
+    if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in wanted):
+        raise ConfigError(
+            "hooks on the gradients of the pipeline's weights find none, for the servers sum them: got a weight with "
+            "`register_hook` or `register_post_accumulate_grad_hook`. Remove the hook. To keep some weights as they "
+            "are, freeze them; `configure_stages` may leave a block with hooks out."
+        )
+    node: Tensor | None = Weights.apply(*wanted) if wanted else None  # type: ignore[no-untyped-call]
+    return node
+
+
+def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
+    """True within a ``.backward()``, false if the input's gradient alone is asked for. Refuses what cannot be given.
+
+    `ctx` belongs to a function whose first inputs are a leaf that only it knows, and the node of the weights.
+    """
+    if torch.is_grad_enabled():  # set by create_graph
+        raise ConfigError(
+            "`create_graph=True` needs the graph of the gradient, and the swarm's stages keep theirs to "
+            "themselves. Compute gradient penalties outside the pipelined module, or without the swarm."
+        )
+    if any(gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
+        refuse_transform("`is_grads_batched=True` (`vectorize=True`)")
+    (leaf, _), (weights, _) = ctx.next_functions[:2]
+    if torch._C._will_engine_execute_node(leaf):
+        return True
+    if weights is not None and torch._C._will_engine_execute_node(weights):
+        raise ConfigError(
+            "gradients by the pipeline's weights are summed on the servers and never get here, got `autograd.grad` or "
+            "`.backward(inputs=...)` by some of them. Ask for gradients by the pipeline's input or output, or keep the "
+            "layer out of the pipeline by `configure_stages`."
+        )
+    return False
+
+
+def check_transforms(tensors: Iterable[Tensor], own: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """Refuse a call within a transform that has to see into the stages, and one with `found` weights for its `own`."""
+    if len(own) != len(found) or any(weight is not other for weight, other in zip(own, found, strict=True)):
+        raise ConfigError(
+            "the pipelined module computes with the weights that the run trains, got a call with other ones, as "
+            "`torch.func.functional_call` has it, or a parameter that was replaced. Change weights in place, before "
+            "`fit`, or do without the swarm."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        refuse_transform("`torch.func`")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        refuse_transform("forward-mode AD")
+
+
+def refuse_transform(name: str) -> NoReturn:
+    """Refuse a transform by its name."""
+    raise ConfigError(
+        "the pipelined module computes on servers, which know plain calls and backwards only: it was used within "
+        f"{name}. Use `torch.autograd.grad`, one gradient at a time, or do without the swarm."
+    )
+
+
+class GradientElsewhere(Tensor):
+    """Stands for the gradient of a weight of the pipeline: there is one, and it is not here."""
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:  # of the module
+            return args[0]
+        raise ConfigError(
+            "a `.backward()` of one's own leaves no gradients at the pipeline's weights, which live on the servers, "
+            "got a use of `.grad`. Use the gradient of the input, or do without the swarm."
+        )
+
+
+def mark_gradients(weights: Iterable[nn.Parameter]) -> None:
+    """Have whoever reads a gradient that plain Lightning would leave here be told that it is not here."""
+    for weight in weights:
+        if weight.requires_grad and weight.grad is None:
+            nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
+            weight.grad = nothing.as_subclass(GradientElsewhere)
+
+
+def clear_marks(weights: Iterable[nn.Parameter]) -> None:
+    """Forget what `mark_gradients` left."""
+    for weight in weights:
+        if type(weight.grad) is GradientElsewhere:
+            weight.grad = None
