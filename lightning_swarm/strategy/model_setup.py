@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import add_hooks, boundary_layers
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
+from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.model.partition import (
     Blocks,
     choose_ranges,
@@ -118,6 +119,7 @@ def own_server_model(strategy: SwarmStrategy, module: LightningModule, own: Peer
     # A callback puts averages into the module, with which the stages' weights must not change.
     if callbacks_of(module.trainer, "WeightAveraging", "StochasticWeightAveraging"):
         apart = copy.deepcopy(module)
+        remember_copy(apart, module)
         apart.trainer = module.trainer
         return peer_model(strategy, apart, keep=False)
     return own
@@ -190,6 +192,7 @@ def _twin(module: LightningModule) -> LightningModule:
     """Copy modules, so that modes and hooks are separate, with the same parameters, buffers and whatever else."""
     # Not `deepcopy`: a module may refer to its data, or to what cannot be copied.
     copied = _copy(module, {})
+    remember_copy(copied, module)
     assert isinstance(copied, type(module))
     copied._trainer = module._trainer  # which a copy of a LightningModule leaves out
     return copied
