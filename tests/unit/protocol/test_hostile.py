@@ -610,6 +610,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "default_dtype",
         "deterministic",
         "anomaly",
+        "modules",
         "keep",
         "weights",
         "logs",
