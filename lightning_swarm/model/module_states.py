@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final
 
 from torch import nn
@@ -69,6 +70,19 @@ def _unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if not _is_plain(value):
         raise ProtocolError(f"a module's attribute must be a plain value, got a {type(value).__name__}")
     return value
+
+
+class _Comparison:
+    """Compares some values of a dict with others; fast, as identical values are not compared, and all of it is C."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._read, self._values = itemgetter(*values), tuple(values.values())  # there are two or more
+
+    def __call__(self, own: Mapping[str, Any]) -> bool:
+        try:
+            return bool(self._read(own) == self._values)
+        except (KeyError, RuntimeError, ValueError, TypeError):  # it is gone, or a tensor has taken its place
+            return False
 
 
 def _kept(value: Any) -> Any:
@@ -154,15 +168,13 @@ class _Watched:
 
     def look(self) -> None:
         """See the module as it is now."""
-        self.seen = {name: value if name[:1] == "_" else _kept(value) for name, value in self.own.items()}
-        self.seen["_modules"] = self.own["_modules"].copy()
+        self.seen = {name: _kept(value) for name, value in self.own.items() if name[:1] != "_"}
+        self.seen["_modules"], self.seen["_buffers"] = self.own["_modules"].copy(), self.own["_buffers"]
+        self._size, self._holds = len(self.own), _Comparison(self.seen)
 
     def is_as_seen(self) -> bool:
-        """True if nothing was set since; this is fast, for identical values are not compared."""
-        try:
-            return self.own == self.seen
-        except (RuntimeError, ValueError, TypeError):  # a tensor, or an array, took the place of another
-            return False
+        """True if nothing was set since."""
+        return len(self.own) == self._size and self._holds(self.own)
 
     def class_default(self, name: str) -> Any:
         """A plain value that the class gives an attribute."""
@@ -259,20 +271,19 @@ def _refuse(one: _Watched, name: str, value: object) -> None:
 # ---------------------------------------------------------------------- at a server
 
 
-@dataclass(frozen=True)
 class _Target:
     """What a call wants of a module."""
 
-    watched: _Watched
-    values: dict[str, Any]
-    named: frozenset[str]  # the attributes that the call itself names
+    def __init__(self, watched: _Watched, values: dict[str, Any], named: frozenset[str]) -> None:
+        self.watched = watched
+        self.values = values
+        self.named = named  # the attributes that the call itself names
+        always = {name: watched.own[name] for name in ("_modules", "_buffers")}
+        self._holds = _Comparison({**values, **always})
 
     def is_met(self) -> bool:
-        """True if the module is as wanted; this is fast, for identical values are not compared."""
-        try:
-            return self.values.items() <= self.watched.own.items()
-        except (RuntimeError, ValueError, TypeError):  # a tensor stands there
-            return False
+        """True if the module is as wanted."""
+        return self._holds(self.watched.own)
 
 
 class ServerStates:

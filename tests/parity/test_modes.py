@@ -172,7 +172,7 @@ def _inside(module: Any) -> None:
 
 
 def _object(module: Any) -> None:
-    module.net[3].temperature = torch.tensor(2.0)
+    module.net[3].temperature = torch.tensor(3.0)
 
 
 def _new(module: Any) -> None:

@@ -287,7 +287,12 @@ def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
     """Where the root and what it holds have the blocks, as far as they are registered there."""
     own = set(map(id, blocks.modules))
     owners = [module._modules for module in blocks.root.modules()]
-    return [(owner, name, child) for owner in owners for name, child in owner.items() if id(child) in own and child is not None]
+    return [
+        (owner, name, child)
+        for owner in owners
+        for name, child in owner.items()
+        if id(child) in own and child is not None
+    ]
 
 
 def _call_whole(
@@ -297,8 +302,8 @@ def _call_whole(
     for owner, name, block in places:
         if owner.get(name) is not block:
             raise ConfigError(
-                f"blocks must stay what they are during a run: another module, a {type(owner.get(name)).__name__}, took "
-                f"the place of block {name!r}, a {type(block).__name__}. Replace blocks where every peer does, in "
+                f"blocks must stay what they are during a run: another module, a {type(owner.get(name)).__name__}, "
+                f"took the place of block {name!r}, a {type(block).__name__}. Replace blocks where every peer does, in "
                 "`__init__`, `setup` or `configure_model`, or switch inside a block by a plain attribute."
             )
     return pipeline(*args, **kwargs)
