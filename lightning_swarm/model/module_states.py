@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
@@ -73,15 +73,20 @@ def _unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 class _Comparison:
-    """Compares some values of a dict with others; fast, as identical values are not compared, and all of it is C."""
+    """Compares values in several dicts with others: identical ones are not compared, and next to all of it is C."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._read, self._values = itemgetter(*values), tuple(values.values())  # there are two or more
+    def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._reads, self._values = [], []
+        for own in values:
+            self._reads.append(itemgetter(*own))  # with one name it gives a value, not a tuple of values
+            self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
 
-    def __call__(self, own: Mapping[str, Any]) -> bool:
+    def holds(self) -> bool:
+        """True if all values are as wanted."""
         try:
-            return bool(self._read(own) == self._values)
-        except (KeyError, RuntimeError, ValueError, TypeError):  # it is gone, or a tensor has taken its place
+            return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
+        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
             return False
 
 
@@ -169,17 +174,42 @@ class _Watched:
     def look(self) -> None:
         """See the module as it is now."""
         self.seen = {name: _kept(value) for name, value in self.own.items() if name[:1] != "_"}
-        self.seen["_modules"], self.seen["_buffers"] = self.own["_modules"].copy(), self.own["_buffers"]
-        self._size, self._holds = len(self.own), _Comparison(self.seen)
+        self.seen["_modules"] = self.own["_modules"].copy()
+        self.size = len(self.own)
 
     def is_as_seen(self) -> bool:
         """True if nothing was set since."""
-        return len(self.own) == self._size and self._holds(self.own)
+        return len(self.own) == self.size and _Comparison([self.own], [self.seen]).holds()
 
     def class_default(self, name: str) -> Any:
         """A plain value that the class gives an attribute."""
         value = getattr(type(self.module), name, _NOTHING)
         return value if _is_plain(value) else _NOTHING
+
+
+class _Changes:
+    """Finds the modules of a stage on which something was set."""
+
+    def __init__(self, modules: Sequence[_Watched]) -> None:
+        self._modules = modules
+        self._owns = [one.own for one in modules]
+        self._compare()
+
+    def find(self) -> list[_Watched]:
+        """Return the modules on which something was set since they were looked at."""
+        if list(map(len, self._owns)) == self._sizes and self._comparison.holds():
+            return []
+        return [one for one in self._modules if not one.is_as_seen()]
+
+    def look(self, changed: Iterable[_Watched]) -> None:
+        """See these modules as they are now."""
+        for one in changed:
+            one.look()
+        self._compare()
+
+    def _compare(self) -> None:
+        self._sizes = [one.size for one in self._modules]
+        self._comparison = _Comparison(self._owns, [one.seen for one in self._modules])
 
 
 def _watched(stage: StageModule) -> list[_Watched]:
@@ -205,17 +235,16 @@ class TrainerStates:
 
     def __init__(self, stage: StageModule) -> None:
         self._modules = _watched(stage)
+        self._changes = _Changes(self._modules)
         self._attributes: dict[str, dict[str, Any]] = {}
         self._read = self._collected()
 
     def read(self) -> tuple[bool, ModuleStates | None]:
         """Return whether the stage is in train mode, any part of it, and what differs; refuse what cannot travel."""
-        changed = [one for one in self._modules if not one.is_as_seen()]
+        changed = self._changes.find()
         if changed:
-            for one in changed:
-                self._attributes[one.name] = _changed_attributes(one)
-            for one in changed:
-                one.look()
+            self._attributes.update({one.name: _changed_attributes(one) for one in changed})
+            self._changes.look(changed)
             self._read = self._collected()
         return self._read
 
@@ -271,19 +300,25 @@ def _refuse(one: _Watched, name: str, value: object) -> None:
 # ---------------------------------------------------------------------- at a server
 
 
+@dataclass(frozen=True)
 class _Target:
     """What a call wants of a module."""
 
-    def __init__(self, watched: _Watched, values: dict[str, Any], named: frozenset[str]) -> None:
-        self.watched = watched
-        self.values = values
-        self.named = named  # the attributes that the call itself names
-        always = {name: watched.own[name] for name in ("_modules", "_buffers")}
-        self._holds = _Comparison({**values, **always})
+    watched: _Watched
+    values: dict[str, Any]
+    named: frozenset[str]  # the attributes that the call itself names
 
-    def is_met(self) -> bool:
-        """True if the module is as wanted."""
-        return self._holds(self.watched.own)
+
+class _Targets:
+    """What a call wants of a stage's modules."""
+
+    def __init__(self, targets: Iterable[_Target]) -> None:
+        self.each = [target for target in targets if target.values]
+        self._met = _Comparison([one.watched.own for one in self.each], [one.values for one in self.each])
+
+    def set(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Set what differs; returns what was there."""
+        return [] if self._met.holds() else [change for target in self.each for change in _set(target)]
 
 
 class ServerStates:
@@ -293,13 +328,14 @@ class ServerStates:
         self._index = stage.spec.index
         self._modules = _watched(stage)
         self._names = {one.name: one for one in self._modules}
-        self._known: list[tuple[tuple[bool, ModuleStates | None], list[_Target]]] = []  # the latest targets
+        self._changes = _Changes(self._modules)
+        self._known: list[tuple[tuple[bool, ModuleStates | None], _Targets]] = []  # the latest targets
 
     @contextlib.contextmanager
     def entered(self, mode: ComputeMode, *, backward: bool = False) -> Iterator[None]:
         """Set modes and attributes inside. What a forward sets by itself stays, and is that peer's own."""
         targets = self._targets(mode)
-        changed = [change for target in targets if not target.is_met() for change in _set(target)]
+        changed = targets.set()
         try:
             yield
         finally:
@@ -311,12 +347,12 @@ class ServerStates:
                     if before is _NOTHING:
                         del own[name]
 
-    def _targets(self, mode: ComputeMode) -> list[_Target]:
+    def _targets(self, mode: ComputeMode) -> _Targets:
         key = (mode.training, mode.modules)
         for known, targets in self._known:
             if known == key:
                 return targets
-        targets = list(self._made(mode.training, mode.modules or ModuleStates()))
+        targets = _Targets(self._made(mode.training, mode.modules or ModuleStates()))
         self._known = [(key, targets), *self._known[:3]]
         return targets
 
@@ -334,24 +370,29 @@ class ServerStates:
                 values["training"] = flags[-1]
             yield _Target(one, values, frozenset(given))
 
-    def _keep_own(self, targets: list[_Target]) -> None:
+    def _keep_own(self, targets: _Targets) -> None:
         """Take over what the forward itself has set."""
-        for target in targets:
-            one = target.watched
-            if one.is_as_seen():
-                continue
-            first = one.first
-            for name, value in _attributes(one.own):
-                if name in first.left or _same(value, target.values.get(name, _NOTHING)):
-                    continue
-                if name in first.plain and _is_plain(value):
-                    if name not in target.named:
-                        first.plain[name] = _kept(value)
-                        self._known = []
-                elif name in first.plain or not _same(value, one.seen.get(name, _NOTHING)):
-                    leave(one.module, name)
-                    self._known = []
-            one.look()
+        changed = self._changes.find()
+        if not changed:
+            return
+        wanted = {target.watched.name: target for target in targets.each}
+        for one in changed:
+            if _take_over(one, wanted.get(one.name, _Target(one, {}, frozenset()))):
+                self._known = []
+        self._changes.look(changed)
+
+
+def _take_over(one: _Watched, target: _Target) -> bool:
+    """Take what a module's forward has set for its own; returns whether targets have changed."""
+    first, before = one.first, one.first.plain.copy()
+    for name, value in _attributes(one.own):
+        if name in first.left or name in target.named or _same(value, target.values.get(name, _NOTHING)):
+            continue
+        if name in first.plain and _is_plain(value):
+            first.plain[name] = _kept(value)
+        elif name in first.plain or not _same(value, one.seen.get(name, _NOTHING)):
+            leave(one.module, name)
+    return before != first.plain
 
 
 def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
