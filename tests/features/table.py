@@ -29,6 +29,7 @@ _MODULES = (
     "test_data",
     "test_optimization",
     "test_finetuning",
+    "test_modes",
     "test_precision",
     "test_compiling",
     "test_logging",
