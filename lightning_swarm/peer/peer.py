@@ -143,7 +143,7 @@ class Peer:
         until_over = self.runtime if self.server is None else self._host.until_over(self.runtime)
         runtime = UntilStageLost(until_over, self.lead.lost_for_good)
         local_layers = self._host.local_layers(stages[-1], run, self.runtime)
-        return self._training.open(run, stages, model.blocks, local_layers, device=device, runtime=runtime)
+        return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 
     def _is_over(self) -> bool:
         """True if this peer's server was told that the run is over, so that the other peers are free."""

@@ -19,7 +19,7 @@ from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.session import Session
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.event_loop import Runtime
-from lightning_swarm.model.partition import Blocks, StageModule
+from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import Transport
 from lightning_swarm.network.role import Role
 from lightning_swarm.peer.config import SwarmConfig
@@ -55,13 +55,12 @@ class TrainerRole:
         self,
         run: RunState,
         stages: Sequence[StageModule],
-        blocks: Blocks,
         local_layers: LocalLayers | None,
         *,
         device: torch.device,
         runtime: Runtime,  # leads to the swarm's event loop as long as the run lasts
     ) -> Session:
-        """Open a session in a run that has begun, with the stages and blocks of this trainer's copy of the model."""
+        """Open a session in a run that has begun, with the stages of this trainer's copy of the model."""
         context = self._context(run)
         config = PipelineConfig(
             stages=[stage for stage in stages if not stage.spec.on_trainers],
@@ -72,7 +71,7 @@ class TrainerRole:
             device=device,
             codecs=Codecs.of(run.manifest.settings.compression),
         )
-        pipeline = Pipeline(blocks.modules, context, runtime, config)
+        pipeline = Pipeline(context, runtime, config)
         steps = self._steps(run, context)
         context.check = steps.renew
         is_lead = self._transport.peer_id == run.manifest.lead

@@ -37,7 +37,7 @@ class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
     They, and what a microbatch shows of them, are float64 vectors: how often each norm was used, then the means of all
-    channels, then their variances.
+    channels, then their variances, and at last each norm's momentum, or -1: a trainer may change it during the run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,7 +45,7 @@ class RunningStatistics:
         self._norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]
         self._sizes = [_mean(norm).numel() for norm in self._norms]
         self._seen: dict[int, dict[Receipt, Tensor]] = {}  # by step
-        self.length = len(self._norms) + 2 * sum(self._sizes)
+        self.length = 2 * len(self._norms) + 2 * sum(self._sizes)
 
     def __bool__(self) -> bool:
         return bool(self._norms)
@@ -59,26 +59,30 @@ class RunningStatistics:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[BatchStatistics]:
-        """Inside, in train mode, let norms write what they see elsewhere; afterwards the yielded object has it."""
+        """Inside, let norms in train mode write what they see elsewhere; afterwards the yielded object has it."""
         seen = BatchStatistics()
-        if not self._norms:
+        norms = [norm for norm in self._norms if norm.training]
+        if not norms:
             yield seen
             return
-        own = [(buffer, buffer.data) for buffer in self.buffers]
-        momenta = [norm.momentum for norm in self._norms]
+        own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
+        momenta = [norm.momentum for norm in norms]
         for buffer, data in own:
             buffer.data = torch.zeros_like(data)
-        for norm in self._norms:
+        for norm in norms:
             norm.momentum = 1.0  # what they write is what they see
         try:
             yield seen
-            seen.values = self._read()
+            found = self._read(seen=True)
         finally:
             for buffer, data in own:
                 buffer.data = data
-            for norm, momentum in zip(self._norms, momenta, strict=True):
+            for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-        if int(seen.values[: len(self._norms)].max()) > 1:
+        num = len(self._norms)
+        found[-num:] = found.new_tensor([_momentum(norm) for norm in self._norms])
+        seen.values = found
+        if int(found[:num].max()) > 1:
             raise ConfigError(
                 "a `BatchNorm` in a block must be used once for each sample, got one that is used several times in one "
                 "forward. Give each place a norm of its own."
@@ -99,20 +103,20 @@ class RunningStatistics:
     def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
         """The statistics after all of this is entered, in the order of one machine; ``[length]``."""
         state = self._read()
-        num = len(self._norms)
+        num, numbers = len(self._norms), self.length - len(self._norms)
         owners = torch.arange(num).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2)).to(state.device)
-        fixed = state.new_tensor([-1.0 if norm.momentum is None else norm.momentum for norm in self._norms])
         for _, values in sorted(seen.items(), key=lambda item: _order(item[0])):
-            values = values.to(state)  # noqa: PLW2901
+            values, fixed = values.to(state).split([numbers, num])  # noqa: PLW2901
             state[:num] += values[:num]
             factors = torch.where(fixed < 0.0, 1.0 / state[:num].clamp(min=1.0), fixed) * values[:num]
             factor = factors[owners]
-            state[num:] = (1.0 - factor) * state[num:] + factor * values[num:]
+            state[num:numbers] = (1.0 - factor) * state[num:numbers] + factor * values[num:]
         return state
 
     def enter(self, state: Tensor, step: int) -> None:
         """Take over what `after` gave. What was seen until this step is dropped."""
-        num, parts = len(self._norms), state[len(self._norms) :].split(self._sizes * 2)
+        num = len(self._norms)
+        parts = state[num : self.length - num].split(self._sizes * 2)
         for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
             # Not of the tensors themselves: a graph that waits for its backward would take them for changed.
             assert norm.running_var is not None
@@ -126,12 +130,22 @@ class RunningStatistics:
         """Drop what was seen: the run rolls back."""
         self._seen = {}
 
-    def _read(self) -> Tensor:
+    def _read(self, *, seen: bool = False) -> Tensor:
+        """Return what the norms hold; with `seen`, nothing of those in eval mode."""
         means = [_mean(norm) for norm in self._norms]
         variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
         uncounted = means[0].new_zeros(())
         counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self._norms]
-        return torch.cat([part.detach().to(torch.float64).view(-1) for part in (*counts, *means, *variances)])
+        off = [seen and not norm.training for norm in self._norms] * 3
+        parts = zip((*counts, *means, *variances), off, strict=True)
+        found = [
+            (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts
+        ]
+        return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self._norms])])
+
+
+def _momentum(norm: _BatchNorm) -> float:
+    return -1.0 if norm.momentum is None else norm.momentum
 
 
 def _mean(norm: _BatchNorm) -> Tensor:

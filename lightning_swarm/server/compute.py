@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model import autocast as modes
+from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
@@ -119,6 +120,7 @@ class Computation:
         self._device = device
         self._codecs = codecs  # what comes in and goes out is encoded by
         self._statistics = statistics
+        self._states = ServerStates(module)
         self._random = KeyedOnDemand(device)
         self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
         self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
@@ -150,9 +152,10 @@ class Computation:
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
         compute = partial(self._run, structure, leaves, call.extras, mode)
-        self._module.train(mode.training)
-        with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
-            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
+        states = mode.modules.modes.items() if mode.modules is not None else ()
+        kind = ("forward", mode.training, frozenset(states))
+        with self._states.entered(mode), self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
+            (output, graph_bytes), has_drawn = self._random.run(kind, call.seed, compute)
         structure, outputs = serialization.flatten(output)
         return ForwardResult(
             output=serialization.unflatten(structure, [tensor.detach() for tensor in outputs]),
@@ -189,7 +192,7 @@ class Computation:
         _check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
         # Norms in blocks that are computed again in a backward see nothing new.
-        with self._seeing(mode), modes.enter_backward_modes(mode):
+        with self._states.entered(mode, backward=True), self._seeing(mode), modes.enter_backward_modes(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
             # generators back afterwards, so only the mode notices.
             if graph.has_drawn:
@@ -223,7 +226,7 @@ class Computation:
     @contextlib.contextmanager
     def _seeing(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
         """Record what batch norms see, and refuse other blocks that keep something of a forward."""
-        if not mode.training:
+        if not mode.training:  # no module of the stage is in train mode
             yield BatchStatistics()
             return
         own = set(map(id, self._statistics.buffers))

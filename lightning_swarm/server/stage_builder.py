@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
+from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
 from lightning_swarm.model.partition import Blocks, StageModule
@@ -64,6 +65,7 @@ class PeerModel:
     def twin(self) -> PeerModel:
         """The model of a server beside this one's module: it has tensors of its own, once it is built."""
         module, blocks = partition.twin_of(self._module, self.blocks)
+        remember_copy(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
         model = PeerModel(module, blocks, self._optimizer, settings, origin=self.origin)
         model._foreign = frozenset(map(id, (*module.parameters(), *module.buffers())))

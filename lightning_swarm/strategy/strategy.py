@@ -23,6 +23,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta, staying_on_meta
+from lightning_swarm.model.module_states import remember
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import Preemption, Role, StateDictType, SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection, StageManifest
@@ -210,6 +211,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
             self._compiler = context["dynamo_ctx"]
             checks.check_compiling()
             module = self.framework.to_uncompiled(module)
+        if module is not None:
+            remember(module)
         self._module = module
 
     @property
@@ -236,6 +239,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             if empty_init:
                 stack.enter_context(torch.device("meta"))
             yield
+        remember(self._own_module)
 
     @override
     def model_to_device(self) -> None:

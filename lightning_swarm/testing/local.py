@@ -23,6 +23,7 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner
+from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.simulated_link import SimulatedLink
@@ -263,6 +264,7 @@ def _copy(module: LightningModule) -> LightningModule:
         twin = copy.deepcopy(module)
     finally:
         module._trainer = trainer
+    remember_copy(twin, module)
     return twin
 
 

@@ -30,6 +30,7 @@ _MODULES = (
     "test_optimization",
     "test_gradients",
     "test_finetuning",
+    "test_modes",
     "test_precision",
     "test_compiling",
     "test_logging",

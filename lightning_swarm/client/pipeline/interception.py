@@ -258,7 +258,7 @@ class Interception:
         self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
         self._own: list[tuple[nn.Module, dict[str, Any]]] = []
         if not blocks.one_by_one:
-            self._replace(blocks.root, pipeline)
+            self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), pipeline))
             return
         chain = BlockChain(blocks, pipeline, pipeline.config.device.type, pipeline.config.shared)
         places: dict[int, tuple[int, nn.Module]] = {}
@@ -281,6 +281,32 @@ class Interception:
             module, own = self._own.pop()
             vars(module).pop("forward", None)
             vars(module).update(own)
+
+
+def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
+    """Where the root and what it holds have the blocks, as far as they are registered there."""
+    own = set(map(id, blocks.modules))
+    owners = [module._modules for module in blocks.root.modules()]
+    return [
+        (owner, name, child)
+        for owner in owners
+        for name, child in owner.items()
+        if id(child) in own and child is not None
+    ]
+
+
+def _call_whole(
+    places: list[tuple[dict[str, Any], str, nn.Module]], pipeline: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call the pipeline, unless another module stands where a block did: the servers go on with the block."""
+    for owner, name, block in places:
+        if owner.get(name) is not block:
+            raise ConfigError(
+                f"blocks must stay what they are during a run: another module, a {type(owner.get(name)).__name__}, "
+                f"took the place of block {name!r}, a {type(block).__name__}. Replace blocks where every peer does, in "
+                "`__init__`, `setup` or `configure_model`, or switch inside a block by a plain attribute."
+            )
+    return pipeline(*args, **kwargs)
 
 
 class _ForwardOverride:

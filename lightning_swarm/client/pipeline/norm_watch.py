@@ -14,14 +14,14 @@ _log = logging.getLogger(__name__)
 class NormWatch:
     """Watches calls of a pipeline that may have batch norms in its blocks."""
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        modules = [module for block in blocks for module in block.modules()]
-        self._has_norms = any(isinstance(module, _BatchNorm) and module.running_mean is not None for module in modules)
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        modules = [module for stage in stages for module in stage.modules()]
+        self._norms = [module for module in modules if isinstance(module, _BatchNorm)]
         self._has_warned = False
 
-    def changes(self, *, training: bool, in_batch: bool) -> bool:
+    def changes(self, *, in_batch: bool) -> bool:
         """True if a call changes running statistics in the step of a batch."""
-        if not (training and self._has_norms):
+        if not any(norm.training and norm.running_mean is not None for norm in self._norms):
             return False
         if not in_batch:
             self._warn("outside of a `training_step`", "Call `eval()` before")
@@ -29,7 +29,7 @@ class NormWatch:
 
     def batch_without_loss(self) -> None:
         """Note that a batch whose `training_step` returned no loss counts nowhere."""
-        if self._has_norms:
+        if self._norms:
             self._warn("in a `training_step` without a loss", "Return a loss of zero")
 
     def _warn(self, where: str, remedy: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.module_states import TrainerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
@@ -101,10 +103,7 @@ class PipelineConfig:
 class Pipeline:
     """Runs calls of the pipelined module through the swarm."""
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], context: PipelineContext, runtime: Runtime, config: PipelineConfig
-    ) -> None:
-        self.blocks = blocks  # as the user sees them; their `training` flags count
+    def __init__(self, context: PipelineContext, runtime: Runtime, config: PipelineConfig) -> None:
         self.context = context
         self.runtime = runtime
         self.config = config
@@ -119,7 +118,8 @@ class Pipeline:
         self.num_microbatches = 0
         self._evaluations = itertools.count()
         self._weights = self._found_weights()
-        self.norms = NormWatch(blocks)
+        self.norms = NormWatch(config.stages)
+        self._states = [TrainerStates(stage) for stage in config.stages]
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
@@ -130,14 +130,16 @@ class Pipeline:
         tensors = list(arguments.tensors)
         check_transforms(tensors, self._weights, self._found_weights())
         grad = torch.is_grad_enabled()
+        states = [states.read() for states in self._states]
         mode = capture(
             self.config.device.type,
-            training=self._training(),
+            training=any(training for training, _ in states),
             grad=grad,
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
+        modes = [msgspec.structs.replace(mode, training=training, modules=modules) for training, modules in states]
         with torch.inference_mode(False), torch.no_grad():  # another thread cannot use inference tensors
-            call = _Call(self, _detached(arguments), mode)
+            call = _Call(self, _detached(arguments), modes)
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
@@ -149,7 +151,7 @@ class Pipeline:
         return serialization.unflatten(call.output_structure, outputs)
 
     def _found_weights(self) -> list[nn.Parameter]:
-        return [weight for block in self.blocks for weight in block.parameters()]
+        return [weight for stage in self.config.stages for weight in stage.parameters()]
 
     def refuse_or_mark(self) -> None:
         """Allow a backward that is not Lightning's own if its gradients at the weights would be cleared."""
@@ -221,24 +223,15 @@ class Pipeline:
                     f"(they name {sorted(known)})"
                 )
 
-    def _training(self) -> bool:
-        flags = {module.training for block in self.blocks for module in block.modules()}
-        if len(flags) > 1:
-            raise ConfigError(
-                "all blocks of a pipeline must be in train mode, or all in eval mode, got some of each. "
-                "Call train() or eval() on the whole module."
-            )
-        return flags.pop()
-
 
 class _Call:
     """One call of the pipelined module: its microbatches, forward and backward."""
 
-    def __init__(self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode) -> None:
+    def __init__(self, pipeline: Pipeline, arguments: CallArguments, modes: Sequence[ComputeMode]) -> None:
         self._pipeline = pipeline
         # Of an evaluation nothing counts.
-        self._changes_statistics = pipeline.norms.changes(training=mode.training, in_batch=pipeline.batch is not None)
-        self._batch = pipeline.batch if mode.grad or self._changes_statistics else None
+        self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
+        self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
         self._counted = self._added = False
         config = pipeline.config
         rows = num_rows(arguments, config.shared)
@@ -255,7 +248,8 @@ class _Call:
                         arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
                     ),
                     extras=[stage.extras_for(part.kwargs) for stage in config.stages],
-                    mode=mode,
+                    mode=modes[0],
+                    modes=modes,
                     weight=self._batch.grant.weight if self._batch else 1.0,
                     first_trained=pipeline.first_trained,
                 ),

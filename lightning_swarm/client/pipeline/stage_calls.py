@@ -131,7 +131,7 @@ class StageCalls:
         request = ForwardRequest(
             key=microbatch.key,
             stage_index=stage,
-            mode=microbatch.mode,
+            mode=microbatch.mode_of(stage),
             source=self._ticket(stage - 1, "forward") if stage else None,
             structure=structure,
             keep=stage >= self.gradient_end,
@@ -156,7 +156,7 @@ class StageCalls:
         request = BackwardRequest(
             key=microbatch.key,
             stage_index=stage,
-            mode=microbatch.mode,
+            mode=microbatch.mode_of(stage),
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,

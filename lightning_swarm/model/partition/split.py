@@ -100,7 +100,12 @@ def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
 
 def batch_norms(blocks: Blocks) -> list[str]:
     """Name the layers of blocks that normalise by statistics over the batch, which here is the microbatch."""
-    return [name for name, module in blocks.named_modules() if isinstance(module, _BatchNorm)]
+    return [name for name, one in blocks.named_modules() if isinstance(one, _BatchNorm) and not _is_frozen(one)]
+
+
+def _is_frozen(norm: nn.Module) -> bool:
+    """True if a norm is in eval mode, and nothing in it trains: it normalises by its running statistics."""
+    return not norm.training and not any(parameter.requires_grad for parameter in norm.parameters())
 
 
 def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:

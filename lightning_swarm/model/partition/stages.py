@@ -46,7 +46,7 @@ class StageModule(nn.Module):
         """Hold blocks; see `build_stages`."""
         super().__init__()
         self.spec = spec
-        self._names, blocks = [name for name, _ in run], [block for _, block in run]
+        self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
         self.keywords = frozenset[str]().union(*map(accepted_keywords, blocks))
         # Slots, not tensors: moving a model off meta or to a device replaces its parameter objects.
@@ -55,7 +55,7 @@ class StageModule(nn.Module):
     def forward(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
         """Run the blocks on the inputs of the first one. Extras for blocks of other stages are ignored."""
         if call_binding.CALLS in extras:
-            return call_binding.call_bound(self.blocks, self._names, inputs, extras)
+            return call_binding.call_bound(self.blocks, self.block_names, inputs, extras)
         return call_blocks(self.blocks, inputs, extras)
 
     def extras_for(self, extras: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,16 +77,33 @@ def batch_name(generation: int, step: int, first: int, kind: str = "t") -> str:
 Receipt = tuple[Count, Index, Count]
 
 
+ModuleName = Annotated[str, msgspec.Meta(max_length=1024)]
+AttributeName = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class ModuleStates(WireMessage, frozen=True):
+    """What the trainer set on modules of a stage that are not as all others, or not as every peer builds them."""
+
+    # Whether a module is in train mode, where that differs from the module around it.
+    modes: Annotated[dict[ModuleName, bool], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
+    # Plain values; a sequence begins with whether it is a tuple.
+    attributes: Annotated[
+        dict[ModuleName, Annotated[dict[AttributeName, Any], msgspec.Meta(max_length=256)]],
+        msgspec.Meta(max_length=1 << 16),
+    ] = msgspec.field(default_factory=dict)
+
+
 class ComputeMode(WireMessage, frozen=True):
     """Settings of a computation, those of the trainer's thread, which a thread of another process does not inherit."""
 
-    training: bool  # train() or eval()
+    training: bool  # train() or eval(): of any module of the stage
     grad: bool  # keep what backward needs
     input_grad: bool = False  # the pipeline's own input wants a gradient
     autocast: str | None = None  # dtype of autocast, None for off
     default_dtype: str = "float32"
     deterministic: Literal["off", "warn", "on"] = "off"
     anomaly: bool = False
+    modules: ModuleStates | None = None
 
 
 class ForwardRequest(WireMessage, frozen=True):

@@ -612,6 +612,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "default_dtype",
         "deterministic",
         "anomaly",
+        "modules",
         "keep",
         "weights",
         "input_only",

@@ -1,0 +1,420 @@
+"""Modes and plain attributes of a stage's modules, as the trainer's code sets them: they travel with each call.
+
+What is set where the trainer is would otherwise be unknown where a stage computes: blocks in eval mode, an annealed
+temperature, a dropout rate. Only what differs from the first values, which all peers build by the same script, travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Final
+
+from torch import nn
+
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates
+
+_SCALARS: Final = frozenset({type(None), bool, int, float, str})
+_SEQUENCES: Final = frozenset({list, tuple})
+_MAX_LENGTH: Final = 4096  # of a text or of a sequence
+_MAX_DEPTH: Final = 4
+_NOT_ATTRIBUTES: Final = frozenset({"training", "forward"})
+_NOTHING: Final = object()
+
+
+# ---------------------------------------------------------------------- plain values
+
+
+def _is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
+    kind = type(value)
+    if isinstance(value, list | tuple) and kind in _SEQUENCES:
+        return depth > 0 and len(value) <= _MAX_LENGTH and all(_is_plain(item, depth - 1) for item in value)
+    if isinstance(value, str):
+        return kind is str and len(value) <= _MAX_LENGTH
+    return kind in _SCALARS and not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
+
+
+def _fits(value: object, first: object) -> bool:
+    """True if an attribute that was `first` may be `value`."""
+    kinds = (bool | int | float, str, list | tuple)
+    return first is None or value is None or any(isinstance(value, kind) and isinstance(first, kind) for kind in kinds)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """True if values are equal, or one object; tensors and arrays of several elements have no simple answer."""
+    if value is other:
+        return True
+    try:
+        return type(value) is type(other) and bool(value == other)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def _packed(value: Any) -> Any:
+    """Pack a plain value for the wire, which does not tell a tuple from a list."""
+    return [type(value) is tuple, *map(_packed, value)] if type(value) in _SEQUENCES else value
+
+
+def _unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    if type(value) is list:
+        if depth == 0 or not value or len(value) > _MAX_LENGTH + 1 or type(value[0]) is not bool:
+            raise ProtocolError("a sequence in a module's attribute must say its kind, and be short")
+        items = [_unpacked(item, depth - 1) for item in value[1:]]
+        return tuple(items) if value[0] else items
+    if not _is_plain(value):
+        raise ProtocolError(f"a module's attribute must be a plain value, got a {type(value).__name__}")
+    return value
+
+
+class _Comparison:
+    """Compares values in several dicts with others: identical ones are not compared, and next to all of it is C."""
+
+    def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._reads, self._values = [], []
+        for own in values:
+            self._reads.append(itemgetter(*own))  # with one name it gives a value, not a tuple of values
+            self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
+
+    def holds(self) -> bool:
+        """True if all values are as wanted."""
+        try:
+            return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
+        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
+            return False
+
+
+def _kept(value: Any) -> Any:
+    """What a value is compared with later: a copy of a container that may change in place."""
+    if type(value) is list:
+        return [_kept(item) for item in value]
+    return value.copy() if type(value) in (dict, set) else value
+
+
+# ---------------------------------------------------------------------- first values
+
+
+@dataclass
+class _FirstValues:
+    """A module's plain attributes as its peers build them, and the attributes that its forward sets itself."""
+
+    plain: dict[str, Any]
+    left: set[str] = field(default_factory=set)
+
+
+# By `id`, for some modules have a hash that changes, or one that raises.
+_known: dict[int, tuple[weakref.ref[nn.Module], _FirstValues]] = {}
+
+
+def _first_of(module: nn.Module) -> _FirstValues:
+    key = id(module)
+    if key in _known and _known[key][0]() is module:
+        return _known[key][1]
+    first = _FirstValues({name: _kept(value) for name, value in _attributes(vars(module)) if _is_plain(value)})
+    reference = weakref.ref(module, lambda gone: _forget(key, gone))
+    _known[key] = reference, first
+    return first
+
+
+def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
+    if key in _known and _known[key][0] is gone:
+        del _known[key]
+
+
+def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in own.items() if name[:1] != "_" and name not in _NOT_ATTRIBUTES)
+
+
+def remember(model: nn.Module) -> None:
+    """Take the attributes of modules that are new as their first values: before hooks that other peers do not run."""
+    for module in model.modules():
+        _first_of(module)
+
+
+def remember_copy(copy: nn.Module, original: nn.Module) -> None:
+    """Have a copy's modules begin with the first values of those that they were copied from."""
+    for own, other in zip(copy.modules(), original.modules(), strict=True):
+        first, there = _first_of(own), _first_of(other)
+        first.plain, first.left = {name: _kept(value) for name, value in there.plain.items()}, set(there.left)
+
+
+def leave(module: nn.Module, name: str) -> None:
+    """Let an attribute that the swarm itself sets on a trainer's module pass."""
+    first = _first_of(module)
+    first.plain.pop(name, None)
+    first.left.add(name)
+
+
+# ---------------------------------------------------------------------- a stage's modules
+
+
+class _Watched:
+    """A module in a block, and how it was when it was looked at last."""
+
+    def __init__(self, name: str, title: str, parent: int | None, module: nn.Module) -> None:
+        self.name = name  # in the stage
+        self.title = title  # for the user
+        self.parent = parent  # its place among the stage's modules; None: it is a block
+        self.module = module
+        self.own = vars(module)
+        self.first = _first_of(module)
+        # What `setup` or `configure_model` has made of a plain value is compared by what it is now.
+        for key in [key for key in self.first.plain if not _is_plain(self.own.get(key, _NOTHING))]:
+            del self.first.plain[key]
+        self.seen: dict[str, Any] = {}
+        self.look()
+        self.at_first = self.seen
+
+    def look(self) -> None:
+        """See the module as it is now."""
+        self.seen = {name: _kept(value) for name, value in self.own.items() if name[:1] != "_"}
+        self.seen["_modules"] = self.own["_modules"].copy()
+        self.size = len(self.own)
+
+    def is_as_seen(self) -> bool:
+        """True if nothing was set since."""
+        return len(self.own) == self.size and _Comparison([self.own], [self.seen]).holds()
+
+    def class_default(self, name: str) -> Any:
+        """A plain value that the class gives an attribute."""
+        value = getattr(type(self.module), name, _NOTHING)
+        return value if _is_plain(value) else _NOTHING
+
+
+class _Changes:
+    """Finds the modules of a stage on which something was set."""
+
+    def __init__(self, modules: Sequence[_Watched]) -> None:
+        self._modules = modules
+        self._owns = [one.own for one in modules]
+        self._compare()
+
+    def find(self) -> list[_Watched]:
+        """Return the modules on which something was set since they were looked at."""
+        if list(map(len, self._owns)) == self._sizes and self._comparison.holds():
+            return []
+        return [one for one in self._modules if not one.is_as_seen()]
+
+    def look(self, changed: Iterable[_Watched]) -> None:
+        """See these modules as they are now."""
+        for one in changed:
+            one.look()
+        self._compare()
+
+    def _compare(self) -> None:
+        self._sizes = [one.size for one in self._modules]
+        self._comparison = _Comparison(self._owns, [one.seen for one in self._modules])
+
+
+def _watched(stage: StageModule) -> list[_Watched]:
+    """The modules in a stage's blocks, each once, in an order that is the same on every peer."""
+    found: list[_Watched] = []
+    known: set[nn.Module] = set()
+    for place, (title, block) in enumerate(zip(stage.block_names, stage.blocks, strict=True)):
+        if title is None:  # half of a boundary layer, which has no modes
+            continue
+        places: dict[str, int] = {}
+        for name, module in block.named_modules(known, prefix=str(place)):
+            places[name] = len(found)
+            outer = places.get(name.rpartition(".")[0])
+            found.append(_Watched(name, title + name[len(str(place)) :], outer, module))
+    return found
+
+
+# ---------------------------------------------------------------------- at the trainer
+
+
+class TrainerStates:
+    """Reads what the trainer's code has set on a stage's modules; costs next to nothing while nothing is set."""
+
+    def __init__(self, stage: StageModule) -> None:
+        self._modules = _watched(stage)
+        self._changes = _Changes(self._modules)
+        self._attributes: dict[str, dict[str, Any]] = {}
+        self._read = self._collected()
+
+    def read(self) -> tuple[bool, ModuleStates | None]:
+        """Return whether the stage is in train mode, any part of it, and what differs; refuse what cannot travel."""
+        changed = self._changes.find()
+        if changed:
+            self._attributes.update({one.name: _changed_attributes(one) for one in changed})
+            self._changes.look(changed)
+            self._read = self._collected()
+        return self._read
+
+    def _collected(self) -> tuple[bool, ModuleStates | None]:
+        training = any(one.own.get("training", False) for one in self._modules)
+        flags: list[bool] = []
+        modes: dict[str, bool] = {}
+        for one in self._modules:
+            around = training if one.parent is None else flags[one.parent]
+            flags.append(bool(one.own.get("training", around)))
+            if flags[-1] != around:
+                modes[one.name] = flags[-1]
+        attributes = {name: values for name, values in self._attributes.items() if values}
+        return training, ModuleStates(modes=modes, attributes=attributes) if modes or attributes else None
+
+
+def _changed_attributes(one: _Watched) -> dict[str, Any]:
+    """The attributes of a module that differ from their first values, packed; raises if one cannot travel."""
+    changed = {}
+    for name, value in _attributes(one.own):
+        first = one.first.plain.get(name, _NOTHING)
+        if name in one.first.left or _same(value, first):
+            continue
+        if first is _NOTHING:
+            if name in one.at_first and _same(value, one.at_first[name]):
+                continue
+            if isinstance(getattr(type(one.module), name, None), functools.cached_property):
+                continue
+            first = one.class_default(name)
+        if first is _NOTHING or not _is_plain(value) or not _fits(value, first):
+            _refuse(one, name, value)
+        changed[name] = _packed(value)
+    gone = [name for name in one.first.plain if name not in one.own and name not in one.first.left]
+    if gone:
+        _refuse(one, gone[0], _NOTHING)
+    for name in {**one.own["_modules"], **one.at_first["_modules"]}:
+        now, then = (modules.get(name, _NOTHING) for modules in (one.own["_modules"], one.at_first["_modules"]))
+        if now is not then:
+            _refuse(one, name, now)
+    return changed
+
+
+def _refuse(one: _Watched, name: str, value: object) -> None:
+    found = "was deleted" if value is _NOTHING else f"became a {type(value).__name__}"
+    raise ConfigError(
+        "what is changed on blocks during a run must be an attribute that they have from the start, and hold a plain "
+        f"value (a number, a text, None, or a short list of these), for it travels with each call: `{name}` of "
+        f"{one.title!r} {found}. Set it where every peer does, in `__init__`, `setup` or `configure_model`, give it to "
+        "the blocks as an argument, or choose between prepared modules by a plain attribute."
+    )
+
+
+# ---------------------------------------------------------------------- at a server
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a call wants of a module."""
+
+    watched: _Watched
+    values: dict[str, Any]
+    named: frozenset[str]  # the attributes that the call itself names
+
+
+class _Targets:
+    """What a call wants of a stage's modules."""
+
+    def __init__(self, targets: Iterable[_Target]) -> None:
+        self.each = [target for target in targets if target.values]
+        self._met = _Comparison([one.watched.own for one in self.each], [one.values for one in self.each])
+
+    def set(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Set what differs; returns what was there."""
+        return [] if self._met.holds() else [change for target in self.each for change in _set(target)]
+
+
+class ServerStates:
+    """Has a stage's modules as the trainer had them, for one call at a time."""
+
+    def __init__(self, stage: StageModule) -> None:
+        self._index = stage.spec.index
+        self._modules = _watched(stage)
+        self._names = {one.name: one for one in self._modules}
+        self._changes = _Changes(self._modules)
+        self._known: list[tuple[tuple[bool, ModuleStates | None], _Targets]] = []  # the latest targets
+
+    @contextlib.contextmanager
+    def entered(self, mode: ComputeMode, *, backward: bool = False) -> Iterator[None]:
+        """Set modes and attributes inside. What a forward sets by itself stays, and is that peer's own."""
+        targets = self._targets(mode)
+        changed = targets.set()
+        try:
+            yield
+        finally:
+            if not backward:
+                self._keep_own(targets)
+            for own, name, before, value in reversed(changed):
+                if own.get(name, _NOTHING) is value:
+                    own[name] = before
+                    if before is _NOTHING:
+                        del own[name]
+
+    def _targets(self, mode: ComputeMode) -> _Targets:
+        key = (mode.training, mode.modules)
+        for known, targets in self._known:
+            if known == key:
+                return targets
+        targets = _Targets(self._made(mode.training, mode.modules or ModuleStates()))
+        self._known = [(key, targets), *self._known[:3]]
+        return targets
+
+    def _made(self, training: bool, states: ModuleStates) -> Iterable[_Target]:
+        for name in {**states.modes, **states.attributes}:
+            if name not in self._names:
+                raise ProtocolError(f"stage {self._index} has no module {name[:100]!r}")
+        flags: list[bool] = []
+        for one in self._modules:
+            around = training if one.parent is None else flags[one.parent]
+            flags.append(states.modes.get(one.name, around))
+            given = _checked(one, states.attributes.get(one.name, {}))
+            values = {**one.first.plain, **given}
+            if "training" in one.own:
+                values["training"] = flags[-1]
+            yield _Target(one, values, frozenset(given))
+
+    def _keep_own(self, targets: _Targets) -> None:
+        """Take over what the forward itself has set."""
+        changed = self._changes.find()
+        if not changed:
+            return
+        wanted = {target.watched.name: target for target in targets.each}
+        for one in changed:
+            if _take_over(one, wanted.get(one.name, _Target(one, {}, frozenset()))):
+                self._known = []
+        self._changes.look(changed)
+
+
+def _take_over(one: _Watched, target: _Target) -> bool:
+    """Take what a module's forward has set for its own; returns whether targets have changed."""
+    first, before = one.first, one.first.plain.copy()
+    for name, value in _attributes(one.own):
+        if name in first.left or name in target.named or _same(value, target.values.get(name, _NOTHING)):
+            continue
+        if name in first.plain and _is_plain(value):
+            first.plain[name] = _kept(value)
+        elif name in first.plain or not _same(value, one.seen.get(name, _NOTHING)):
+            leave(one.module, name)
+    return before != first.plain
+
+
+def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
+    """Set what differs; returns what was there."""
+    own, changed = target.watched.own, []
+    for name, value in target.values.items():
+        before = own.get(name, _NOTHING)
+        if not _same(before, value):
+            own[name] = _kept(value)  # the forward may change a list in place
+            changed.append((own, name, before, own[name]))
+    return changed
+
+
+def _checked(one: _Watched, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's attributes of a module, unless it must not set them."""
+    values = {}
+    for name, packed in given.items():
+        first = one.first.plain.get(name, _NOTHING)
+        if first is _NOTHING:
+            first = one.class_default(name)
+        value = _unpacked(packed)
+        if name[:1] == "_" or name in _NOT_ATTRIBUTES or first is _NOTHING or not _fits(value, first):
+            raise ProtocolError(f"a call must not set {name[:100]!r} of {one.title!r} to a {type(value).__name__}")
+        values[name] = value
+    return values
