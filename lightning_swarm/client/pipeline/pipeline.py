@@ -9,12 +9,15 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
+    MicrobatchInput,
     concat,
     concat_gradients,
     num_rows,
@@ -22,6 +25,7 @@ from lightning_swarm.client.pipeline.microbatches import (
     split_gradients,
 )
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
+from lightning_swarm.client.pipeline.row_check import RowCheck
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
@@ -31,7 +35,7 @@ from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
+from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, Receipt
 
 
 class _PipelineFunction(torch.autograd.Function):
@@ -115,6 +119,12 @@ class Pipeline:
         self.batch: GrantedBatch | None = None
         self.num_microbatches = 0
         self._evaluations = itertools.count()
+        self._row_check = RowCheck(
+            self._evaluate,
+            shared=config.shared,
+            codec=config.codecs.activations,
+            has_batch_norm=any(isinstance(module, _BatchNorm) for block in blocks for module in block.modules()),
+        )
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
@@ -129,7 +139,12 @@ class Pipeline:
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
         with torch.inference_mode(False), torch.no_grad():  # another thread cannot use inference tensors
-            call = _Call(self, _detached(arguments), mode)
+            arguments = _detached(arguments)
+            rows = num_rows(arguments, self.config.shared)
+            size = self.microbatch_size(rows)
+            if 0 < size < rows:
+                self._row_check.check(arguments, mode, rows=rows, size=size)
+            call = _Call(self, arguments, mode, split(arguments, rows=rows, size=size, shared=self.config.shared))
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             anchor = torch.zeros((), requires_grad=True)
@@ -175,6 +190,37 @@ class Pipeline:
         """Return the rows of a microbatch for a batch of `rows`."""
         return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
 
+    def microbatch_run(
+        self, key: CallKey, structure: serialization.Structure, part: MicrobatchInput, mode: ComputeMode, weight: float
+    ) -> MicrobatchRun:
+        """Prepare to run a microbatch, whose positional arguments have a structure."""
+        tensors = _to_send(part.tensors, self.config.codecs.activations, copy=True)
+        microbatch = Microbatch(
+            key=key,
+            num_rows=part.num_rows,
+            inputs=serialization.unflatten(structure, tensors),
+            extras=[stage.extras_for(part.kwargs) for stage in self.config.stages],
+            mode=mode,
+            weight=weight,
+            first_trained=self.first_trained,
+        )
+        return MicrobatchRun(self.context, microbatch)
+
+    def _evaluate(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[list[Tensor]]:
+        """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
+        config, works = self.config, []
+        calls: dict[int, int] = {}
+        for repeat, (arguments, number) in enumerate(probes):
+            if number not in calls:
+                calls[number] = next(self._evaluations)
+            rows = len(arguments.tensors[0])
+            (part,) = split(arguments, rows=rows, size=rows, shared=config.shared)
+            key = replace_fields(self.key(None, calls[number], 0), first=repeat * PLACES)
+            works.append(self.microbatch_run(key, arguments.structure, part, mode, 0.0).forward())
+        found = self.runtime.run(gather_bounded(works, config.max_in_flight))
+        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in found]
+        return [serialization.flatten(output)[1] for output in outputs]
+
     def _check_extras(self, extras: dict[str, Any]) -> None:
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
         for name in extras:
@@ -197,29 +243,16 @@ class Pipeline:
 class _Call:
     """One call of the pipelined module: its microbatches, forward and backward."""
 
-    def __init__(self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode) -> None:
+    def __init__(
+        self, pipeline: Pipeline, arguments: CallArguments, mode: ComputeMode, parts: Sequence[MicrobatchInput]
+    ) -> None:
         self._pipeline = pipeline
         self._batch = pipeline.batch if mode.grad else None
-        config = pipeline.config
-        rows = num_rows(arguments, config.shared)
-        parts = split(arguments, rows=rows, size=pipeline.microbatch_size(rows), shared=config.shared)
         number = pipeline.next_call(self._batch)
+        weight = self._batch.grant.weight if self._batch else 0.0
         self._sizes = [part.num_rows for part in parts]
         self._microbatch_runs = [
-            MicrobatchRun(
-                pipeline.context,
-                Microbatch(
-                    key=pipeline.key(self._batch, number, index),
-                    num_rows=part.num_rows,
-                    inputs=serialization.unflatten(
-                        arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
-                    ),
-                    extras=[stage.extras_for(part.kwargs) for stage in config.stages],
-                    mode=mode,
-                    weight=self._batch.grant.weight if self._batch else 0.0,
-                    first_trained=pipeline.first_trained,
-                ),
-            )
+            pipeline.microbatch_run(pipeline.key(self._batch, number, index), arguments.structure, part, mode, weight)
             for index, part in enumerate(parts)
         ]
         self.output_structure: serialization.Structure = None
