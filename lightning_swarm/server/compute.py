@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.partition import StageModule, computing
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
@@ -232,9 +232,10 @@ class Computation:
         with self._statistics.kept() as seen:
             yield seen
         if before != [buffer._version for buffer in others]:
-            raise ProtocolError(
-                f"a block of stage {self._module.spec.index} changed a buffer in its forward; peers of the stage would "
-                "come to differ. Blocks may change nothing but their output: keep running statistics in training_step."
+            raise ConfigError(
+                "blocks may change nothing but their output, for peers of a stage would come to differ: one of stage "
+                f"{self._module.spec.index} changed a buffer in its forward. Keep queues and running statistics in "
+                "training_step; BatchNorm's are kept."
             )
 
     def _measured(
