@@ -227,11 +227,11 @@ class Computation:
             yield BatchStatistics()
             return
         own = set(map(id, self._statistics.buffers))
-        others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]
-        before = [buffer._version for buffer in others]
+        others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]  # kept, so that ids stay
+        before = [(id(buffer), buffer._version) for buffer in others]
         with self._statistics.kept() as seen:
             yield seen
-        if before != [buffer._version for buffer in others]:
+        if before != [(id(buffer), buffer._version) for buffer in self._module.buffers() if id(buffer) not in own]:
             raise ConfigError(
                 "blocks may change nothing but their output, for peers of a stage would come to differ: one of stage "
                 f"{self._module.spec.index} changed a buffer in its forward. Keep queues and running statistics in "

@@ -194,3 +194,28 @@ def test_on_meta() -> None:
     )
     assert all(parameter.is_meta for parameter in swarm.module.parameters())
     assert swarm.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+
+
+class Centred(DigitsMLP):
+    """Its last block compares the samples of a batch."""
+
+    class Centre(nn.Module):
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(self.Centre())
+
+
+@feature(
+    "blocks that compare samples, or have time in dimension 0",
+    REFUSED,
+    "at the first batch that is cut; they work where `microbatch_size` is the length of dimension 0",
+)
+def test_mixed_rows() -> None:
+    with pytest.raises(ConfigError, match="each sample of a batch by itself"):
+        run_swarm(Centred, loader(digits()), max_steps=2)
+    batch = next(iter(loader(digits())))[0]
+    fit_both(Centred, max_steps=STEPS, swarm={"microbatch_size": len(batch), "cuts": False})

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 # Rounding depends on the number of rows. Mixing changes outputs by per cents.
 _TOLERANCES: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+NUM_PROBES: Final = 5  # microbatches that are computed for it, if no random numbers are drawn
+_FEW: Final = 4  # rows that are compared at least, of a batch that has twice as many
 _SMALL: Final = 0.1  # an output below this size is measured as if it had it: its differences may be rounding alone
 
 # Computes rows as microbatches that leave no trace: those with equal numbers draw equal random numbers.
@@ -61,10 +63,11 @@ class RowCheck:
         try:
             found = self._evaluate([(probe, 0) for probe in probes], mode)
         except StageError as error:
-            self._refuse_if_whole_works(arguments, mode, error)
+            self._refuse_if_whole_works(arguments, mode, f"failed on a part of it: {str(error).splitlines()[0]}")
             return True
-        if not all(_has_rows(tensors, probe) for tensors, probe in zip(found, probes, strict=True)):
-            return True  # the call itself is refused
+        if not all(map(_has_rows, found, probes)):
+            self._refuse_if_whole_works(arguments, mode, "give another number of rows for a part of it.")
+            return True
         together, with_first, with_second, first, second = found
         size = len(probes[3].tensors[0])
         head, tail = [tensor[:size] for tensor in together], [tensor[size:] for tensor in together]
@@ -78,7 +81,8 @@ class RowCheck:
         if deviation <= tolerance:
             return True
         (drawn_anew,) = self._evaluate([(probes[0], 1)], mode)
-        if _deviation(together, drawn_anew) <= tolerance:
+        draws = _deviation(together, drawn_anew) > tolerance
+        if not draws or (beside_others > tolerance and not mode.training):
             raise ConfigError(
                 "blocks must compute each sample of a batch by itself, for the batch is cut into microbatches along "
                 f"dimension 0: outputs {_text(deviation)} when {size} rows were computed together with other ones. "
@@ -93,16 +97,17 @@ class RowCheck:
             )
         return False
 
-    def _refuse_if_whole_works(self, arguments: CallArguments, mode: ComputeMode, error: StageError) -> None:
-        """Refuse blocks that failed on a part of a batch. If they fail on all of it, too, its call shows that."""
+    def _refuse_if_whole_works(self, arguments: CallArguments, mode: ComputeMode, failure: str) -> None:
+        """Refuse blocks that fail on a part of a batch. If they fail on all of it, too, its call shows that."""
         try:
-            self._evaluate([(arguments, 0)], mode)
+            (whole,) = self._evaluate([(arguments, 0)], mode)
         except StageError:
             return
-        raise ConfigError(
-            "blocks must take any number of samples, for a batch is cut into microbatches along dimension 0: they can "
-            f"compute the whole batch, and failed on a part of it: {str(error).splitlines()[0]} {_remedy(mode)}"
-        ) from error
+        if _has_rows(whole, arguments):
+            raise ConfigError(
+                "blocks must take any number of samples, for a batch is cut into microbatches along dimension 0: they "
+                f"can compute the whole batch, and {failure} {_remedy(mode)}"
+            )
 
     def _tolerance(self, outputs: Sequence[Tensor], mode: ComputeMode) -> float:
         dtypes = {tensor.real.dtype for tensor in outputs} | ({DTYPES[mode.autocast]} if mode.autocast else set())
@@ -119,7 +124,10 @@ def _remedy(mode: ComputeMode) -> str:
 
 
 def _probes(arguments: CallArguments, rows: int, size: int, shared: Collection[str]) -> list[CallArguments]:
-    """Take the rows of two microbatches: together, the first beside copies of itself, likewise the second, and each."""
+    """Take some rows and others: together, the ones beside copies of themselves, likewise the others, and each."""
+    # Whole microbatches, for within one a block may know about groups of rows; several small ones, for of few rows a
+    # permutation may be none.
+    size *= max(1, min(-(-_FEW // size), rows // (2 * size)))
     first, second = torch.arange(size), torch.arange(size, min(2 * size, rows))
     taken = (
         torch.cat([first, second]),
