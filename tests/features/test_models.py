@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_swarm.core.errors import ConfigError
 from tests.features.both import fit_both
-from tests.features.mark import PARTLY, WORKS, feature
+from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
 
@@ -217,5 +218,3 @@ class Centred(DigitsMLP):
 def test_mixed_rows() -> None:
     with pytest.raises(ConfigError, match="each sample of a batch by itself"):
         run_swarm(Centred, loader(digits()), max_steps=2)
-    batch = next(iter(loader(digits())))[0]
-    fit_both(Centred, max_steps=STEPS, swarm={"microbatch_size": len(batch), "cuts": False})
