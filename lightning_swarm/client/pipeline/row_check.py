@@ -158,7 +158,7 @@ def _deviation_of(one: Tensor, other: Tensor) -> float:
     if not torch.equal(one.isfinite(), other.isfinite()):
         return math.inf
     wide = torch.complex128 if one.is_complex() else torch.float64
-    one, other = (tensor.to("cpu", wide).nan_to_num(0.0, 0.0, 0.0).flatten(1) for tensor in (one, other))
+    one, other = (tensor.to("cpu", wide).nan_to_num(0.0, 0.0, 0.0).reshape(len(one), -1) for tensor in (one, other))
     size = max(float(one.norm()), float(other.norm())) / math.sqrt(len(one))
     return float((one - other).norm(dim=1).max()) / max(size, _SMALL)
 
