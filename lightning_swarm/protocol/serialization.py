@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import msgspec
+import torch
 from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
@@ -114,6 +115,11 @@ def is_differentiable(leaf: Tensor | Encoded) -> bool:
 
 def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Structure:
     if isinstance(tree, Tensor):
+        if tree.layout is not torch.strided or tree.is_nested:
+            raise ConfigError(
+                f"tensors between stages must be dense, got one with layout {tree.layout} at {where}. Pass its parts, "
+                "such as `indices()` and `values()`, and make it of them in the block, or pass it by `to_dense()`."
+            )
         tensors.append(tree)
         return ["tensor", len(tensors) - 1]
     if isinstance(tree, Encoded):

@@ -230,23 +230,24 @@ class Computation:
             yield BatchStatistics()
             return
         own = set(map(id, self._statistics.buffers))
-        others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]
+        others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]  # kept, so that ids stay
         parameters = list(self._module.parameters())
-        before = [[tensor._version for tensor in kind] for kind in (others, parameters)]
+        before = [(id(buffer), buffer._version) for buffer in others]
+        versions = [parameter._version for parameter in parameters]
         with self._statistics.kept() as seen:
             yield seen
-        after = [[tensor._version for tensor in kind] for kind in (others, parameters)]
-        if before[1] != after[1]:
-            names = [name for name, parameter in self._module.named_stage_parameters()]
+        if versions != [parameter._version for parameter in parameters]:
+            names = [name for name, _ in self._module.named_stage_parameters()]
             raise ConfigError(
-                f"blocks must not write their parameters in their forward, as `nn.Embedding(max_norm=...)` does, for "
+                "blocks must not write their parameters in their forward, as `nn.Embedding(max_norm=...)` does, for "
                 f"peers of a stage would come to differ: one of {names[:5]} was written. Leave `max_norm` out, and "
                 "renormalise in `on_train_batch_end`."
             )
-        if before[0] != after[0]:
-            raise ProtocolError(
-                f"a block of stage {self._module.spec.index} changed a buffer in its forward; peers of the stage would "
-                "come to differ. Blocks may change nothing but their output: keep running statistics in training_step."
+        if before != [(id(buffer), buffer._version) for buffer in self._module.buffers() if id(buffer) not in own]:
+            raise ConfigError(
+                "blocks may change nothing but their output, for peers of a stage would come to differ: one of stage "
+                f"{self._module.spec.index} changed a buffer in its forward. Keep queues and running statistics in "
+                "training_step; BatchNorm's are kept."
             )
 
     def _measured(

@@ -124,10 +124,12 @@ class RankHooks(_Strategy):
     def barrier(self, name: str | None = None) -> None:
         if name == "train_dataloader()":
             self._in_batches = False
-        if name == "pre_setup" and self.num_trainers > 1:
+        launcher = self._swarm_launcher
+        starts_others = launcher is not None and launcher.starts_others
+        if name == "pre_setup" and (self.num_trainers > 1 or starts_others):
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
-            peer, launcher = self._own_peer, self._swarm_launcher
-            announce_or_wait = peer.lead.say_prepared if self.is_global_zero else peer.follower.await_prepared
+            peer, says = self._own_peer, starts_others or self.is_global_zero
+            announce_or_wait = peer.lead.say_prepared if says else peer.follower.await_prepared
             announce_or_wait("" if launcher is None else launcher.launch_id)
 
 

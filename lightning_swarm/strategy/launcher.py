@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _log = logging.getLogger(__name__)
+_CONFIG_ERROR = 78  # exit code of a peer that ended by a `ConfigError`; in C it is EX_CONFIG
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class SwarmLauncher(_Launcher):
         except SwarmError as error:
             # In place of the interpreter's traceback; like that, no configuration of logs can silence it.
             print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-            code = 1
+            code = _CONFIG_ERROR if isinstance(error, ConfigError) else 1
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()
             code = 1
@@ -239,6 +240,11 @@ class SwarmLauncher(_Launcher):
         """Lightning passes signals on here. The children are asked to leave in `Strategy.teardown` instead."""
 
     @property
+    def starts_others(self) -> bool:
+        """True if this process starts further peers of its machine."""
+        return self._num_peers > 1 and self.local_rank == 0
+
+    @property
     def processes(self) -> list[int]:
         """Ids of the other peers that this process started."""
         return [child.pid for child in self._children]
@@ -247,7 +253,8 @@ class SwarmLauncher(_Launcher):
         """Raise if a child has ended."""
         for number, child in enumerate(self._children, start=1):
             if child.poll() is not None:
-                raise Unreachable(
+                kind = ConfigError if child.returncode == _CONFIG_ERROR else Unreachable
+                raise kind(
                     f"local peer {number} (process {child.pid}) ended with exit code {child.returncode} before the "
                     "run began. Its own error is above. Peers run this script again: it must reach `fit` without "
                     "input and without depending on what an earlier run left behind."

@@ -119,14 +119,19 @@ def served_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
 
 
 def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Set the module up as for a loop, without entering one and without touching data."""
+    """Set the module up as for a loop, without entering one, and without data if that is possible."""
     module.trainer = trainer
-    if datamodule is not None:  # for a module that asks it for a size, say; it is neither prepared nor set up
+    if datamodule is not None:  # for a module that asks it for a size, say
         trainer._data_connector.attach_datamodule(module, datamodule)
-    trainer.strategy.setup_environment()
+    strategy: SwarmStrategy = trainer.strategy  # type: ignore[assignment]
+    strategy.setup_environment()
     call = framework_of(trainer).call
-    call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
-    call._call_configure_model(trainer)
+
+    def build() -> None:
+        call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
+        call._call_configure_model(trainer)
+
+    strategy._peer_data.call(trainer, "build the model in `setup` and `configure_model`", build)
 
 
 def remember(module: nn.Module) -> Callable[[PeerModel], None]:
@@ -173,7 +178,8 @@ def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps:
         # `estimated_stepping_batches` must return what it does at the lead.
         fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
     try:
-        configured: Any = module.configure_optimizers()
+        strategy: SwarmStrategy = module.trainer.strategy  # type: ignore[assignment]
+        configured: Any = strategy._peer_data.call(module.trainer, "make the optimizer", module.configure_optimizers)
     finally:
         fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = own
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])

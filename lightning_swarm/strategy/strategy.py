@@ -31,6 +31,7 @@ from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancin
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
+from lightning_swarm.strategy.data.on_peers import PeerData
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
@@ -182,6 +183,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._access: ModuleAccess | None = None  # of user code to the module's weights, while a run is under way
         self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
         self._data: SharedData | None = None  # of the run
+        self._peer_data = PeerData(self)
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._inherited_stages: Sequence[StageManifest] = ()  # a run that was taken over stays cut as it is
         self._trains = False  # from a fit's setup to the end of its loop

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch._dynamo.backends.common import aot_autograd
 from typing_extensions import override
 
+from lightning_swarm.client.pipeline.row_check import NUM_PROBES
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from tests.features.both import STEPS, Evaluated, Trained, approx, fit_both, trainers
@@ -62,7 +63,7 @@ def compiled_runs(make_module: Callable[[], Any], data: Any, **options: Any) -> 
     )
     num_stages = len(swarm.status.stages)
     assert backend.ran == {
-        "forward": num_stages * swarm.num_microbatches,
+        "forward": num_stages * (swarm.num_microbatches + NUM_PROBES),
         "backward": num_stages * swarm.num_microbatches,
     }
     assert backend.num_graphs >= num_stages
@@ -143,7 +144,9 @@ def test_compiled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("_orig_mod." in name for name in both.plain.weights)
     num_plain = ran["swarm"]["forward"]
     assert num_plain == 2 * len(both.plain.losses)
-    assert backend.ran["forward"] - num_plain == 2 * both.swarm.num_microbatches, "what was compiled did not run"
+    assert backend.ran["forward"] - num_plain == 2 * (both.swarm.num_microbatches + NUM_PROBES), (
+        "what was compiled did not run"
+    )
     plain, swarm = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("plain", "swarm"))
     torch.testing.assert_close(swarm["state_dict"], plain["state_dict"], rtol=0.0, atol=WEIGHT_TOLERANCE)
 

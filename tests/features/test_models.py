@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_swarm.core.errors import ConfigError
 from tests.features.both import fit_both
-from tests.features.mark import PARTLY, WORKS, feature
+from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
 
@@ -194,3 +195,26 @@ def test_on_meta() -> None:
     )
     assert all(parameter.is_meta for parameter in swarm.module.parameters())
     assert swarm.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+
+
+class Centred(DigitsMLP):
+    """Its last block compares the samples of a batch."""
+
+    class Centre(nn.Module):
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(self.Centre())
+
+
+@feature(
+    "blocks that compare samples, or have time in dimension 0",
+    REFUSED,
+    "at the first batch that is cut; they work where `microbatch_size` is the length of dimension 0",
+)
+def test_mixed_rows() -> None:
+    with pytest.raises(ConfigError, match="each sample of a batch by itself"):
+        run_swarm(Centred, loader(digits()), max_steps=2)

@@ -112,10 +112,13 @@ class BlockChain:
         try:
             return serialization.flatten(value)[1]
         except ConfigError as error:
+            of_caches = (
+                " A cache of keys and values is for generating text only: do without it, by `use_cache=False` in a "
+                "Hugging Face model's config."
+            )
             raise ConfigError(
                 f"arguments of blocks travel to other peers: block {self._names[place]!r} got a "
-                f"{type(value).__name__} as `{name}`, and {error} A cache of keys and values is for generating text "
-                "only: do without it, by `use_cache=False` in a Hugging Face model's config."
+                f"{type(value).__name__} as `{name}`, and {error}{'' if isinstance(value, Tensor) else of_caches}"
             ) from error
 
     def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:

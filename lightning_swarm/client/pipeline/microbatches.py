@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,8 @@ from lightning_swarm.protocol import serialization
 
 _REDUCED = (
     "Return per-sample losses (reduction='none') from the last block and reduce them in training_step, "
-    "or return tensors with one row for each sample."
+    "or return tensors with one row for each sample, or set `microbatch_size` to the length of dimension 0, so that "
+    "each batch is computed whole."
 )
 
 
@@ -34,6 +35,15 @@ class CallArguments:
         """Take arguments apart; raises `ConfigError` if they hold what cannot travel."""
         structure, tensors = serialization.flatten(args)
         return cls(structure, tensors, {name: serialization.flatten({name: value}) for name, value in kwargs.items()})
+
+    @property
+    def kind(self) -> object:
+        """What the calls of one line of code have in common: the arguments, with their dimensions and dtypes."""
+        keywords = [(name, tensors) for name, (_, tensors) in self.keywords.items()]
+        return tuple(
+            (name, *((tensor.ndim, tensor.dtype) for tensor in tensors))
+            for name, tensors in [("", self.tensors), *keywords]
+        )
 
     def where(self, index: int) -> str:
         """Name the positional argument that a tensor belongs to, for an error message."""
@@ -87,6 +97,22 @@ def _lengths_differ(arguments: CallArguments, rows: int, length: int, where: str
     )
 
 
+def take_rows(arguments: CallArguments, indices: Tensor, shared: Collection[str]) -> CallArguments:
+    """Return a call's arguments with only some of the batch's rows, in this order."""
+
+    def taken(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, indices.to(tensor.device))
+
+    keywords = {
+        name: (
+            structure,
+            [tensor if argument_of(name) in shared or _is_for_all(tensor) else taken(tensor) for tensor in tensors],
+        )
+        for name, (structure, tensors) in arguments.keywords.items()
+    }
+    return replace(arguments, tensors=[taken(tensor) for tensor in arguments.tensors], keywords=keywords)
+
+
 def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[str]) -> list[MicrobatchInput]:
     """Cut the arguments of a call into microbatches of `size` rows, or fewer in the last; their tensors are views."""
     # Keyword arguments that would be broadcast (they have a single row for all samples, or no dimensions) and those
@@ -134,6 +160,8 @@ def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple
 
 def split_gradients(gradients: Sequence[Tensor | None], sizes: Sequence[int]) -> list[tuple[Tensor | None, ...]]:
     """Cut the gradients ``[rows, ...]`` of a concatenated output into those of its microbatches, as views."""
+    if len(sizes) == 1:
+        return [tuple(gradients)]
     columns = [[None] * len(sizes) if g is None else torch.split(g, list(sizes)) for g in gradients]
     return [tuple(column[number] for column in columns) for number in range(len(sizes))]
 
@@ -149,6 +177,8 @@ def _is_for_all(tensor: Tensor) -> bool:
 
 
 def _concat_rows(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    if len(column) == 1:
+        return column[0]
     for number, (tensor, size) in enumerate(zip(column, sizes, strict=True)):
         if tensor.ndim == 0:
             raise ConfigError(
@@ -165,7 +195,7 @@ def _concat_rows(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
                 f"{tuple(column[0].shape)} {column[0].dtype} in microbatch 0 and {tuple(tensor.shape)} {tensor.dtype} "
                 f"in microbatch {number}. Pad to a fixed length in the DataLoader."
             )
-    return column[0] if len(column) == 1 else torch.cat(tuple(column))
+    return torch.cat(tuple(column))
 
 
 def _concat_column(column: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

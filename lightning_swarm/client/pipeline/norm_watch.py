@@ -19,6 +19,11 @@ class NormWatch:
         self._norms = [module for module in modules if isinstance(module, _BatchNorm)]
         self._has_warned = False
 
+    @property
+    def has_norms(self) -> bool:
+        """True if there is a batch norm in the blocks."""
+        return bool(self._norms)
+
     def changes(self, *, in_batch: bool) -> bool:
         """True if a call changes running statistics in the step of a batch."""
         if not any(norm.training and norm.running_mean is not None for norm in self._norms):

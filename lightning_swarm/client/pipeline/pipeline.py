@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
@@ -23,6 +23,7 @@ from lightning_swarm.client.pipeline.differentiation import (
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
+    MicrobatchInput,
     concat,
     concat_gradients,
     num_rows,
@@ -31,6 +32,7 @@ from lightning_swarm.client.pipeline.microbatches import (
 )
 from lightning_swarm.client.pipeline.norm_watch import NormWatch
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
+from lightning_swarm.client.pipeline.row_check import RowCheck
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
@@ -41,7 +43,7 @@ from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
+from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, Receipt
 
 
 class _PipelineFunction(torch.autograd.Function):
@@ -120,6 +122,12 @@ class Pipeline:
         self._weights = self._found_weights()
         self.norms = NormWatch(config.stages)
         self._states = [TrainerStates(stage) for stage in config.stages]
+        self._row_check = RowCheck(
+            self._evaluate,
+            shared=config.shared,
+            codec=config.codecs.activations,
+            has_batch_norm=self.norms.has_norms,
+        )
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
@@ -137,9 +145,14 @@ class Pipeline:
             grad=grad,
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
-        modes = [msgspec.structs.replace(mode, training=training, modules=modules) for training, modules in states]
+        modes = _by_stage(mode, states)
         with torch.inference_mode(False), torch.no_grad():  # another thread cannot use inference tensors
-            call = _Call(self, _detached(arguments), modes)
+            arguments = _detached(arguments)
+            rows = num_rows(arguments, self.config.shared)
+            size = self.microbatch_size(rows)
+            if 0 < size < rows:
+                self._row_check.check(arguments, mode, rows=rows, size=size)
+            call = _Call(self, arguments, modes, split(arguments, rows=rows, size=size, shared=self.config.shared))
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
@@ -214,6 +227,39 @@ class Pipeline:
         """Return the rows of a microbatch for a batch of `rows`."""
         return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
 
+    def microbatch_run(
+        self, key: CallKey, structure: serialization.Structure, part: MicrobatchInput, modes: Sequence[ComputeMode]
+    ) -> MicrobatchRun:
+        """Prepare to run a microbatch, whose positional arguments have a structure."""
+        tensors = _to_send(part.tensors, self.config.codecs.activations, copy=True)
+        microbatch = Microbatch(
+            key=key,
+            num_rows=part.num_rows,
+            inputs=serialization.unflatten(structure, tensors),
+            extras=[stage.extras_for(part.kwargs) for stage in self.config.stages],
+            mode=modes[0],
+            modes=modes,
+            weight=self.batch.grant.weight if self.batch is not None and not key.evaluation else 1.0,
+            first_trained=self.first_trained,
+        )
+        return MicrobatchRun(self.context, microbatch)
+
+    def _evaluate(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[list[Tensor]]:
+        """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
+        config, works = self.config, []
+        modes = _by_stage(mode, [states.read() for states in self._states])
+        calls: dict[int, int] = {}
+        for repeat, (arguments, number) in enumerate(probes):
+            if number not in calls:
+                calls[number] = next(self._evaluations)
+            rows = len(arguments.tensors[0])
+            (part,) = split(arguments, rows=rows, size=rows, shared=config.shared)
+            key = replace_fields(self.key(None, calls[number], 0), first=repeat * PLACES)
+            works.append(self.microbatch_run(key, arguments.structure, part, modes).forward())
+        found = self.runtime.run(gather_bounded(works, config.max_in_flight))
+        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in found]
+        return [serialization.flatten(output)[1] for output in outputs]
+
     def _check_extras(self, extras: dict[str, Any]) -> None:
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
         for name in extras:
@@ -227,33 +273,22 @@ class Pipeline:
 class _Call:
     """One call of the pipelined module: its microbatches, forward and backward."""
 
-    def __init__(self, pipeline: Pipeline, arguments: CallArguments, modes: Sequence[ComputeMode]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        arguments: CallArguments,
+        modes: Sequence[ComputeMode],
+        parts: Sequence[MicrobatchInput],
+    ) -> None:
         self._pipeline = pipeline
         # Of an evaluation nothing counts.
         self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
         self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
         self._counted = self._added = False
-        config = pipeline.config
-        rows = num_rows(arguments, config.shared)
-        parts = split(arguments, rows=rows, size=pipeline.microbatch_size(rows), shared=config.shared)
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
         self._microbatch_runs = [
-            MicrobatchRun(
-                pipeline.context,
-                Microbatch(
-                    key=pipeline.key(self._batch, number, index),
-                    num_rows=part.num_rows,
-                    inputs=serialization.unflatten(
-                        arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
-                    ),
-                    extras=[stage.extras_for(part.kwargs) for stage in config.stages],
-                    mode=modes[0],
-                    modes=modes,
-                    weight=self._batch.grant.weight if self._batch else 1.0,
-                    first_trained=pipeline.first_trained,
-                ),
-            )
+            pipeline.microbatch_run(pipeline.key(self._batch, number, index), arguments.structure, part, modes)
             for index, part in enumerate(parts)
         ]
         self.output_structure: serialization.Structure = None
@@ -382,6 +417,14 @@ class _Call:
         through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
         coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(coroutines))[0])
+
+
+def _by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
+    """Return each stage's mode; one that is no train mode holds for all modules."""
+    if mode.training:
+        return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
+    kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
+    return [replace_fields(mode, modules=modules) for modules in kept]
 
 
 def turns_apart(sent: serialization.Tree) -> int:

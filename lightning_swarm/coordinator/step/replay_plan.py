@@ -61,7 +61,12 @@ def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: i
             f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of their weights"
         )
     if len(hashes) != 1:
-        raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
+        raise StepError(
+            f"step {step}: the {len(ledgers)} replicas of stage {stage_index} must have equal weights, buffers and "
+            "optimizer state, and have come to differ. Either a block writes to its weights or buffers in its forward "
+            "(`max_norm` of an embedding does), or their servers round differently: have those of a stage on machines "
+            "of one kind, with one build of torch. Have a block change nothing but its output."
+        )
     return hashes.pop()
 
 

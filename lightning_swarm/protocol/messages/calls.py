@@ -35,7 +35,9 @@ class CallKey(WireMessage, frozen=True):
     first: Count  # position in the step of the batch's first sample
     index: Index  # of the microbatch in its batch
     call: Count  # counts the pipeline's calls within a training_step
-    evaluation: bool = False  # no step counts the microbatch; `first` is 0 and `call` goes on counting
+    evaluation: bool = (
+        False  # no step counts the microbatch; `call` goes on counting; `first` is a multiple of `PLACES`
+    )
     weights: Count = 0  # of an evaluation: the number of the lent weights; 0: the weights of the step
     input_only: Count = 0  # numbers backwards that add nothing and give the input's gradient; 0: the one that counts
 

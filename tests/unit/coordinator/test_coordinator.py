@@ -401,7 +401,7 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     swarm.servers[B].steps.sums.ledgers[1]._receipts.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
     stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
-    assert_undecided(swarm, "replicas of stage 1 have different weights")
+    assert_undecided(swarm, "replicas of stage 1 must have equal weights")
 
 
 def test_a_replica_that_says_no_hash_of_its_weights_fails_the_step(

@@ -1,0 +1,73 @@
+"""Reads the data module's data on a peer that serves, if the model cannot be built without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning.pytorch import Trainer
+
+from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.strategy.framework import framework_of
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.strategy import SwarmStrategy
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+# Most models need no data, and a peer may be a machine that has none.
+class PeerData:
+    """Calls user code first without data and, if that fails, once more with the data that the trainer has, too."""
+
+    def __init__(self, strategy: SwarmStrategy) -> None:
+        self._strategy = strategy
+        self._is_read = False
+
+    def call(self, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
+        """Return what user code returns; `ConfigError` says `what` it failed to do."""
+        try:
+            return work()
+        except SwarmError:
+            raise
+        except Exception as error:
+            if not self._strategy.config.only_serves:
+                raise
+            if self._is_read or not _has_data(trainer):
+                raise _failed(what, error) from error
+            _log.info("This peer reads the data, for it cannot %s without: %r", what, error)
+        try:
+            self._read(trainer)
+            return work()
+        except SwarmError:
+            raise
+        except Exception as error:
+            raise _failed(what, error) from error
+
+    def _read(self, trainer: Trainer) -> None:
+        """Prepare the data, once on each machine, and set the data module up."""
+        self._is_read = True
+        strategy, call = self._strategy, framework_of(trainer).call
+        launch_id = "" if strategy._swarm_launcher is None else strategy._swarm_launcher.launch_id
+        if strategy.local_rank:
+            strategy._own_peer.follower.await_prepared(launch_id)
+        else:
+            trainer._data_connector.prepare_data()
+            strategy._own_peer.lead.say_prepared(launch_id)
+        if trainer.datamodule is not None:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+            call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
+
+
+def _has_data(trainer: Trainer) -> bool:
+    is_overridden = framework_of(trainer).is_overridden
+    return trainer.datamodule is not None or is_overridden("prepare_data", trainer.lightning_module)  # type: ignore[attr-defined]
+
+
+def _failed(what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"a peer that serves must be able to {what} as the trainer does, with no data but what the data module's "
+        f"`prepare_data` and `setup` find on its machine; it failed with {type(error).__name__}: {error}. Give it the "
+        "files, or build the model and its optimizer from what the script knows before `fit`."
+    )
