@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.partition import StageModule, computing
+from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
@@ -93,7 +94,7 @@ class SavedGraph:
     """The part of a forward that its backward needs."""
 
     inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
-    outputs: list[Tensor]  # leaves of the output tree, with their autograd history
+    outputs: list[Tensor]  # leaves of the output tree and of what was left, with their autograd history
     has_drawn: bool  # random numbers
     seen: Tensor | None  # by batch norms
     call: ForwardCall  # from which it is computed once more: a backward leaves nothing of it
@@ -109,6 +110,18 @@ class ForwardResult:
     graph_bytes: int
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a run of the blocks gave."""
+
+    output: Any
+    passed: Any  # what the stages before have left
+    graph_bytes: int
+    has_drawn: bool
+    seen: Tensor | None  # by batch norms
+    changes: Changes
+
+
 class Computation:
     """Computes a stage's blocks, on the compute thread, one call at a time."""
 
@@ -120,6 +133,7 @@ class Computation:
         self._codecs = codecs  # what comes in and goes out is encoded by
         self._statistics = statistics
         self._random = KeyedOnDemand(device)
+        self._watch = ForwardWatch(module.named_block_modules(), module.around)
         self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
         self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
 
@@ -130,8 +144,7 @@ class Computation:
 
     def forward(self, call: ForwardCall) -> ForwardResult:
         """Run the blocks."""
-        result = self._forward(call)
-        return replace(result, output=encoded(result.output, self._codecs.activations))
+        return self._forward(call)
 
     def graph(self, call: ForwardCall) -> SavedGraph:
         """Run the blocks for a backward alone."""
@@ -140,46 +153,66 @@ class Computation:
         return graph
 
     def _forward(self, call: ForwardCall) -> ForwardResult:
-        """Run the blocks, with an output that is not encoded yet."""
+        """Run the blocks, and collect what they leave."""
         mode = call.mode
-        structure, tensors = serialization.flatten(decoded(call.inputs, self._codecs.activations, self._device))
+        inputs, left = part_inputs(call.inputs)
+        structure, tensors = serialization.flatten(
+            decoded((inputs, left.differentiable), self._codecs.activations, self._device)
+        )
         if len(tensors) != len(call.wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(call.wants_grad)} flags")
         leaves = [
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
-        compute = partial(self._run, structure, leaves, call.extras, mode)
-        self._module.train(mode.training)
-        with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
-            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
-        structure, outputs = serialization.flatten(output)
+        run = partial(self._watched, structure, leaves, call)
+        found = run(closely=self._watch.is_first((mode.training, mode.grad)))
+        if self._watch.news(found.changes):
+            again = run(closely=True)
+            self._watch.learn(found.changes, again.changes, same_output=same_trees(found.output, again.output))
+        left.differentiable = found.passed
+        self._watch.take(found.changes, left)
+        structure, outputs = serialization.flatten((found.output, left.differentiable))
+        output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
+        # What was left is not encoded: each stage would encode it once more, and most of it is small.
+        left = Left(differentiable, left.others, left.refused)
         return ForwardResult(
-            output=serialization.unflatten(structure, [tensor.detach() for tensor in outputs]),
+            output=join(encoded(output, self._codecs.activations), left),
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=SavedGraph(leaves, outputs, has_drawn, seen.values, call) if mode.grad else None,
-            graph_bytes=graph_bytes,
+            graph=SavedGraph(leaves, outputs, found.has_drawn, found.seen, call) if mode.grad else None,
+            graph_bytes=found.graph_bytes,
         )
+
+    def _watched(
+        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+    ) -> _Found:
+        """Run the blocks in the modes of the call, and find what this changes in them."""
+        mode = call.mode
+        self._module.train(mode.training)
+        before = self._watch.snapshot(closely=closely)
+        compute = partial(self._run, structure, leaves, call.extras, mode)
+        with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
+            found, has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
+        return _Found(*found, has_drawn, seen.values, self._watch.changes(before))
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: ComputeMode
-    ) -> tuple[Any, int]:
-        """The blocks' output, and the bytes of its graph."""
+    ) -> tuple[Any, Any, int]:
+        """The blocks' output, what the stages before have left, and the bytes of the graph."""
         extra_structure, extra_tensors = serialization.flatten(extras)
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
-        run = partial(
-            self._module,
-            serialization.unflatten(structure, [leaf.clone() for leaf in leaves]),
-            serialization.unflatten(extra_structure, shared),
-        )
+        inputs, passed = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
+        run = partial(self._module, inputs, serialization.unflatten(extra_structure, shared))
+        own_leaves = leaves[: len(leaves) - len(serialization.leaves(passed))]
         if mode.grad and self.costs is None:
-            output, self.costs = self._measured(run, leaves, shared)
+            output, self.costs = self._measured(run, own_leaves, shared)
         else:
             output = run()
-        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
-        return output, num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
+        num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
+        graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
+        return output, passed, graph_bytes
 
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
@@ -188,6 +221,7 @@ class Computation:
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
+        before = self._watch.snapshot()
         # Norms in blocks that are computed again in a backward see nothing new.
         with self._seeing(mode), computing(), modes.enter_backward_modes(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
@@ -198,6 +232,7 @@ class Computation:
             else:
                 again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
+        self._watch.undo(self._watch.changes(before))  # of blocks that are computed again in it
         return encoded(found, self._codecs.gradients), own
 
     def _differentiate(

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.leftovers import Collected, Leftovers
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
+    MicrobatchInput,
     concat,
     concat_gradients,
     num_rows,
@@ -27,6 +30,7 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import CALLS, StageModule
+from lightning_swarm.model.partition.leftovers import Left, part
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
@@ -114,6 +118,7 @@ class Pipeline:
         self.first_trained = 0  # no stage before this one trains
         self.batch: GrantedBatch | None = None
         self.num_microbatches = 0
+        self.leftovers = Leftovers({name: m for stage in config.stages for name, m in stage.named_block_modules()})
         self._evaluations = itertools.count()
 
     def __call__(self, *args: Any, **extras: Any) -> Any:
@@ -137,7 +142,7 @@ class Pipeline:
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
-        return serialization.unflatten(call.output_structure, outputs)
+        return call.placed(outputs)
 
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
@@ -201,40 +206,74 @@ class _Call:
         self._pipeline = pipeline
         self._batch = pipeline.batch if mode.grad else None
         config = pipeline.config
-        rows = num_rows(arguments, config.shared)
-        parts = split(arguments, rows=rows, size=pipeline.microbatch_size(rows), shared=config.shared)
+        self._rows = num_rows(arguments, config.shared)
+        self._arguments, self._mode = arguments, mode
+        parts = self._parts(pipeline.microbatch_size(self._rows))
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
-        self._microbatch_runs = [
-            MicrobatchRun(
-                pipeline.context,
-                Microbatch(
-                    key=pipeline.key(self._batch, number, index),
-                    num_rows=part.num_rows,
-                    inputs=serialization.unflatten(
-                        arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
-                    ),
-                    extras=[stage.extras_for(part.kwargs) for stage in config.stages],
-                    mode=mode,
-                    weight=self._batch.grant.weight if self._batch else 0.0,
-                    first_trained=pipeline.first_trained,
-                ),
-            )
-            for index, part in enumerate(parts)
-        ]
-        self.output_structure: serialization.Structure = None
+        self._microbatch_runs = [self._microbatch_run(number, *pair, mode) for pair in enumerate(parts)]
+        self._output_structure: serialization.Structure = None
+        self._collected: Collected | None = None
         pipeline.num_microbatches += len(parts)
         if self._batch is not None:
             self._batch.num_microbatches += len(parts)
+
+    def _parts(self, size: int) -> list[MicrobatchInput]:
+        return split(self._arguments, rows=self._rows, size=size, shared=self._pipeline.config.shared)
+
+    def _microbatch_run(self, number: int, index: int, part: MicrobatchInput, mode: ComputeMode) -> MicrobatchRun:
+        pipeline, config = self._pipeline, self._pipeline.config
+        batch = self._batch if mode.grad else None
+        return MicrobatchRun(
+            pipeline.context,
+            Microbatch(
+                key=pipeline.key(batch, number, index),
+                num_rows=part.num_rows,
+                inputs=serialization.unflatten(
+                    self._arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
+                ),
+                extras=[stage.extras_for(part.kwargs) for stage in config.stages],
+                mode=mode,
+                weight=batch.grant.weight if batch else 0.0,
+                first_trained=pipeline.first_trained,
+            ),
+        )
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Return the output's tensors for the whole batch, and which of them have a gradient."""
         works = [run.forward() for run in self._microbatch_runs]
         results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
+        outputs, lefts = self._decoded(results)
+        self._output_structure, tensors = concat(outputs, self._sizes)
+        flags = results[0][1][: len(tensors)]
+        self._collected = self._pipeline.leftovers.collect(lefts, self._sizes, self._trial)
+        if self._collected is None:
+            return tensors, flags
+        return [*tensors, *self._collected.tensors.values()], [*flags, *self._collected.flags()]
+
+    def _decoded(self, results: list[Any]) -> tuple[list[Any], list[Left]]:
+        """Return the outputs of microbatches, and what forwards left behind them."""
         config = self._pipeline.config
-        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
-        self.output_structure, tensors = concat(outputs, self._sizes)
-        return tensors, results[0][1]
+        pairs = [part(decoded(output, config.codecs.activations, config.device)) for output, _ in results]
+        return [output for output, _ in pairs], [left for _, left in pairs]
+
+    def _trial(self, training: bool) -> tuple[list[Left], list[int]]:
+        """Return what the first two microbatches leave apart, and then both as one; and their sizes."""
+        size = self._sizes[0]
+        parts = [*self._parts(size)[:2], self._parts(2 * size)[0]]
+        mode = msgspec.structs.replace(self._mode, training=training, grad=False, input_grad=False)
+        number = self._pipeline.next_call(None)
+        runs = [self._microbatch_run(number, *pair, mode) for pair in enumerate(parts)]
+        results = self._run([run.forward() for run in runs], runs[0].microbatch.inputs)
+        return self._decoded(results)[1], self._sizes[:2]
+
+    def placed(self, tensors: Sequence[Tensor]) -> Any:
+        """Put what forwards left on the trainer's modules, and return the output."""
+        if self._collected is None:
+            return serialization.unflatten(self._output_structure, tensors)
+        num_left = len(self._collected.tensors)
+        self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :])
+        return serialization.unflatten(self._output_structure, tensors[: len(tensors) - num_left])
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of the input's tensors."""
@@ -248,7 +287,11 @@ class _Call:
         batch.backward_begun = True
         config = self._pipeline.config
         codec = config.codecs.gradients
-        parts = [_to_send(part, codec, copy=False) for part in split_gradients(gradients, self._sizes)]
+        num_outputs = len(gradients) - (0 if self._collected is None else len(self._collected.tensors))
+        parts = [_to_send(part, codec, copy=False) for part in split_gradients(gradients[:num_outputs], self._sizes)]
+        if self._collected is not None:
+            left = self._collected.gradients(gradients[num_outputs:])
+            parts = [[*own, *_to_send(more, None, copy=False)] for own, more in zip(parts, left, strict=True)]
         first = self._microbatch_runs[0].microbatch
         no_gradients = [None] * len(serialization.leaves(first.inputs))
         works = [
