@@ -5,8 +5,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ class StandIn(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _use(func, args, kwargs or {})
+        return _use(func, args, kwargs or {}, sys._getframe(1))
 
     @override
     def __deepcopy__(self, memo: Any) -> Self:
@@ -123,18 +124,18 @@ _CANNOT_WAIT = frozenset(
         "backward",
     ]
 )
-_IN_PLACE = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "mod")}
 
 
-def _use(func: Any, args: Any, kwargs: Any) -> Any:
+def _use(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
     found: list[StandIn] = []
     tree_map_only(StandIn, found.append, (args, kwargs))
     waiting = [one for one in found if isinstance(one, Pending) and not _is_settled(one)]
     if not waiting:
         return _computed(func, args, kwargs)
     name = getattr(func, "__name__", "")
-    if name in _IN_PLACE:  # `x += y` gives its result a name again
-        func, name = getattr(Tensor, _IN_PLACE[name]), _IN_PLACE[name]
+    if name.endswith("_") and not name.endswith("__") and _gives_result_a_name(frame):
+        name = name[:-1]
+        func = getattr(torch, name)
     what = vars(waiting[0])["what"]
     if name in _CANNOT_WAIT or (name.endswith("_") and not name.endswith("__")):
         raise ConfigError(
@@ -142,6 +143,12 @@ def _use(func: Any, args: Any, kwargs: Any) -> Any:
             f"to `{name}` before. Read it after the loop over the blocks."
         )
     return Pending.of(_Deferred(func, args, kwargs, [one for one in found if isinstance(one, Pending)]), what)
+
+
+def _gives_result_a_name(frame: FrameType) -> bool:
+    """Return whether a frame is at an operation such as ``x += y``, after which ``x`` is what the operation returns."""
+    at = next((item for item in dis.get_instructions(frame.f_code) if item.offset == frame.f_lasti), None)
+    return at is not None and (at.opname.startswith("INPLACE_") or (at.opname == "BINARY_OP" and at.argrepr[-1] == "="))
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:

@@ -96,7 +96,7 @@ class Leftovers:
             structures={site: structure for site, structure in structures.items() if site not in refused},
             refused=refused,
             rules=rules,
-            places=[[place for place, _ in _places(left.differentiable)] for left in parts],
+            places=[[place for place, _ in _places(left.differentiable) if place[2] >= 0] for left in parts],
             sizes=sizes,
         )
 

@@ -264,7 +264,11 @@ class _Call:
         mode = msgspec.structs.replace(self._mode, training=training, grad=False, input_grad=False)
         number = self._pipeline.next_call(None)
         runs = [self._microbatch_run(number, *pair, mode) for pair in enumerate(parts)]
+        # A server in this process may share these modules.
+        modes = [(module, module.training) for block in self._pipeline.blocks for module in block.modules()]
         results = self._run([run.forward() for run in runs], runs[0].microbatch.inputs)
+        for module, training_before in modes:
+            module.training = training_before
         return self._decoded(results)[1], self._sizes[:2]
 
     def placed(self, tensors: Sequence[Tensor]) -> Any:

@@ -160,7 +160,7 @@ class ForwardWatch:
         both = [key for key in first if key in second and key not in self._known]
         for key in both:
             place, name = key
-            if place >= self._num_inside or name in self._modules[place]._buffers or first[key].in_place:
+            if place >= self._num_inside or name in self._modules[place]._buffers or second[key].in_place:
                 self._refuse([key], "changed")
             if not same_trees(first[key].after, second[key].after):
                 self._refuse([key], "goes on from what an earlier forward left in")
