@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.partition import StageModule, computing
+from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
@@ -116,6 +117,7 @@ class _Found:
 
     output: Any
     passed: Any  # what the stages before have left
+    observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
     graph_bytes: int
     has_drawn: bool
     seen: Tensor | None  # by batch norms
@@ -133,7 +135,8 @@ class Computation:
         self._codecs = codecs  # what comes in and goes out is encoded by
         self._statistics = statistics
         self._random = KeyedOnDemand(device)
-        self._watch = ForwardWatch(module.named_block_modules(), module.around)
+        self._named_modules = dict(module.named_block_modules())
+        self._watch = ForwardWatch(self._named_modules.items(), module.around)
         self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
         self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
 
@@ -172,6 +175,8 @@ class Computation:
             self._watch.learn(found.changes, again.changes, same_output=same_trees(found.output, again.output))
         left.differentiable = found.passed
         self._watch.take(found.changes, left)
+        for name, calls in found.observed.items():
+            left.add(name, OBSERVED, calls)
         structure, outputs = serialization.flatten((found.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
@@ -197,8 +202,10 @@ class Computation:
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: ComputeMode
-    ) -> tuple[Any, Any, int]:
-        """The blocks' output, what the stages before have left, and the bytes of the graph."""
+    ) -> tuple[Any, Any, dict[str, list[Any]], int]:
+        """The blocks' output, what the stages before have left, observed calls, and the bytes of the graph."""
+        extras = dict(extras)
+        said = extras.pop(HOOKS, None)
         extra_structure, extra_tensors = serialization.flatten(extras)
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
@@ -206,13 +213,14 @@ class Computation:
         inputs, passed = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
         run = partial(self._module, inputs, serialization.unflatten(extra_structure, shared))
         own_leaves = leaves[: len(leaves) - len(serialization.leaves(passed))]
-        if mode.grad and self.costs is None:
-            output, self.costs = self._measured(run, own_leaves, shared)
-        else:
-            output = run()
+        with recording(self._named_modules, said) as observed:
+            if mode.grad and self.costs is None:
+                output, self.costs = self._measured(run, own_leaves, shared)
+            else:
+                output = run()
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
-        return output, passed, graph_bytes
+        return output, passed, observed, graph_bytes
 
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode

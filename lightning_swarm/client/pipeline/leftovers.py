@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.left_values import Unavailable
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
 from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
 from lightning_swarm.protocol import serialization
 
@@ -106,8 +107,14 @@ class Leftovers:
         for (module, name, _), tensor in zip(collected.tensors, tensors, strict=True):
             by_site.setdefault((module, name), []).append(tensor)
         for site, structure in collected.structures.items():
-            self._set(site, serialization.unflatten(structure, by_site.get(site, [])))
+            value = serialization.unflatten(structure, by_site.get(site, []))
+            if site[1] == OBSERVED:
+                call_observing(site[0], self.modules[site[0]], value)
+            else:
+                self._set(site, value)
         for site, reason in collected.refused.items():
+            if site[1] == OBSERVED:
+                raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not to be had: {reason}")
             self._set(site, Unavailable.because(f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"))
 
     def _set(self, site: Site, value: object) -> None:
@@ -116,6 +123,8 @@ class Leftovers:
 
     def _check_sites(self, sites: Sequence[Site]) -> None:
         for module, name in sites:
+            if name == OBSERVED and module in self.modules:
+                continue
             if module not in self.modules or not name.isidentifier() or name in OF_TORCH:
                 raise ProtocolError(f"a server left {name[:80]!r} of {module[:80]!r}, which no forward can leave")
 

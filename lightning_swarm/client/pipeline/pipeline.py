@@ -30,6 +30,7 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import CALLS, StageModule
+from lightning_swarm.model.partition.hooks import check_global, told
 from lightning_swarm.model.partition.leftovers import Left, part
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
@@ -208,6 +209,8 @@ class _Call:
         config = pipeline.config
         self._rows = num_rows(arguments, config.shared)
         self._arguments, self._mode = arguments, mode
+        check_global()
+        self._stages = [(stage, told(stage.named_block_modules())) for stage in config.stages]
         parts = self._parts(pipeline.microbatch_size(self._rows))
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
@@ -232,7 +235,7 @@ class _Call:
                 inputs=serialization.unflatten(
                     self._arguments.structure, _to_send(part.tensors, config.codecs.activations, copy=True)
                 ),
-                extras=[stage.extras_for(part.kwargs) for stage in config.stages],
+                extras=[stage.extras_for(part.kwargs) | hooks for stage, hooks in self._stages],
                 mode=mode,
                 weight=batch.grant.weight if batch else 0.0,
                 first_trained=pipeline.first_trained,
