@@ -72,9 +72,9 @@ class BlockChain:
         """Take the place of the forward of the block that is first at `place` in the list."""
         if has_user_hooks(self._modules[place]):
             raise ConfigError(
-                "blocks that are called one by one must have no forward hooks themselves, for their outputs are on other "
-                f"peers: got one on {self._names[place]!r}. Register it on a layer within the block, or return what it "
-                "is for from the block."
+                "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
+                f"other peers: got one on {self._names[place]!r}. Register it on a layer within the block, or return "
+                "what it is for from the block."
             )
         hidden, arguments, tensors = self._bound(place, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None

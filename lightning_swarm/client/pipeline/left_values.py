@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType, FunctionType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class StandIn(Tensor):
     @classmethod
     def make(cls) -> Self:
         """Make one without a value."""
-        return Tensor._make_subclass(cls, torch.empty(0))  # type: ignore[attr-defined,no-any-return]
+        return Tensor._make_subclass(cls, torch.empty(0))
 
     @classmethod
     @override
@@ -36,7 +36,7 @@ class StandIn(Tensor):
         return self
 
     @override
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types here
         return "<left by a forward on another peer>"
 
 
@@ -55,6 +55,25 @@ class Unavailable(StandIn):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Unavailable.because, (vars(self)["reason"],)
+
+
+class UnavailableObject:
+    """A value that is no tensor, and that the swarm does not have. Every use is refused."""
+
+    def __init__(self, reason: str) -> None:
+        vars(self)["_reason"] = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # for copies and the like
+            raise AttributeError(name)
+        raise ConfigError(self._reason)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse the use."""
+        raise ConfigError(self._reason)
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __float__ = __int__ = __contains__ = __call__
+    __hash__ = object.__hash__
 
 
 class Pending(StandIn):

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.client.pipeline.left_values import Unavailable
+from lightning_swarm.client.pipeline.left_values import Unavailable, UnavailableObject
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
 from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
@@ -40,6 +40,7 @@ class Collected:
     tensors: dict[Place, Tensor]
     structures: dict[Site, serialization.Structure]
     refused: dict[Site, str]  # why there is no value
+    objects: set[Site]  # of those refused, the ones that are no tensors
     rules: dict[Place, Rule]
     places: list[list[Place]]  # of the differentiable tensors of each microbatch, in the order of its servers
     sizes: Sequence[int]
@@ -78,6 +79,7 @@ class Leftovers:
         if not any(parts):
             return None
         refused = {site: _unknown(str(kind)) for left in parts for site, kind in _sites(left.refused)}
+        objects = {*refused}
         values = [{**dict(_sites(left.others)), **dict(_sites(left.differentiable))} for left in parts]
         self._check_sites([*refused, *(site for own in values for site in own)])
         structures: dict[Site, serialization.Structure] = {}
@@ -96,6 +98,7 @@ class Leftovers:
             },
             structures={site: structure for site, structure in structures.items() if site not in refused},
             refused=refused,
+            objects=objects,
             rules=rules,
             places=[[place for place, _ in _places(left.differentiable) if place[2] >= 0] for left in parts],
             sizes=sizes,
@@ -115,7 +118,8 @@ class Leftovers:
         for site, reason in collected.refused.items():
             if site[1] == OBSERVED:
                 raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not to be had: {reason}")
-            self._set(site, Unavailable.because(f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"))
+            text = f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"
+            self._set(site, UnavailableObject(text) if site in collected.objects else Unavailable.because(text))
 
     def _set(self, site: Site, value: object) -> None:
         self.sites.add(site)

@@ -6,6 +6,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -42,12 +43,12 @@ def observes(hook: Any) -> bool:
         hook = hook.func
     function = inspect.unwrap(hook) if callable(hook) else hook
     if not inspect.isfunction(function) and not inspect.ismethod(function):
-        function = getattr(type(hook), "__call__", None)
+        function = inspect.getattr_static(type(hook), "__call__", None)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return False
     code = list(dis.get_instructions(function))
-    pairs = zip(code, code[1:], strict=False)
+    pairs = itertools.pairwise(code)
     returns_value = any(
         after.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None)
         for before, after in pairs

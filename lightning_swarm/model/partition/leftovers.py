@@ -50,7 +50,7 @@ class Left:
     def add(self, module: str, attribute: str, value: Any) -> None:
         """Add a value in place of an earlier one."""
         self.drop(module, attribute)
-        value = tuple(value) if isinstance(value, torch.Size) else value
+        value = _plain(value)
         try:
             tensors = serialization.flatten(value)[1]
         except ConfigError:
@@ -115,6 +115,7 @@ class ForwardWatch:
         self._num_inside = len(inside)
         self._ignored = [_of_torch(module) for module in self._modules]
         self._known: set[tuple[int, str]] = set()
+        self._constants: set[tuple[int, str]] = set()  # set to equal ones again and again, which nobody sees
         self._looked: set[object] = set()
 
     def is_first(self, kind: object) -> bool:
@@ -150,7 +151,7 @@ class ForwardWatch:
 
     def news(self, changes: Changes) -> bool:
         """Return whether there are changes of other attributes than before."""
-        return not changes.keys() <= self._known
+        return not changes.keys() <= self._known | self._constants
 
     def learn(self, first: Changes, second: Changes, *, same_output: bool) -> None:
         """Learn from two forwards of the same input, one after the other, what each forward leaves.
@@ -158,6 +159,8 @@ class ForwardWatch:
         What the second one did not set again is a cache, and stays. What depends on the forward before is refused.
         """
         both = [key for key in first if key in second and key not in self._known]
+        once = [(key, change.after) for key, change in first.items() if key not in second and key[0] < self._num_inside]
+        self._constants.update(key for key, value in once if not isinstance(value, Tensor) and _is_constant(value))
         for key in both:
             place, name = key
             if place >= self._num_inside or name in self._modules[place]._buffers or second[key].in_place:
@@ -175,6 +178,8 @@ class ForwardWatch:
                 continue
             left.add(self._names[place], name, change.after)
             self._put_back(place, name, change.before)
+        for place, name in sorted(self._constants - self._known):
+            left.add(self._names[place], name, vars(self._modules[place]).get(name))
 
     def undo(self, changes: Changes) -> None:
         """Put all attributes back that were set inside of the stage."""
@@ -227,18 +232,23 @@ def _same_content(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
+def _is_constant(value: Any) -> bool:
+    """Return whether a value can travel, without tensors."""
+    try:
+        return not serialization.flatten(_plain(value))[1]
+    except ConfigError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
 def _equal_constants(one: Any, other: Any) -> bool:
     """Return whether both are equal without tensors, so that setting the attribute changed nothing."""
     if type(one) is not type(other) or isinstance(one, Tensor):
         return False
-    try:
-        structure, tensors = serialization.flatten(tuple(one) if isinstance(one, torch.Size) else one)
-        return (
-            not tensors
-            and structure == serialization.flatten(tuple(other) if isinstance(one, torch.Size) else other)[0]
-        )
-    except ConfigError:
-        return False
+    return _is_constant(one) and _is_constant(other) and bool(one == other)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -259,8 +269,8 @@ def is_close(one: Tensor, other: Tensor) -> bool:
 def same_trees(one: Tree, other: Tree) -> bool:
     """Return whether two trees are equal but for rounding; what cannot travel is taken for equal."""
     try:
-        structure, tensors = serialization.flatten(tuple(one) if isinstance(one, torch.Size) else one)
-        others_structure, others = serialization.flatten(tuple(other) if isinstance(other, torch.Size) else other)
+        structure, tensors = serialization.flatten(_plain(one))
+        others_structure, others = serialization.flatten(_plain(other))
     except ConfigError:
         return True
     return bool(structure == others_structure) and all(map(is_close, tensors, others))
