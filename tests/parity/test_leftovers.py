@@ -160,3 +160,65 @@ def cache(block: Any, x: Tensor, hidden: Tensor) -> None:
 
 def test_caches_stay_on_the_peers() -> None:
     both(partial(Model, cache, lambda block: torch.zeros(())))
+
+
+class Hooked(Model):
+    """Takes features by a hook that only the trainer has."""
+
+    def __init__(self, *, on_start: bool = True) -> None:
+        super().__init__(lambda *_: None)
+        self.found: list[Tensor] = []
+        self.on_start = on_start
+        if not on_start:
+            self._hook()
+
+    def _hook(self) -> None:
+        self.net[1].linear.register_forward_hook(lambda module, args, output: self.found.append(output))
+
+    @override
+    def on_fit_start(self) -> None:
+        if self.on_start:
+            self._hook()
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.found.clear()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        (features,) = self.found
+        return loss + 0.1 * features.square().mean()
+
+
+@pytest.mark.parametrize("on_start", [True, False])
+def test_a_hook_observes_the_whole_batch(on_start: bool) -> None:
+    both(partial(Hooked, on_start=on_start))
+
+
+class Storing(Model):
+    """Its hook keeps a value and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda block: torch.zeros(()))
+        self.found: Any = None
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            self.found = output
+            return output
+
+        self.net[1].register_forward_hook(hook)
+
+
+class Backward(Model):
+    """Its hook takes note of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda block: torch.zeros(()))
+        self.found: list[Any] = []
+        self.net[1].register_full_backward_hook(lambda module, before, after: self.found.append(after))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(Storing, "may observe or change a value"), (Backward, "backward hook of '1'")]
+)
+def test_hooks_that_peers_cannot_serve(make: Callable[[], L.LightningModule], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(make, loader(digits()), max_steps=STEPS)

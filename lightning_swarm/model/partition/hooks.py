@@ -38,7 +38,7 @@ def is_users(hook: Any) -> bool:
 
 
 def observes(hook: Any) -> bool:
-    """Return whether a hook's code shows that it returns None: it takes note of a value, and changes none."""
+    """Return whether a hook's code shows that it takes note of a value: it returns None, or keeps something."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = inspect.unwrap(hook) if callable(hook) else hook
@@ -53,7 +53,8 @@ def observes(hook: Any) -> bool:
         after.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None)
         for before, after in pairs
     ) or any(one.opname == "RETURN_CONST" and one.argval is not None for one in code)
-    return not returns_value or not _GIVING_NONE.isdisjoint(function.__code__.co_names)
+    keeps = any(one.opname in ("STORE_ATTR", "STORE_GLOBAL") for one in code)
+    return not returns_value or keeps or not _GIVING_NONE.isdisjoint(function.__code__.co_names)
 
 
 def _of_user(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
