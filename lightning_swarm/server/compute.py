@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
+from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
@@ -94,7 +96,7 @@ class SavedGraph:
     """The part of a forward that its backward needs."""
 
     inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
-    outputs: list[Tensor]  # leaves of the output tree, with their autograd history
+    outputs: list[Tensor]  # leaves of the output tree and of what was left, with their autograd history
     has_drawn: bool  # random numbers
     seen: Tensor | None  # by batch norms
     call: ForwardCall  # from which it is computed once more: a backward leaves nothing of it
@@ -110,6 +112,19 @@ class ForwardResult:
     graph_bytes: int
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a run of the blocks gave."""
+
+    output: Any
+    passed: Any  # what the stages before have left
+    observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
+    graph_bytes: int
+    has_drawn: bool
+    seen: Tensor | None  # by batch norms
+    changes: Changes
+
+
 class Computation:
     """Computes a stage's blocks, on the compute thread, one call at a time."""
 
@@ -122,6 +137,8 @@ class Computation:
         self._statistics = statistics
         self._states = ServerStates(module)
         self._random = KeyedOnDemand(device)
+        self._named_modules = dict(module.named_block_modules())
+        self._watch = ForwardWatch(self._named_modules.items(), module.around)
         self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
         self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
 
@@ -132,8 +149,7 @@ class Computation:
 
     def forward(self, call: ForwardCall) -> ForwardResult:
         """Run the blocks."""
-        result = self._forward(call)
-        return replace(result, output=encoded(result.output, self._codecs.activations))
+        return self._forward(call)
 
     def graph(self, call: ForwardCall) -> SavedGraph:
         """Run the blocks for a backward alone."""
@@ -142,47 +158,74 @@ class Computation:
         return graph
 
     def _forward(self, call: ForwardCall) -> ForwardResult:
-        """Run the blocks, with an output that is not encoded yet."""
+        """Run the blocks, and collect what they leave."""
         mode = call.mode
-        structure, tensors = serialization.flatten(decoded(call.inputs, self._codecs.activations, self._device))
+        inputs, left = part_inputs(call.inputs)
+        structure, tensors = serialization.flatten(
+            decoded((inputs, left.differentiable), self._codecs.activations, self._device)
+        )
         if len(tensors) != len(call.wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(call.wants_grad)} flags")
         leaves = [
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
+        run = partial(self._watched, structure, leaves, call)
+        found = run(closely=self._watch.is_first((mode.training, mode.grad)))
+        if self._watch.news(found.changes):
+            again = run(closely=True)
+            self._watch.learn(found.changes, again.changes, same_output=same_trees(found.output, again.output))
+        left.differentiable = found.passed
+        self._watch.take(found.changes, left)
+        for name, calls in found.observed.items():
+            left.add(name, OBSERVED, calls)
+        structure, outputs = serialization.flatten((found.output, left.differentiable))
+        output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
+        # What was left is not encoded: each stage would encode it once more, and most of it is small.
+        left = Left(differentiable, left.others, left.refused)
+        return ForwardResult(
+            output=join(encoded(output, self._codecs.activations), left),
+            requires_grad=[tensor.requires_grad for tensor in outputs],
+            graph=SavedGraph(leaves, outputs, found.has_drawn, found.seen, call) if mode.grad else None,
+            graph_bytes=found.graph_bytes,
+        )
+
+    def _watched(
+        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+    ) -> _Found:
+        """Run the blocks in the modes of the call, and find what this changes in them."""
+        mode = call.mode
         compute = partial(self._run, structure, leaves, call.extras, mode)
         states = mode.modules.modes.items() if mode.modules is not None else ()
         kind = ("forward", mode.training, frozenset(states))
-        with self._states.entered(mode), self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
-            (output, graph_bytes), has_drawn = self._random.run(kind, call.seed, compute)
-        structure, outputs = serialization.flatten(output)
-        return ForwardResult(
-            output=serialization.unflatten(structure, [tensor.detach() for tensor in outputs]),
-            requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=SavedGraph(leaves, outputs, has_drawn, seen.values, call) if mode.grad else None,
-            graph_bytes=graph_bytes,
-        )
+        with self._states.entered(mode):
+            before = self._watch.snapshot(closely=closely)
+            with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
+                found, has_drawn = self._random.run(kind, call.seed, compute)
+            changes = self._watch.changes(before)
+        return _Found(*found, has_drawn, seen.values, changes)
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: ComputeMode
-    ) -> tuple[Any, int]:
-        """The blocks' output, and the bytes of its graph."""
+    ) -> tuple[Any, Any, dict[str, list[Any]], int]:
+        """The blocks' output, what the stages before have left, observed calls, and the bytes of the graph."""
+        extras = dict(extras)
+        said = extras.pop(HOOKS, None)
         extra_structure, extra_tensors = serialization.flatten(extras)
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
-        run = partial(
-            self._module,
-            serialization.unflatten(structure, [leaf.clone() for leaf in leaves]),
-            serialization.unflatten(extra_structure, shared),
-        )
-        if mode.grad and self.costs is None:
-            output, self.costs = self._measured(run, leaves, shared)
-        else:
-            output = run()
-        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
-        return output, num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
+        inputs, passed = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
+        run = partial(self._module, inputs, serialization.unflatten(extra_structure, shared))
+        own_leaves = leaves[: len(leaves) - len(serialization.leaves(passed))]
+        with recording(self._named_modules, said) as observed:
+            if mode.grad and self.costs is None:
+                output, self.costs = self._measured(run, own_leaves, shared)
+            else:
+                output = run()
+        num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
+        graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
+        return output, passed, observed, graph_bytes
 
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
@@ -193,6 +236,7 @@ class Computation:
         compute = partial(self._differentiate, received)
         # Norms in blocks that are computed again in a backward see nothing new.
         with self._states.entered(mode, backward=True), self._seeing(mode), modes.enter_backward_modes(mode):
+            before = self._watch.snapshot()
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
             # generators back afterwards, so only the mode notices.
             if graph.has_drawn:
@@ -201,6 +245,7 @@ class Computation:
             else:
                 again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
+            self._watch.undo(self._watch.changes(before))  # of blocks that are computed again in it
         return encoded(found, self._codecs.gradients), own
 
     def _differentiate(

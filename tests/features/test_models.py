@@ -218,3 +218,36 @@ class Centred(DigitsMLP):
 def test_mixed_rows() -> None:
     with pytest.raises(ConfigError, match="each sample of a batch by itself"):
         run_swarm(Centred, loader(digits()), max_steps=2)
+
+
+class Kept(DigitsMLP):
+    """Its first block keeps a loss of its own, and a hook takes features of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = KeepingLinear(64, 24)
+        self.found: dict[str, Tensor] = {}
+        self.net[1].register_forward_hook(lambda module, args, output: self.found.update(features=output))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.net[0].penalty + self.found["features"].square().mean()
+
+
+class KeepingLinear(nn.Linear):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        self.penalty = 0.1 * hidden.square().mean()
+        return hidden
+
+
+@feature(
+    "tensors that a block's forward keeps in attributes (`self.aux_loss = ...`), and forward hooks on blocks",
+    PARTLY,
+    "with their gradients: one value for each sample, or a mean or a sum over samples; others are refused when they "
+    "are read, by the attribute's name, unless `microbatch_size` is the whole batch",
+)
+def test_what_a_forward_leaves() -> None:
+    fit_both(Kept, max_steps=STEPS)

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
+from lightning_swarm.client.pipeline.left_values import PendingValues
 from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard
+from lightning_swarm.model.partition.hooks import has_user_hooks
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
@@ -46,7 +48,12 @@ class BlockChain:
     """Turns the calls of a list's blocks into one call of the pipeline, which the last block's call runs."""
 
     def __init__(
-        self, blocks: Blocks, pipeline: Callable[..., Any], device_type: str, shared: Collection[str] = ()
+        self,
+        blocks: Blocks,
+        pipeline: Callable[..., Any],
+        device_type: str,
+        shared: Collection[str] = (),
+        sites: Collection[tuple[str, str]] = (),  # of what forwards left so far
     ) -> None:
         self._pipeline = pipeline
         self._device_type = device_type
@@ -55,11 +62,20 @@ class BlockChain:
         self._keys = blocks.names
         self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
         self._modules = blocks.modules
+        self._inner = dict(blocks.named_modules())
+        self._sites = sites
+        self._pending: PendingValues | None = None
         # Read before anything takes the place of the forwards.
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the forward of the block that is first at `place` in the list."""
+        if has_user_hooks(self._modules[place]):
+            raise ConfigError(
+                "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
+                f"other peers: got one on {self._names[place]!r}. Register it on a layer within the block, or return "
+                "what it is for from the block."
+            )
         hidden, arguments, tensors = self._bound(place, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None
         index = 0 if before is None else len(before.calls)
@@ -74,10 +90,22 @@ class BlockChain:
             return DeferredOutput(progress)
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
+        self.put_back()
         # A checkpoint around this block shall handle what this thread saves, not what stages save that compute in it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             carried, extras = bind(self._keys, progress.calls, self._shared)
-            return self._pipeline(progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras)
+            output = self._pipeline(
+                progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras
+            )
+        if self._pending is not None:
+            self._pending.settle()
+            self._pending = None
+        return output
+
+    def put_back(self) -> None:
+        """Have attributes that the blocks' forwards set hold what they held before the chain began."""
+        if self._pending is not None:
+            self._pending.put_back()
 
     def _bound(
         self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -122,6 +150,8 @@ class BlockChain:
             ) from error
 
     def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
+        self.put_back()
+        self._pending = PendingValues(self._inner, self._sites)
         return _ChainProgress(
             list_name=self._list_name,
             block_name=self._names[0],
@@ -260,10 +290,12 @@ class Interception:
         self.removed = False
         self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
         self._own: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._chain: BlockChain | None = None
         if not blocks.one_by_one:
             self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), pipeline))
             return
-        chain = BlockChain(blocks, pipeline, pipeline.config.device.type, pipeline.config.shared)
+        config, sites = pipeline.config, pipeline.leftovers.sites
+        chain = self._chain = BlockChain(blocks, pipeline, config.device.type, config.shared, sites)
         places: dict[int, tuple[int, nn.Module]] = {}
         for place, block in enumerate(blocks.modules):
             places.setdefault(id(block), (place, block))
@@ -278,6 +310,8 @@ class Interception:
     def remove(self) -> None:
         """Give the modules their own forwards back. A second call does nothing."""
         self.removed = True
+        if self._chain is not None:
+            self._chain.put_back()
         while self._guards:
             self._guards.pop().remove()
         while self._own:

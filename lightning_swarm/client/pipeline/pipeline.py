@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -17,56 +16,32 @@ from lightning_swarm.client.pipeline.differentiation import (
     check_transforms,
     clear_marks,
     mark_gradients,
-    reaches_weights,
     weights_node,
 )
+from lightning_swarm.client.pipeline.leftovers import Leftovers
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
     MicrobatchInput,
-    concat,
-    concat_gradients,
     num_rows,
     split,
-    split_gradients,
 )
 from lightning_swarm.client.pipeline.norm_watch import NormWatch
+from lightning_swarm.client.pipeline.pipeline_call import PipelineCall, PipelineFunction, by_stage, detached, to_send
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.row_check import RowCheck
-from lightning_swarm.core.errors import ConfigError, LeaseRevoked
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
-from lightning_swarm.core.tasks import gather, gather_bounded
+from lightning_swarm.core.tasks import gather_bounded
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.module_states import TrainerStates
 from lightning_swarm.model.partition import CALLS, StageModule
-from lightning_swarm.network import SMALL_BYTES
+from lightning_swarm.model.partition.hooks import check_global, told
+from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
+from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, ModuleStates, Receipt
-
-
-class _PipelineFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, leaf: Tensor, weights: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        outputs, have_gradient = call.forward()
-        ctx.mark_non_differentiable(*(o for o, has in zip(outputs, have_gradient, strict=True) if not has))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        counts = reaches_weights(ctx, gradients) and call.begin_backward()
-        if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
-            return (None,) * len(ctx.needs_input_grad)
-        return (None, None, None, *(call.backward(gradients) if counts else call.input_gradients(gradients)))
-
-
-# Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
-# microbatch has arrived. Microbatches small enough to travel inside of calls go all at once, which is cheaper.
-_TURNS_APART: Final = 4
+from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, Receipt
 
 
 @dataclass
@@ -78,7 +53,7 @@ class GrantedBatch:
     num_microbatches: int = 0  # of all of its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[PipelineCall] = field(default_factory=list)
     counts: bool = False  # Lightning's own backward is under way, and what is added now counts
     backward_begun: bool = False  # servers may have added something
     # Called beside its first microbatches.
@@ -118,6 +93,8 @@ class Pipeline:
         # What a `.backward()` that is not Lightning's would leave at the weights is cleared before it could count.
         self.clears_gradients = True
         self.num_microbatches = 0
+        self.leftovers = Leftovers({name: m for stage in config.stages for name, m in stage.named_block_modules()})
+        self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
         self._weights = self._found_weights()
         self.norms = NormWatch(config.stages)
@@ -138,6 +115,8 @@ class Pipeline:
         tensors = list(arguments.tensors)
         check_transforms(tensors, self._weights, self._found_weights())
         grad = torch.is_grad_enabled()
+        check_global()
+        self._hooks = [told(stage.named_block_modules()) for stage in self.config.stages]
         states = [states.read() for states in self._states]
         mode = capture(
             self.config.device.type,
@@ -145,23 +124,25 @@ class Pipeline:
             grad=grad,
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
-        modes = _by_stage(mode, states)
+        modes = by_stage(mode, states)
         with torch.inference_mode(False), torch.no_grad():  # another thread cannot use inference tensors
-            arguments = _detached(arguments)
+            arguments = detached(arguments)
             rows = num_rows(arguments, self.config.shared)
             size = self.microbatch_size(rows)
             if 0 < size < rows:
                 self._row_check.check(arguments, mode, rows=rows, size=size)
-            call = _Call(self, arguments, modes, split(arguments, rows=rows, size=size, shared=self.config.shared))
+            call = PipelineCall(
+                self, arguments, modes, split(arguments, rows=rows, size=size, shared=self.config.shared)
+            )
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
             weights = weights_node(self._weights)
-            outputs = list(_PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
+            outputs = list(PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
-        return serialization.unflatten(call.output_structure, outputs)
+        return call.placed(outputs)
 
     def _found_weights(self) -> list[nn.Parameter]:
         return [weight for stage in self.config.stages for weight in stage.parameters()]
@@ -231,12 +212,15 @@ class Pipeline:
         self, key: CallKey, structure: serialization.Structure, part: MicrobatchInput, modes: Sequence[ComputeMode]
     ) -> MicrobatchRun:
         """Prepare to run a microbatch, whose positional arguments have a structure."""
-        tensors = _to_send(part.tensors, self.config.codecs.activations, copy=True)
+        tensors = to_send(part.tensors, self.config.codecs.activations, copy=True)
         microbatch = Microbatch(
             key=key,
             num_rows=part.num_rows,
             inputs=serialization.unflatten(structure, tensors),
-            extras=[stage.extras_for(part.kwargs) for stage in self.config.stages],
+            extras=[
+                stage.extras_for(part.kwargs) | said
+                for stage, said in zip(self.config.stages, self._hooks, strict=True)
+            ],
             mode=modes[0],
             modes=modes,
             weight=self.batch.grant.weight if self.batch is not None and not key.evaluation else 1.0,
@@ -247,7 +231,7 @@ class Pipeline:
     def _evaluate(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[list[Tensor]]:
         """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
         config, works = self.config, []
-        modes = _by_stage(mode, [states.read() for states in self._states])
+        modes = by_stage(mode, [states.read() for states in self._states])
         calls: dict[int, int] = {}
         for repeat, (arguments, number) in enumerate(probes):
             if number not in calls:
@@ -257,8 +241,8 @@ class Pipeline:
             key = replace_fields(self.key(None, calls[number], 0), first=repeat * PLACES)
             works.append(self.microbatch_run(key, arguments.structure, part, modes).forward())
         found = self.runtime.run(gather_bounded(works, config.max_in_flight))
-        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in found]
-        return [serialization.flatten(output)[1] for output in outputs]
+        outputs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in found]
+        return [serialization.flatten(output)[1] for output, _ in outputs]
 
     def _check_extras(self, extras: dict[str, Any]) -> None:
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
@@ -268,195 +252,3 @@ class Pipeline:
                     f"the pipelined module got an unexpected keyword argument {name!r}: no block's forward names it "
                     f"(they name {sorted(known)})"
                 )
-
-
-class _Call:
-    """One call of the pipelined module: its microbatches, forward and backward."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        arguments: CallArguments,
-        modes: Sequence[ComputeMode],
-        parts: Sequence[MicrobatchInput],
-    ) -> None:
-        self._pipeline = pipeline
-        # Of an evaluation nothing counts.
-        self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
-        self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
-        self._counted = self._added = False
-        number = pipeline.next_call(self._batch)
-        self._sizes = [part.num_rows for part in parts]
-        self._microbatch_runs = [
-            pipeline.microbatch_run(pipeline.key(self._batch, number, index), arguments.structure, part, modes)
-            for index, part in enumerate(parts)
-        ]
-        self.output_structure: serialization.Structure = None
-        self._num_outputs = 0
-        pipeline.num_microbatches += len(parts)
-        if self._batch is not None:
-            self._batch.num_microbatches += len(parts)
-            self._batch.calls.append(self)
-
-    def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """Return the output's tensors for the whole batch, and which of them have a gradient."""
-        works = [run.forward() for run in self._microbatch_runs]
-        results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
-        config = self._pipeline.config
-        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
-        self.output_structure, tensors = concat(outputs, self._sizes)
-        self._num_outputs = len(tensors)
-        return tensors, results[0][1]
-
-    def release(self) -> None:
-        """Take the call off its peers' accounts."""
-        for run in self._microbatch_runs:
-            run.release()
-
-    def begin_backward(self) -> bool:
-        """Note that a backward which reaches the weights begins; true if what it adds counts."""
-        batch = self._pipeline.batch
-        if batch is None or not batch.counts:
-            self._pipeline.refuse_or_mark()
-            return False
-        self._check_current()
-        if self._batch is None:
-            raise ConfigError(
-                "a loss may depend on calls of the pipelined module in its own training_step, got one from before "
-                "that. Make the call in `training_step`, or detach its output."
-            )
-        if self._counted:
-            raise ConfigError(
-                "one call of the pipelined module can be backpropagated once for a step: its gradients are in the "
-                "step's sum already. Add the losses up and call backward once."
-            )
-        if batch.confirm is not None:
-            raise ConfigError(
-                "a batch of one of several trainers is complete once all of its calls are backpropagated, for then it "
-                "counts even if its trainer dies: got another loss after that. Return the sum of all losses."
-            )
-        self._counted = True
-        return True
-
-    def count_statistics(self) -> None:
-        """Add what batch norms saw, with no gradients, unless that came with gradients."""
-        trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else nobody holds a receipt
-        if self._changes_statistics and trains and not self._added:
-            for run in self._microbatch_runs:
-                run.want_no_gradient()
-            self.backward([None] * self._num_outputs)
-
-    def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the input's tensors, and add nothing to any sum."""
-        self._check_current()
-        parts = self._split(gradients)
-        works = [run.backward(part, adds=False) for run, part in zip(self._microbatch_runs, parts, strict=True)]
-        return self._joined(self._run(works, parts[0]))
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Have the servers add the weights' gradients, and return those of the input's tensors."""
-        batch = self._batch
-        assert batch is not None
-        batch.backward_begun = self._added = True
-        parts = self._split(gradients)
-        first = self._microbatch_runs[0].microbatch
-        no_gradients = [None] * len(serialization.leaves(first.inputs))
-        works = [
-            run.backward(part, sent=partial(self._sent, batch, run.microbatch.key.receipt))
-            for run, part in zip(self._microbatch_runs, parts, strict=True)
-        ]
-        try:
-            found = self._run(works, parts[0])
-        except LeaseRevoked:
-            if batch.confirm is None:
-                raise
-            # While this trainer was silent, the servers may have completed the batch, and the step.
-            self._pipeline.runtime.run(batch.confirm())
-            return no_gradients  # there is nothing around the pipeline that wants one
-        batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
-        if not first.mode.input_grad:
-            return no_gradients
-        return self._joined(found)
-
-    def _check_current(self) -> None:
-        """Refuse a backward with other weights than the forward's."""
-        pipeline, key = self._pipeline, self._microbatch_runs[0].microbatch.key
-        evaluated_here = (key.generation, key.step, key.weights) == (
-            pipeline.generation,
-            pipeline.version,
-            pipeline.lent,
-        )
-        if self._batch is not pipeline.batch and not (self._batch is None and evaluated_here):
-            raise ConfigError(
-                "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
-                "has gone on. Detach what you keep from one batch to the next."
-            )
-
-    def _split(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
-        codec = self._pipeline.config.codecs.gradients
-        return [_to_send(part, codec, copy=False) for part in split_gradients(gradients, self._sizes)]
-
-    def _joined(self, found: Sequence[serialization.Tree]) -> Sequence[Tensor | None]:
-        config = self._pipeline.config
-        parts = [decoded(part, config.codecs.gradients, config.device) for part in found]
-        return concat_gradients(parts, self._sizes)
-
-    async def _sent(self, batch: GrantedBatch, receipt: Receipt) -> None:
-        batch.sent.append(receipt)
-        if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
-            await batch.arm(batch.sent)
-
-    def _begin(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield the call that tells of the batch's begin: it is made beside the microbatches, not before them."""
-        if self._batch is not None and self._batch.begin is not None:
-            begin, self._batch.begin = self._batch.begin, None
-            yield begin()
-
-    def _run(self, works: list[Any], first: serialization.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
-        """Run all microbatches, of which the first one sends `first`: a hidden state, or its gradient."""
-        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
-        coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
-        return list(self._pipeline.runtime.run(gather(coroutines))[0])
-
-
-def _by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
-    """Return each stage's mode; one that is no train mode holds for all modules."""
-    if mode.training:
-        return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
-    kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
-    return [replace_fields(mode, modules=modules) for modules in kept]
-
-
-def turns_apart(sent: serialization.Tree) -> int:
-    """Return the turns of the loop between the begins of two microbatches that send such tensors."""
-    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
-
-
-def _detached(arguments: CallArguments) -> CallArguments:
-    """Detach a call's tensors from autograd; those of keyword arguments are also copied to where they are sent from."""
-    if any(tensor.requires_grad for _, tensors in arguments.keywords.values() for tensor in tensors):
-        raise ConfigError(
-            "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
-            "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
-        )
-    keywords = {
-        name: (structure, [_copied(tensor) for tensor in tensors])
-        for name, (structure, tensors) in arguments.keywords.items()
-    }
-    return replace(arguments, tensors=[tensor.detach() for tensor in arguments.tensors], keywords=keywords)
-
-
-def _to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
-    """Encode tensors where they are, and bring them to where they can be sent from again and again."""
-
-    # With `copy`, for the user may overwrite the batch while a microbatch may still have to be sent again.
-    def on_cpu(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
-        if isinstance(leaf, serialization.Encoded):
-            return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
-        return _copied(leaf) if copy else leaf.cpu()
-
-    return list(serialization.transform(encoded(list(tensors), codec), on_cpu))
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

@@ -133,7 +133,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
             tuple(_slot_in_stage(slot, model, run) if key in tied else slot for key, slot in own_parameters.items()),
             tuple(slot for key, slot in buffers.items() if key in inside),
         )
-        stages.append(StageModule(spec_of(index, names[index], slots), run, slots))
+        stages.append(StageModule(spec_of(index, names[index], slots), run, slots, outside))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
     if around:  # parameters in no block are in one more stage, on the trainers
         slots = TensorIndex(around, ())

@@ -42,10 +42,11 @@ class StageSpec(msgspec.Struct, frozen=True):
 class StageModule(nn.Module):
     """A run of the user's blocks, with the boundary layers between them, and the halves of those at its ends."""
 
-    def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex") -> None:
+    def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex", around: Sequence[Named] = ()) -> None:
         """Hold blocks; see `build_stages`."""
         super().__init__()
         self.spec = spec
+        self.around = tuple(around)  # modules outside of all blocks, which are no part of the stage
         self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
         self.keywords = frozenset[str]().union(*map(accepted_keywords, blocks))
@@ -63,6 +64,13 @@ class StageModule(nn.Module):
         if call_binding.CALLS in extras:
             return call_binding.extras_for(extras, self.spec.block_names)
         return {name: value for name, value in extras.items() if name in self.keywords}
+
+    def named_block_modules(self) -> list[Named]:
+        """Return all modules in blocks, by their names from the block's own name on."""
+        named = [(name, block) for name, block in zip(self.block_names, self.blocks, strict=True) if name is not None]
+        return [
+            (f"{name}.{key}" if key else name, inner) for name, block in named for key, inner in block.named_modules()
+        ]
 
     def compile_by(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the forward by its compiled version, of ``torch.compile`` with the user's options."""

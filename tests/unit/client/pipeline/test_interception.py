@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_swarm.client.pipeline.interception import Interception
+from lightning_swarm.client.pipeline.leftovers import Leftovers
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
 from lightning_swarm.model.partition import CALLS, BlockCall, Blocks, argument_of, bind, find_blocks, twin_of
@@ -56,6 +57,7 @@ class FakePipeline:
     """Computes the blocks here, and counts."""
 
     config = SimpleNamespace(device=torch.device("cpu"), shared=("table",))
+    leftovers = Leftovers({})
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks

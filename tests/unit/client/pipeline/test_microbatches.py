@@ -14,7 +14,7 @@ from lightning_swarm.client.pipeline.microbatches import (
     split,
     split_gradients,
 )
-from lightning_swarm.client.pipeline.pipeline import turns_apart
+from lightning_swarm.client.pipeline.pipeline_call import turns_apart
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol.serialization import Tree, unflatten

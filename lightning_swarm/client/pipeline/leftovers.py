@@ -1,0 +1,250 @@
+"""Puts what forwards left on peers, microbatch by microbatch, on the trainer's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.client.pipeline.left_values import Unavailable, UnavailableObject
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.module_states import leave
+from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
+from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
+from lightning_swarm.protocol import serialization
+
+Rule: TypeAlias = Literal["rows", "mean", "sum", "same"]
+"""How the tensors of microbatches become the one of the batch."""
+
+Site: TypeAlias = tuple[str, str]
+"""The names of a module and of an attribute."""
+
+Place: TypeAlias = tuple[str, str, int]
+"""A site, and the index of a tensor in the value there."""
+
+Trial: TypeAlias = Callable[[bool], tuple[Sequence[Left], Sequence[int]]]
+"""What two microbatches leave apart, and then together, in train mode or not; and their sizes."""
+
+_REMEDY: Final = (
+    "Keep one value for each sample there and reduce it in training_step, return it from the block, or set "
+    "`microbatch_size` to the rows of a whole batch, so that each batch is one microbatch."
+)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the forwards of a call left, put together."""
+
+    tensors: dict[Place, Tensor]
+    structures: dict[Site, serialization.Structure]
+    refused: dict[Site, str]  # why there is no value
+    objects: set[Site]  # of those refused, the ones that are no tensors
+    rules: dict[Place, Rule]
+    places: list[list[Place]]  # of the differentiable tensors of each microbatch, in the order of its servers
+    sizes: Sequence[int]
+
+    def flags(self) -> list[bool]:
+        """Return which tensors have a gradient."""
+        differentiable = {place for places in self.places for place in places}
+        return [place in differentiable for place in self.tensors]
+
+    def gradients(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+        """Cut the tensors' gradients into those of each microbatch."""
+        whole = dict(zip(self.tensors, gradients, strict=True))
+        return [[self._part(whole.get(place), place, i) for place in own] for i, own in enumerate(self.places)]
+
+    def _part(self, gradient: Tensor | None, place: Place, index: int) -> Tensor | None:
+        if gradient is None or len(self.sizes) < 2:
+            return gradient
+        rule, rows = self.rules[place], sum(self.sizes)
+        if rule == "rows":
+            factor = len(gradient) // rows
+            return torch.split(gradient, [factor * size for size in self.sizes])[index]
+        return gradient * (self.sizes[index] / rows) if rule == "mean" else gradient
+
+
+@dataclass
+class Leftovers:
+    """Puts values together by rules that it learns from two microbatches, together and apart."""
+
+    modules: Mapping[str, nn.Module]  # of blocks, by their names
+    sites: set[Site] = field(default_factory=set)  # of all values so far
+    _rules: dict[Place, Rule | None] = field(default_factory=dict)  # None: none is right
+    _num_collected: int = 0
+
+    def collect(self, parts: Sequence[Left], sizes: Sequence[int], trial: Trial) -> Collected | None:
+        """Put together what microbatches of these sizes left."""
+        if not any(parts):
+            return None
+        refused = {site: _unknown(str(kind)) for left in parts for site, kind in _sites(left.refused)}
+        objects = {*refused}
+        values = [{**dict(_sites(left.others)), **dict(_sites(left.differentiable))} for left in parts]
+        self._check_sites([*refused, *(site for own in values for site in own)])
+        structures: dict[Site, serialization.Structure] = {}
+        columns: dict[Place, list[Tensor]] = {}
+        for site in {site: None for own in values for site in own if site not in refused}:
+            flat = [serialization.flatten(own[site]) for own in values if site in own]
+            if len(flat) == len(parts) and all(structure == flat[0][0] for structure, _ in flat):
+                structures[site] = flat[0][0]
+                columns |= {(*site, i): list(column) for i, column in enumerate(zip(*(own for _, own in flat)))}  # noqa: B905
+            else:
+                refused[site] = "some of the microbatches of a batch leave something else there. " + _REMEDY
+        rules = self._found_rules(columns, structures, refused, sizes, trial)
+        return Collected(
+            tensors={
+                place: _joined(column, sizes, rules[place]) for place, column in columns.items() if place in rules
+            },
+            structures={site: structure for site, structure in structures.items() if site not in refused},
+            refused=refused,
+            objects=objects,
+            rules=rules,
+            places=[[place for place, _ in _places(left.differentiable) if place[2] >= 0] for left in parts],
+            sizes=sizes,
+        )
+
+    def place(self, collected: Collected, tensors: Sequence[Tensor]) -> None:
+        """Set the attributes of the trainer's modules, with `tensors` in the place of those collected."""
+        by_site: dict[Site, list[Tensor]] = {}
+        for (module, name, _), tensor in zip(collected.tensors, tensors, strict=True):
+            by_site.setdefault((module, name), []).append(tensor)
+        for site, structure in collected.structures.items():
+            value = serialization.unflatten(structure, by_site.get(site, []))
+            if site[1] == OBSERVED:
+                call_observing(site[0], self.modules[site[0]], value)
+            else:
+                self._set(site, value)
+        for site, reason in collected.refused.items():
+            if site[1] == OBSERVED:
+                raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not to be had: {reason}")
+            text = f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"
+            self._set(site, UnavailableObject(text) if site in collected.objects else Unavailable.because(text))
+
+    def _set(self, site: Site, value: object) -> None:
+        self.sites.add(site)
+        leave(self.modules[site[0]], site[1])
+        vars(self.modules[site[0]])[site[1]] = value
+
+    def _check_sites(self, sites: Sequence[Site]) -> None:
+        for module, name in sites:
+            if name == OBSERVED and module in self.modules:
+                continue
+            if module not in self.modules or not name.isidentifier() or name in OF_TORCH:
+                raise ProtocolError(f"a server left {name[:80]!r} of {module[:80]!r}, which no forward can leave")
+
+    def _found_rules(
+        self,
+        columns: Mapping[Place, Sequence[Tensor]],
+        structures: Mapping[Site, serialization.Structure],
+        refused: dict[Site, str],
+        sizes: Sequence[int],
+        trial: Trial,
+    ) -> dict[Place, Rule]:
+        """Return the rules of all tensors, without those of sites that have none, which become refused."""
+        if len(sizes) < 2:
+            return dict.fromkeys(columns, "same")
+        self._learn(columns, structures, sizes, trial)
+        for place, column in columns.items():
+            rule = self._rules.get(place)
+            if rule is None or not _fits(rule, column, sizes):
+                refused[place[:2]] = (
+                    "what the microbatches of a batch leave there is neither one value for each sample nor a mean or a "
+                    "sum over the samples, so that of the batch cannot be made of it. " + _REMEDY
+                )
+        for site in structures:
+            if self._rules.get((*site, -1), "same") is None:
+                refused[site] = f"its numbers depend on the size of the microbatch. {_REMEDY}"
+        return {place: rule for place in columns if place[:2] not in refused and (rule := self._rules[place])}
+
+    def _learn(
+        self,
+        columns: Mapping[Place, Sequence[Tensor]],
+        structures: Mapping[Site, serialization.Structure],
+        sizes: Sequence[int],
+        trial: Trial,
+    ) -> None:
+        """Find the rules that are not known yet, and check those known ever more rarely."""
+        self._num_collected += 1
+        places = {*columns, *((*site, -1) for site in structures)}  # -1: of the constants
+        new = {place for place in places if place not in self._rules}
+        is_due = self._num_collected & (self._num_collected - 1) == 0
+        todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
+        for training in (False, True):  # in eval mode less is random; some blocks leave something in train mode alone
+            if not todo:
+                break
+            lefts, trial_sizes = trial(training)
+            first, second, together = (
+                {**dict(_places(left.others)), **dict(_places(left.differentiable))} for left in lefts
+            )
+            for place in todo & first.keys() & second.keys() & together.keys():
+                agreeing = _agreeing([first[place], second[place]], together[place], trial_sizes)
+                known = self._rules.get(place)
+                self._rules[place] = known if known in agreeing else None if known or not agreeing else agreeing[0]
+                todo.discard(place)
+        self._rules.update(dict.fromkeys(todo & new))
+
+
+def _unknown(kind: str) -> str:
+    return f"a {kind} cannot travel between peers. Keep tensors there, or return them from the block."
+
+
+def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, object]]:
+    for module, own in values.items():
+        for name, value in own.items():
+            yield (module, name), value
+
+
+def _places(values: Values) -> Iterator[tuple[Place, Tensor | serialization.Structure]]:
+    """Give all tensors, and at index -1 the structures."""
+    for site, value in _sites(values):
+        structure, tensors = serialization.flatten(value)
+        yield (*site, -1), structure
+        yield from (((*site, index), tensor) for index, tensor in enumerate(tensors))
+
+
+def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -> list[Rule]:
+    """Return the rules by which the values of two microbatches become that of both together."""
+    if not isinstance(together, Tensor):
+        return ["same"] if all(one == together for one in apart) else []
+    tensors = [one for one in apart if isinstance(one, Tensor)]
+    rules: tuple[Rule, ...] = ("rows", "mean", "sum", "same")
+    return [
+        rule
+        for rule in rules
+        if _fits(rule, tensors, sizes)
+        and _matches(_joined(tensors, sizes, rule), together, by_shape=rule == "rows" and len(together) == sum(sizes))
+    ]
+
+
+def _matches(joined: Tensor, together: Tensor, *, by_shape: bool) -> bool:
+    # One row for each sample can mean nothing else. Its numbers may differ, where random numbers were drawn.
+    return joined.shape == together.shape if by_shape else is_close(joined, together)
+
+
+def _fits(rule: Rule, column: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Return whether tensors have the shapes that a rule needs."""
+    first = column[0]
+    if any(tensor.dtype != first.dtype or tensor.ndim != first.ndim for tensor in column):
+        return False
+    if rule == "rows":
+        factor = len(first) // sizes[0] if first.ndim else 0
+        return factor > 0 and all(
+            len(tensor) == factor * size and tensor.shape[1:] == first.shape[1:]
+            for tensor, size in zip(column, sizes, strict=True)
+        )
+    if any(tensor.shape != first.shape for tensor in column):
+        return False
+    if rule == "same":
+        return all(torch.equal(tensor, first) for tensor in column)
+    return first.dtype != torch.bool and (rule == "sum" or first.is_floating_point() or first.is_complex())
+
+
+def _joined(column: Sequence[Tensor], sizes: Sequence[int], rule: Rule) -> Tensor:
+    if len(column) == 1 or rule == "same":
+        return column[0]
+    if rule == "rows":
+        return torch.cat(tuple(column))
+    weights = [size / sum(sizes) if rule == "mean" else 1 for size in sizes]
+    return torch.stack([tensor * weight for tensor, weight in zip(column, weights, strict=True)]).sum(0)

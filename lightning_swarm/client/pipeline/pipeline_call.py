@@ -1,0 +1,296 @@
+"""One call of the pipelined module: its microbatches, forward and backward, and its place in autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from msgspec.structs import replace as replace_fields
+from torch import Tensor
+
+from lightning_swarm.client.pipeline.differentiation import (
+    reaches_weights,
+)
+from lightning_swarm.client.pipeline.leftovers import Collected
+from lightning_swarm.client.pipeline.microbatches import (
+    CallArguments,
+    MicrobatchInput,
+    concat,
+    concat_gradients,
+    split,
+    split_gradients,
+)
+from lightning_swarm.core.errors import ConfigError, LeaseRevoked
+from lightning_swarm.core.tasks import gather, gather_bounded
+from lightning_swarm.model.partition.leftovers import Left
+from lightning_swarm.model.partition.leftovers import part as split_left
+from lightning_swarm.network import SMALL_BYTES
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import Codec, decoded, encoded
+from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates, Receipt
+
+if TYPE_CHECKING:
+    from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
+
+
+# Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
+# microbatch has arrived. Microbatches small enough to travel inside of calls go all at once, which is cheaper.
+_TURNS_APART: Final = 4
+
+
+class PipelineFunction(torch.autograd.Function):
+    """A call of the pipeline in autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: PipelineCall, leaf: Tensor, weights: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Compute the call's outputs; `leaf` and `weights` tell later whose gradients a backward is for."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs, have_gradient = call.forward()
+        ctx.mark_non_differentiable(*(o for o, has in zip(outputs, have_gradient, strict=True) if not has))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Have the servers compute gradients, which count if the backward is Lightning's own."""
+        call: PipelineCall = ctx.call
+        counts = reaches_weights(ctx, gradients) and call.begin_backward()
+        if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
+            return (None,) * len(ctx.needs_input_grad)
+        return (None, None, None, *(call.backward(gradients) if counts else call.input_gradients(gradients)))
+
+
+class PipelineCall:
+    """One call of the pipelined module: its microbatches, forward and backward."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        arguments: CallArguments,
+        modes: Sequence[ComputeMode],
+        parts: Sequence[MicrobatchInput],
+    ) -> None:
+        self._pipeline = pipeline
+        self._arguments, self._modes = arguments, modes
+        # Of an evaluation nothing counts.
+        self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
+        self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
+        self._counted = self._added = False
+        number = pipeline.next_call(self._batch)
+        self._sizes = [part.num_rows for part in parts]
+        self._microbatch_runs = [
+            pipeline.microbatch_run(pipeline.key(self._batch, number, index), arguments.structure, part, modes)
+            for index, part in enumerate(parts)
+        ]
+        self._output_structure: serialization.Structure = None
+        self._collected: Collected | None = None
+        self._num_outputs = 0
+        pipeline.num_microbatches += len(parts)
+        if self._batch is not None:
+            self._batch.num_microbatches += len(parts)
+            self._batch.calls.append(self)
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """Return the output's tensors for the whole batch, and which of them have a gradient."""
+        works = [run.forward() for run in self._microbatch_runs]
+        results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
+        outputs, lefts = self._decoded(results)
+        self._output_structure, tensors = concat(outputs, self._sizes)
+        flags = results[0][1][: len(tensors)]
+        self._collected = self._pipeline.leftovers.collect(lefts, self._sizes, self._trial)
+        if self._collected is not None:
+            tensors, flags = [*tensors, *self._collected.tensors.values()], [*flags, *self._collected.flags()]
+        self._num_outputs = len(tensors)
+        return tensors, flags
+
+    def _decoded(self, results: list[Any]) -> tuple[list[Any], list[Left]]:
+        """Return the outputs of microbatches, and what forwards left behind them."""
+        config = self._pipeline.config
+        pairs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in results]
+        return [output for output, _ in pairs], [left for _, left in pairs]
+
+    def _trial(self, training: bool) -> tuple[list[Left], list[int]]:
+        """Return what the first two microbatches leave apart, and then both as one; and their sizes."""
+        pipeline, size = self._pipeline, self._sizes[0]
+        cut = partial(split, self._arguments, rows=sum(self._sizes), shared=pipeline.config.shared)
+        parts = [*cut(size=size)[:2], cut(size=2 * size)[0]]
+        mode = replace_fields(self._modes[0], training=training, grad=False, input_grad=False)
+        modes = by_stage(mode, [(mode.training, mode.modules) for mode in self._modes])
+        number = pipeline.next_call(None)
+        runs = [
+            pipeline.microbatch_run(pipeline.key(None, number, index), self._arguments.structure, part, modes)
+            for index, part in enumerate(parts)
+        ]
+        results = self._run([run.forward() for run in runs], runs[0].microbatch.inputs)
+        return self._decoded(results)[1], self._sizes[:2]
+
+    def placed(self, tensors: Sequence[Tensor]) -> Any:
+        """Put what forwards left on the trainer's modules, and return the output."""
+        if self._collected is None:
+            return serialization.unflatten(self._output_structure, tensors)
+        num_left = len(self._collected.tensors)
+        self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :])
+        return serialization.unflatten(self._output_structure, tensors[: len(tensors) - num_left])
+
+    def release(self) -> None:
+        """Take the call off its peers' accounts."""
+        for run in self._microbatch_runs:
+            run.release()
+
+    def begin_backward(self) -> bool:
+        """Note that a backward which reaches the weights begins; true if what it adds counts."""
+        batch = self._pipeline.batch
+        if batch is None or not batch.counts:
+            self._pipeline.refuse_or_mark()
+            return False
+        self._check_current()
+        if self._batch is None:
+            raise ConfigError(
+                "a loss may depend on calls of the pipelined module in its own training_step, got one from before "
+                "that. Make the call in `training_step`, or detach its output."
+            )
+        if self._counted:
+            raise ConfigError(
+                "one call of the pipelined module can be backpropagated once for a step: its gradients are in the "
+                "step's sum already. Add the losses up and call backward once."
+            )
+        if batch.confirm is not None:
+            raise ConfigError(
+                "a batch of one of several trainers is complete once all of its calls are backpropagated, for then it "
+                "counts even if its trainer dies: got another loss after that. Return the sum of all losses."
+            )
+        self._counted = True
+        return True
+
+    def count_statistics(self) -> None:
+        """Add what batch norms saw, with no gradients, unless that came with gradients."""
+        trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else nobody holds a receipt
+        if self._changes_statistics and trains and not self._added:
+            for run in self._microbatch_runs:
+                run.want_no_gradient()
+            self.backward([None] * self._num_outputs)
+
+    def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of the input's tensors, and add nothing to any sum."""
+        self._check_current()
+        parts = self._split(gradients)
+        works = [run.backward(part, adds=False) for run, part in zip(self._microbatch_runs, parts, strict=True)]
+        return self._joined(self._run(works, parts[0]))
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Have the servers add the weights' gradients, and return those of the input's tensors."""
+        batch = self._batch
+        assert batch is not None
+        batch.backward_begun = self._added = True
+        parts = self._split(gradients)
+        first = self._microbatch_runs[0].microbatch
+        no_gradients = [None] * len(serialization.leaves(first.inputs))
+        works = [
+            run.backward(part, sent=partial(self._sent, batch, run.microbatch.key.receipt))
+            for run, part in zip(self._microbatch_runs, parts, strict=True)
+        ]
+        try:
+            found = self._run(works, parts[0])
+        except LeaseRevoked:
+            if batch.confirm is None:
+                raise
+            # While this trainer was silent, the servers may have completed the batch, and the step.
+            self._pipeline.runtime.run(batch.confirm())
+            return no_gradients  # there is nothing around the pipeline that wants one
+        batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
+        if not first.mode.input_grad:
+            return no_gradients
+        return self._joined(found)
+
+    def _check_current(self) -> None:
+        """Refuse a backward with other weights than the forward's."""
+        pipeline, key = self._pipeline, self._microbatch_runs[0].microbatch.key
+        evaluated_here = (key.generation, key.step, key.weights) == (
+            pipeline.generation,
+            pipeline.version,
+            pipeline.lent,
+        )
+        if self._batch is not pipeline.batch and not (self._batch is None and evaluated_here):
+            raise ConfigError(
+                "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
+                "has gone on. Detach what you keep from one batch to the next."
+            )
+
+    def _split(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
+        codec, collected = self._pipeline.config.codecs.gradients, self._collected
+        num_own = len(gradients) - (0 if collected is None else len(collected.tensors))
+        parts = [to_send(part, codec, copy=False) for part in split_gradients(gradients[:num_own], self._sizes)]
+        if collected is None:
+            return parts
+        left = collected.gradients(gradients[num_own:])
+        return [[*own, *to_send(more, None, copy=False)] for own, more in zip(parts, left, strict=True)]
+
+    def _joined(self, found: Sequence[serialization.Tree]) -> Sequence[Tensor | None]:
+        config = self._pipeline.config
+        parts = [decoded(part, config.codecs.gradients, config.device) for part in found]
+        return concat_gradients(parts, self._sizes)
+
+    async def _sent(self, batch: GrantedBatch, receipt: Receipt) -> None:
+        batch.sent.append(receipt)
+        if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
+            await batch.arm(batch.sent)
+
+    def _begin(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield the call that tells of the batch's begin: it is made beside the microbatches, not before them."""
+        if self._batch is not None and self._batch.begin is not None:
+            begin, self._batch.begin = self._batch.begin, None
+            yield begin()
+
+    def _run(self, works: list[Any], first: serialization.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
+        """Run all microbatches, of which the first one sends `first`: a hidden state, or its gradient."""
+        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
+        coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
+        return list(self._pipeline.runtime.run(gather(coroutines))[0])
+
+
+def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
+    """Return each stage's mode; one that is no train mode holds for all modules."""
+    if mode.training:
+        return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
+    kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
+    return [replace_fields(mode, modules=modules) for modules in kept]
+
+
+def turns_apart(sent: serialization.Tree) -> int:
+    """Return the turns of the loop between the begins of two microbatches that send such tensors."""
+    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
+
+
+def detached(arguments: CallArguments) -> CallArguments:
+    """Detach a call's tensors from autograd; those of keyword arguments are also copied to where they are sent from."""
+    if any(tensor.requires_grad for _, tensors in arguments.keywords.values() for tensor in tensors):
+        raise ConfigError(
+            "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
+            "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
+        )
+    keywords = {
+        name: (structure, [_copied(tensor) for tensor in tensors])
+        for name, (structure, tensors) in arguments.keywords.items()
+    }
+    return replace(arguments, tensors=[tensor.detach() for tensor in arguments.tensors], keywords=keywords)
+
+
+def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
+    """Encode tensors where they are, and bring them to where they can be sent from again and again."""
+
+    # With `copy`, for the user may overwrite the batch while a microbatch may still have to be sent again.
+    def on_cpu(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
+        if isinstance(leaf, serialization.Encoded):
+            return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
+        return _copied(leaf) if copy else leaf.cpu()
+
+    return list(serialization.transform(encoded(list(tensors), codec), on_cpu))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,224 @@
+"""What a block's forward leaves in attributes is on the trainer's module, as the whole batch would have left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+from tests.parity.harness import Run, assert_same_curve, run_plain, run_swarm
+from tests.parity.models import digits, loader
+
+STEPS = 4
+WIDTH = 64
+
+
+class Layer(nn.Module):
+    """A block that leaves what a test wants."""
+
+    def __init__(self, leave: Callable[[Layer, Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.leave = leave
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        self.leave(self, x, hidden)
+        return x + hidden.tanh()
+
+
+class Keeping(Layer):
+    """A block whose code shows what it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        self.kept: Any = torch.zeros(())
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x)
+        self.kept = hidden.square().mean()
+        return x + hidden.tanh()
+
+
+class Model(L.LightningModule):
+    """Blocks that leave something, which `read` makes a part of the loss."""
+
+    def __init__(
+        self, leave: Callable[[Layer, Tensor, Tensor], None], read: Callable[[Any], Tensor] = lambda block: block.kept
+    ) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Layer(leave) for _ in range(4)), nn.Linear(WIDTH, 10))
+        self.read = read
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + 0.1 * sum((self.read(block) for block in self.net[:4]), torch.zeros(()))
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def keep(value: Callable[[Tensor, Tensor], Any]) -> Callable[[Layer, Tensor, Tensor], None]:
+    def leave(block: Layer, x: Tensor, hidden: Tensor) -> None:
+        block.kept = value(x, hidden)
+
+    return leave
+
+
+def both(make: Callable[[], L.LightningModule], **options: Any) -> tuple[Run, Run]:
+    """The curves of a swarm and of the plain Trainer, which are the same."""
+    swarm = run_swarm(make, loader(digits()), max_steps=STEPS, **options)
+    plain = run_plain(make, loader(digits()), max_steps=STEPS)
+    assert_same_curve(swarm, plain)
+    return swarm, plain
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (lambda x, h: h.square().mean(), lambda block: block.kept),
+        (lambda x, h: h.square().sum(), lambda block: 0.01 * block.kept),
+        (lambda x, h: h.square().sum(1), lambda block: block.kept.mean()),
+        (lambda x, h: h.repeat_interleave(3, 0), lambda block: block.kept.square().mean()),
+        (lambda x, h: {"a": [h.mean(), h], "b": 2}, lambda block: block.kept["a"][1].mean() * block.kept["b"]),
+        (lambda x, h: h.detach().mean(0), lambda block: block.kept.sum()),
+        (lambda x, h: (h > 0).sum(0), lambda block: block.kept.float().mean()),
+    ],
+    ids=["mean", "sum", "rows", "three-a-row", "nested", "detached", "counts"],
+)
+def test_left_tensors_and_their_gradients(value: Any, read: Any) -> None:
+    both(partial(Model, keep(value), read))
+
+
+def test_left_on_other_terms_than_rows() -> None:
+    with pytest.raises(ConfigError, match=r"`kept` of block '0' cannot be read.*`microbatch_size`"):
+        run_swarm(partial(Model, keep(lambda x, h: h.mean(0).square().sum())), loader(digits()), max_steps=STEPS)
+
+
+def test_nobody_reads_it() -> None:
+    make = partial(Model, keep(lambda x, h: h.mean(0).square().sum()), lambda block: torch.zeros(()))
+    both(make)
+
+
+class Loop(L.LightningModule):
+    """Reads what a block left as soon as it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 10)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, found, total = batch[0], [], torch.zeros(())
+        for block in self.blocks:
+            x = block(x)
+            total += 0.1 * block.kept
+            found.append(block.kept)
+        return F.cross_entropy(self.head(x), batch[1]) + total + torch.stack(found).square().sum()
+
+    configure_optimizers = Model.configure_optimizers
+
+
+def test_read_between_the_blocks() -> None:
+    both(Loop, pipeline="blocks")
+
+
+def count(block: Any, x: Tensor, hidden: Tensor) -> None:
+    block.calls = getattr(block, "calls", 0) + 1
+
+
+def grow(block: Any, x: Tensor, hidden: Tensor) -> None:
+    vars(block).setdefault("seen", [])
+    block.seen.append(hidden.mean())
+
+
+@pytest.mark.parametrize(("leave", "name"), [(count, "calls"), (grow, "seen")])
+def test_what_the_next_forward_goes_on_from(leave: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` of '"):
+        run_swarm(partial(Model, leave, lambda block: torch.zeros(())), loader(digits()), max_steps=STEPS)
+
+
+def cache(block: Any, x: Tensor, hidden: Tensor) -> None:
+    if not hasattr(block, "table"):
+        block.table = torch.arange(WIDTH)
+    block.width = x.shape[1]
+    hidden += 0.001 * block.table
+
+
+def test_caches_stay_on_the_peers() -> None:
+    both(partial(Model, cache, lambda block: torch.zeros(())))
+
+
+class Hooked(Model):
+    """Takes features by a hook that only the trainer has."""
+
+    def __init__(self, *, on_start: bool = True) -> None:
+        super().__init__(lambda *_: None)
+        self.found: list[Tensor] = []
+        self.on_start = on_start
+        if not on_start:
+            self._hook()
+
+    def _hook(self) -> None:
+        self.net[1].linear.register_forward_hook(lambda module, args, output: self.found.append(output))
+
+    @override
+    def on_fit_start(self) -> None:
+        if self.on_start:
+            self._hook()
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.found.clear()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        (features,) = self.found
+        return loss + 0.1 * features.square().mean()
+
+
+@pytest.mark.parametrize("on_start", [True, False])
+def test_a_hook_observes_the_whole_batch(on_start: bool) -> None:
+    both(partial(Hooked, on_start=on_start))
+
+
+class Storing(Model):
+    """Its hook keeps a value and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda block: torch.zeros(()))
+        self.found: Any = None
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            self.found = output
+            return output
+
+        self.net[1].register_forward_hook(hook)
+
+
+class Backward(Model):
+    """Its hook takes note of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda block: torch.zeros(()))
+        self.found: list[Any] = []
+        self.net[1].register_full_backward_hook(lambda module, before, after: self.found.append(after))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(Storing, "may observe or change a value"), (Backward, "backward hook of '1'")]
+)
+def test_hooks_that_peers_cannot_serve(make: Callable[[], L.LightningModule], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(make, loader(digits()), max_steps=STEPS)
