@@ -44,16 +44,18 @@ class OptimizerTemplate:
         copy_overrides(optimizer, ((parameter, like[id(parameter)]) for parameter in parameters_of(optimizer)))
         self._optimizer = _copy_over(optimizer, like)
         self._parameters = {names[key]: parameter for key, parameter in like.items() if key in names}
-        # The lead hands state before the first step out to all, unless it has none itself: then its module is on meta.
-        self._lacks_state = any(tensor.is_meta for tensor in serialization.flatten(list(optimizer.state.values()))[1])
+        state = serialization.flatten(list(optimizer.state.values()))[1]
+        self._has_state = bool(state)
+        # Else the lead hands out what it has before the first step, whatever is made here.
+        self._needs_state = any(tensor.is_meta for tensor in state)
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
         """Make the optimizer of a stage, over its parameters by name; empty parameter groups stay."""
         pairs = [(self._parameters[name], own) for name, own in parameters.items() if name in self._parameters]
         copy_overrides(self._optimizer, pairs)
         made = _copy_over(self._optimizer, {id(like): own for like, own in pairs})
-        if self._lacks_state:
-            made.state.update(_first_state(made))
+        if self._has_state:
+            made.state.update(_first_state(made, needed=self._needs_state))
         return made
 
 
@@ -117,12 +119,14 @@ def _optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterat
                 yield from _optimizers_in(inner, seen)
 
 
-def _first_state(optimizer: Optimizer) -> dict[Tensor, Any]:
+def _first_state(optimizer: Optimizer, *, needed: bool) -> dict[Tensor, Any]:
     """The state that an optimizer's own constructor makes before the first step."""
     kind = type(optimizer)
     try:
         return dict(kind([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state)
     except TypeError as error:
+        if not needed:
+            return {}
         raise ConfigError(
             f"an optimizer over a module on torch's meta device must have no state before its first step, or take its "
             f"own `defaults` as arguments, got {kind.__name__}: {error}. Use another one, or build the module on a "
