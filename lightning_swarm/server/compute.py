@@ -81,6 +81,7 @@ class ForwardCall:
     wants_grad: Sequence[bool]  # for each input tensor, whether the backward shall give its gradient
     mode: ComputeMode
     seed: int  # of all random draws
+    is_probe: bool = False  # computed as it is, for compiling for a few calls would take long
 
     @property
     def num_samples(self) -> int:
@@ -149,7 +150,7 @@ class Computation:
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
-        compute = partial(self._run, structure, leaves, call.extras, mode)
+        compute = partial(self._run, structure, leaves, call)
         self._module.train(mode.training)
         with self._seeing(mode) as seen, computing(), modes.enter_modes(mode, self._device.type):
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), call.seed, compute)
@@ -161,16 +162,15 @@ class Computation:
             graph_bytes=graph_bytes,
         )
 
-    def _run(
-        self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: ComputeMode
-    ) -> tuple[Any, int]:
+    def _run(self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall) -> tuple[Any, int]:
         """The blocks' output, and the bytes of its graph."""
-        extra_structure, extra_tensors = serialization.flatten(extras)
+        mode = call.mode
+        extra_structure, extra_tensors = serialization.flatten(call.extras)
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         run = partial(
-            self._module,
+            self._module.uncompiled if call.is_probe else self._module,
             serialization.unflatten(structure, [leaf.clone() for leaf in leaves]),
             serialization.unflatten(extra_structure, shared),
         )
