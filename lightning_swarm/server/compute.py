@@ -84,6 +84,7 @@ class ForwardCall:
     wants_grad: Sequence[bool]  # for each input tensor, whether the backward shall give its gradient
     mode: ComputeMode
     seed: int  # of all random draws
+    is_probe: bool = False  # computed as it is, for compiling for a few calls would take long
 
     @property
     def num_samples(self) -> int:
@@ -195,7 +196,7 @@ class Computation:
     ) -> _Found:
         """Run the blocks in the modes of the call, and find what this changes in them."""
         mode = call.mode
-        compute = partial(self._run, structure, leaves, call.extras, mode)
+        compute = partial(self._run, structure, leaves, call)
         states = mode.modules.modes.items() if mode.modules is not None else ()
         kind = ("forward", mode.training, frozenset(states))
         with self._states.entered(mode):
@@ -206,17 +207,18 @@ class Computation:
         return _Found(*found, has_drawn, seen.values, changes)
 
     def _run(
-        self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: ComputeMode
+        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall
     ) -> tuple[Any, Any, dict[str, list[Any]], int]:
         """The blocks' output, what the stages before have left, observed calls, and the bytes of the graph."""
-        extras = dict(extras)
+        mode, extras = call.mode, dict(call.extras)
         said = extras.pop(HOOKS, None)
         extra_structure, extra_tensors = serialization.flatten(extras)
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         inputs, passed = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
-        run = partial(self._module, inputs, serialization.unflatten(extra_structure, shared))
+        module = self._module.uncompiled if call.is_probe else self._module
+        run = partial(module, inputs, serialization.unflatten(extra_structure, shared))
         own_leaves = leaves[: len(leaves) - len(serialization.leaves(passed))]
         with recording(self._named_modules, said) as observed:
             if mode.grad and self.costs is None:

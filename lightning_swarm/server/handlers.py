@@ -144,7 +144,7 @@ class ComputeHandlers:
             inputs = (output,)
         seed, key = self._membership.run.manifest.seed, request.key
         draws = key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
-        return ForwardCall(inputs, extras, wants_grad, request.mode, draws), reports
+        return ForwardCall(inputs, extras, wants_grad, request.mode, draws, key.is_probe), reports
 
     # ------------------------------------------------------------------ backward
 

@@ -238,7 +238,7 @@ class Pipeline:
                 calls[number] = next(self._evaluations)
             rows = len(arguments.tensors[0])
             (part,) = split(arguments, rows=rows, size=rows, shared=config.shared)
-            key = replace_fields(self.key(None, calls[number], 0), first=repeat * PLACES)
+            key = replace_fields(self.key(None, calls[number], 0), first=(1 + repeat) * PLACES)
             works.append(self.microbatch_run(key, arguments.structure, part, modes).forward())
         found = self.runtime.run(gather_bounded(works, config.max_in_flight))
         outputs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in found]

@@ -76,6 +76,10 @@ class StageModule(nn.Module):
         """Replace the forward by its compiled version, of ``torch.compile`` with the user's options."""
         self.forward = compiler(self.forward)  # type: ignore[method-assign]
 
+    def uncompiled(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
+        """Run the blocks as `forward` does, without compiling for other shapes and modes."""
+        return StageModule.forward(self, inputs, extras)
+
     def named_stage_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return full names and parameters, each once, in the LightningModule's order."""
         return [(name, getattr(owner, key)) for name, owner, key in self._slots.parameters]

@@ -35,9 +35,8 @@ class CallKey(WireMessage, frozen=True):
     first: Count  # position in the step of the batch's first sample
     index: Index  # of the microbatch in its batch
     call: Count  # counts the pipeline's calls within a training_step
-    evaluation: bool = (
-        False  # no step counts the microbatch; `call` goes on counting; `first` is a multiple of `PLACES`
-    )
+    # No step counts the microbatch; `call` goes on counting, and `first` is 0, or of a probe a multiple of `PLACES`.
+    evaluation: bool = False
     weights: Count = 0  # of an evaluation: the number of the lent weights; 0: the weights of the step
     input_only: Count = 0  # numbers backwards that add nothing and give the input's gradient; 0: the one that counts
 
@@ -63,6 +62,11 @@ class CallKey(WireMessage, frozen=True):
     def __str__(self) -> str:
         """Describe the microbatch in an error's text."""
         return f"microbatch {self.index} of the batch at {self.first} in step {self.step}"
+
+    @property
+    def is_probe(self) -> bool:
+        """True if only its output beside other ones tells something; that of equal rest draws equal numbers."""
+        return self.evaluation and self.first >= PLACES
 
     @property
     def receipt(self) -> Receipt:
