@@ -52,7 +52,7 @@ _REFUSALS = {
     "`optimizer_step` must be Lightning's": "overridden `optimizer_step`",
     "`optimizer_zero_grad` must be Lightning's": "overridden `optimizer_zero_grad`",
     "`configure_gradient_clipping` must be": "overridden `configure_gradient_clipping`",
-    "got ModelPruning": "`ModelPruning`",
+    "must not read or change weights during fit": "`ModelPruning`",
     "`precision` must be one of": "`precision='16-true'`",
     "`num_nodes` must be 1": "`Trainer(num_nodes=2)`",
 }

@@ -272,6 +272,7 @@ def test_what_is_logged_after_a_resume_has_the_plain_trainers_steps(tmp_path: Pa
     assert found[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*fit\\(ckpt_path=")
 @pytest.mark.parametrize("window", [1, 2])
 def test_an_exception_leaves_the_plain_trainers_progress(tmp_path: Path, window: int) -> None:
     class Module(Trained):
@@ -284,7 +285,8 @@ def test_an_exception_leaves_the_plain_trainers_progress(tmp_path: Path, window:
     found = []
     for name, run in (("plain", run_plain), ("swarm", run_swarm)):
         options: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": EPOCH, "accumulate_grad_batches": window}
+        callbacks = [OnExceptionCheckpoint(tmp_path, name)]
         with pytest.raises(Broken):
-            run(Module, loader(digits()), callbacks=[OnExceptionCheckpoint(tmp_path, name)], **options)
+            run(Module, loader(digits()), callbacks=callbacks, enable_checkpointing=True, **options)
         found.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["loops"])
     assert found[1] == found[0]
