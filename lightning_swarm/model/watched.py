@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -40,7 +41,7 @@ class _Watched:
         if func not in _ABOUT:
             for tensor in _watched((*args, *kwargs.values())):
                 tensor._on_use()
-        with torch._C.DisableTorchFunctionSubclass():
+        with unwatched():
             return func(*args, **kwargs)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -77,6 +78,11 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
     return release
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """Use tensors inside, on this thread, without a word to who watches them."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are alike to the bit; NaN is like NaN."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -95,6 +101,6 @@ def _watched(values: Iterable[Any]) -> Iterable[Any]:
 def _plain(tensor: Any) -> Tensor:
     """Return an unwatched tensor with the same memory."""
     tensor._on_use()
-    with torch._C.DisableTorchFunctionSubclass():
+    with unwatched():
         plain: Tensor = tensor.detach()
         return nn.Parameter(plain, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
