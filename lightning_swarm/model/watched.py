@@ -30,7 +30,7 @@ _ABOUT: Final = {
 """Functions that ask about a tensor, or hold something for it, without its values."""
 
 
-class _Watched:
+class _WatchedTensor:
     """What both kinds of watched tensors do."""
 
     _on_use: Callable[[], None]
@@ -52,11 +52,11 @@ class _Watched:
         return _plain(self).__reduce_ex__(protocol)
 
 
-class WatchedParameter(_Watched, nn.Parameter):
+class WatchedParameter(_WatchedTensor, nn.Parameter):
     """A parameter of the module, while it is watched."""
 
 
-class WatchedBuffer(_Watched, Tensor):
+class WatchedBuffer(_WatchedTensor, Tensor):
     """A buffer of the module, while it is watched."""
 
 
@@ -92,7 +92,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def _watched(values: Iterable[Any]) -> Iterable[Any]:
     for value in values:
-        if isinstance(value, _Watched):
+        if isinstance(value, _WatchedTensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _watched(value)

@@ -25,8 +25,8 @@ if not hasattr(lightning_callbacks, "WeightAveraging"):
     pytest.skip("came with Lightning 2.6", allow_module_level=True)
 
 
-@pytest.mark.parametrize(("every", "times"), [(1, 2 * EPOCH), (3, 5), (100, 1)])
-def test_weights_come_home_only_where_they_are_read(every: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_weights_come_home_only_where_they_are_read(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
     bring = ModuleAccess.refresh
 
@@ -43,8 +43,7 @@ def test_weights_come_home_only_where_they_are_read(every: int, times: int, monk
 
     fit_both(DoubleMLP, made={"callbacks": made}, max_epochs=2)
     at_the_end = 2 * EPOCH
-    assert brought == [*(step + 1 for step in range(0, 2 * EPOCH, every)), at_the_end]
-    assert len(brought) == times + 1
+    assert brought == sorted({*(step + 1 for step in range(0, 2 * EPOCH, every)), at_the_end})
 
 
 class DoubleMLP(DigitsMLP):
