@@ -151,6 +151,24 @@ def leave(module: nn.Module, name: str) -> None:
     first.left.add(name)
 
 
+def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the modes and plain attributes of a model's modules, by their names."""
+    return {
+        name: {"training": module.training}
+        | {key: _kept(value) for key, value in _attributes(vars(module)) if _is_plain(value)}
+        for name, module in model.named_modules()
+    }
+
+
+def restore_attributes(model: nn.Module, kept: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give modules the modes and plain attributes back that they had; what is no plain value here stays as it is."""
+    for name, module in model.named_modules():
+        own = vars(module)
+        for key, value in kept.get(name, {}).items():
+            if _is_plain(value) and key in own and _is_plain(own[key]) and _fits(value, own[key]):
+                own[key] = _kept(value)
+
+
 # ---------------------------------------------------------------------- a stage's modules
 
 
