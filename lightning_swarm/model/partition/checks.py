@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,12 +33,12 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
     if callable_blocks:  # something else stands in for their forward
         for block in blocks:
             parts.pop(id(block), None)
-    return [part.register_forward_pre_hook(_refuse) for part in parts.values()]
+    return [part.register_forward_pre_hook(functools.partial(_refuse, id(part))) for part in parts.values()]
 
 
-def _refuse(part: nn.Module, _inputs: Any) -> None:
+def _refuse(guarded: int, part: nn.Module, _inputs: Any) -> None:
     # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and id(part) == guarded:  # else it is part of a copy
         raise ConfigError(
             "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
             f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."
