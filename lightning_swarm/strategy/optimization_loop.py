@@ -440,9 +440,8 @@ class SwarmOptimization:
     def tell_selection(self) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""
         selection = read_selection(self.trainer.lightning_module, self._optimizer)
-        known = self._parameters  # hooks may add modules, such as a frozen copy, that are this trainer's own
-        if not known.issuperset(selection.frozen):
-            selection = replace_fields(selection, frozen=[name for name in selection.frozen if name in known])
+        # Modules that hooks add, such as a frozen copy, are this trainer's own.
+        selection = replace_fields(selection, frozen=[name for name in selection.frozen if name in self._parameters])
         if selection == self._session.selection:
             return
         checks.check_new_selection(self._session, selection, self.pending_samples)

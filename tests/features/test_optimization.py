@@ -19,7 +19,7 @@ from typing_extensions import override
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
-from tests.parity.harness import WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.harness import run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make_optimizer, sentences
 
 

@@ -29,7 +29,10 @@ def test_reading_weights() -> None:
     seen: dict[str, list[float]] = {"plain": [], "swarm": []}
 
     def read(into: list[float], module: Any, step: int) -> None:
-        into += [float(sum(one.norm() for one in module.parameters())), float(module.state_dict()["net.0.weight"][0, 9])]
+        into += [
+            float(sum(one.norm() for one in module.parameters())),
+            float(module.state_dict()["net.0.weight"][0, 9]),
+        ]
 
     fit_both(made={"callbacks": lambda name: [Hook(partial(read, seen[name]))]}, max_steps=STEPS)
     assert len(set(seen["plain"])) == 2 * STEPS
