@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
+from msgspec.structs import replace as replace_fields
 from torch.optim import Optimizer
 
 from lightning_swarm.client.generation import Metrics, NextGrant
@@ -51,6 +52,7 @@ class SwarmOptimization:
         self._access = access
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
+        self._parameters = {name for stage in session.run.manifest.stages for name, _, _ in stage.parameters}
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
@@ -438,6 +440,8 @@ class SwarmOptimization:
     def tell_selection(self) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""
         selection = read_selection(self.trainer.lightning_module, self._optimizer)
+        # Modules that hooks add, such as a frozen copy, are this trainer's own.
+        selection = replace_fields(selection, frozen=[name for name in selection.frozen if name in self._parameters])
         if selection == self._session.selection:
             return
         checks.check_new_selection(self._session, selection, self.pending_samples)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
+    adds_nothing,
     check_transforms,
     clear_marks,
     mark_gradients,
+    trained,
     weights_node,
 )
 from lightning_swarm.client.pipeline.leftovers import Leftovers
@@ -49,6 +51,7 @@ class GrantedBatch:
     """The batch in hand, from its grant to its end."""
 
     grant: Grant
+    trained: list[nn.Parameter] = field(default_factory=list)  # of the pipeline's weights
     num_calls: int = 0
     num_microbatches: int = 0  # of all of its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
@@ -137,7 +140,9 @@ class Pipeline:
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
-            weights = weights_node(self._weights)
+            wanted = trained(self._weights)
+            call.adds_nothing = adds_nothing(wanted, None if self.batch is None else self.batch.trained)
+            weights = weights_node(wanted)
             outputs = list(PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
@@ -160,6 +165,11 @@ class Pipeline:
     def clear_marks(self) -> None:
         """Leave nothing of backwards at the weights."""
         clear_marks(self._weights)
+
+    def begin_batch(self, grant: Grant) -> GrantedBatch:
+        """Have a batch in hand."""
+        self.batch = GrantedBatch(grant, trained(self._weights))
+        return self.batch
 
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
