@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -77,6 +78,15 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
     return release
 
 
+def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Name the tensors whose memory others share, too: views and arrays that user code keeps, whose uses nobody sees."""
+    watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if isinstance(tensor, _Watched)}
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]
+    own = Counter(storage._cdata for _, storage in storages)  # `storages` holds each once more, by one object
+    return [name for name, storage in storages if _num_users(storage) > own[storage._cdata] + 1]
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are alike to the bit; NaN is like NaN."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -90,6 +100,11 @@ def _watched(values: Iterable[Any]) -> Iterable[Any]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _watched(value)
+
+
+def _num_users(storage: torch.UntypedStorage) -> int:
+    found: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return found
 
 
 def _plain(tensor: Any) -> Tensor:

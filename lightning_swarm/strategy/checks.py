@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_swarm.client.pipeline.differentiation import GradientElsewhere
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
@@ -23,8 +23,6 @@ from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
-
-_log = logging.getLogger(__name__)
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
@@ -37,9 +35,6 @@ TRIAL_CALLBACKS = ("LearningRateFinder", "BatchSizeFinder")
 _WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", *TRIAL_CALLBACKS, "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
-
-# They may do other things, so they are called, with a warning that there are no gradients.
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
@@ -161,9 +156,6 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
                 f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."
             )
-    for hook in _GRADIENT_HOOKS:
-        if is_overridden(hook, module):
-            _log.warning("`%s` finds no gradients in a swarm: they are on the servers.", hook)
     check_callbacks(trainer)
     if config.settings.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
         raise ConfigError(
@@ -301,7 +293,9 @@ def check_untouched(module: LightningModule, optimizer: Optimizer, around: Local
     if around is not None:
         stepped -= set(map(id, around.parameters.values()))
     touched = [
-        name for name, parameter in module.named_parameters() if id(parameter) in stepped and parameter.grad is not None
+        name
+        for name, parameter in module.named_parameters()
+        if id(parameter) in stepped and type(parameter.grad) not in (type(None), GradientElsewhere)
     ]
     if touched:
         raise ConfigError(

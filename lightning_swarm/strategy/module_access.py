@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,9 +17,11 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.model.watched import same, watch
+from lightning_swarm.model.watched import aliased, same, watch
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
+
+_log = logging.getLogger(__name__)
 
 
 # What stands in stages is watched: before user code reads it, the newest weights come into the module, and what it
@@ -32,7 +35,7 @@ class ModuleAccess:
         self._stages = stages
         self._limits = limits
         self._thread = threading.get_ident()
-        self._paused = False
+        self._paused = self._warned = False
         self._closing = contextlib.ExitStack()
         self._version = session.version  # of the stages' weights in the module
         self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
@@ -47,6 +50,8 @@ class ModuleAccess:
             if release is not None:
                 self._closing.callback(release)
         session.pipeline.before_call = self._before_call
+        with self.paused():
+            self._note_aliased()
 
     def close(self) -> None:
         """Watch no more: the module is the user's own."""
@@ -86,13 +91,33 @@ class ModuleAccess:
         with torch.no_grad(), self.paused():
             for name, tensor in weights.items():
                 self._own[name].copy_(tensor)
+            self._note_aliased()
         self._version = self._session.version
 
     def note_current(self) -> None:
         """The module holds the newest weights: they were just put there, or handed out from there."""
         self._version, self._before = self._session.version, {}
+        with self.paused():
+            self._note_aliased()
         if self._session.local_layers is not None:
             self._session.local_layers.note_current()
+
+    def refresh_aliases(self) -> None:
+        """Bring weights up to date that user code keeps views of, or arrays: it may read and write them unseen."""
+        if self._version == self._session.version or threading.get_ident() != self._thread:
+            return
+        if found := aliased(self._own):
+            if not self._warned:
+                _log.warning(
+                    "Weights are gathered after every step, for views of some are kept: %s. Keep copies, by `clone()`, "
+                    "where the newest values are not needed.",
+                    some_of(found),
+                )
+            self._warned = True
+            self.refresh()
+
+    def _note_aliased(self) -> None:
+        self._before.update((name, self._own[name].detach().clone()) for name in aliased(self._own))
 
     def _use(self, name: str) -> None:
         if self._paused or threading.get_ident() != self._thread:
@@ -144,7 +169,8 @@ class ModuleAccess:
         stages = self._holding(written)
         self._lend(stages)
         session.change(StepChange(written=WrittenWeights(number=self._num_lent, stages=stages)))
-        self._before, self._lent = {}, {}
+        self._before.update((name, tensor) for name, tensor in written.items() if name in self._own)
+        self._lent = {}
         session.pipeline.lent = 0
         if local is not None:
             local.accept(written)

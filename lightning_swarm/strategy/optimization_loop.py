@@ -109,6 +109,7 @@ class SwarmOptimization:
             self._train_lost()
             self._end_epoch(batch_idx)
             self._take_back_ready()
+            self._access.refresh_aliases()
             return result
         except RunOver:
             # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
@@ -186,9 +187,13 @@ class SwarmOptimization:
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
-        self._session.pipeline.clears_gradients = self._clears_gradients(batch.idx)
+        pipeline = self._session.pipeline
+        pipeline.clears_gradients = self._clears_gradients(batch.idx)
+        if pipeline.clears_gradients:
+            pipeline.marks.begin_window()
         try:
             closure()
+            pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
         except LeaseRevoked:
             raise
@@ -376,6 +381,7 @@ class SwarmOptimization:
         call = self._framework.call
         call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
         call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", self._optimizer)
+        self._session.pipeline.marks.check()
 
     def _profiled(self) -> AbstractContextManager[None]:
         """Profile, as in the plain Trainer, the time from the last backward to the new weights."""

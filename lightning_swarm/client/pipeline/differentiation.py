@@ -96,21 +96,55 @@ class GradientElsewhere(Tensor):
         if func is Tensor.__deepcopy__:  # of the module
             return args[0]
         raise ConfigError(
-            "a `.backward()` of one's own leaves no gradients at the pipeline's weights, which live on the servers, "
-            "got a use of `.grad`. Use the gradient of the input, or do without the swarm."
+            "gradients of the pipeline's weights are summed on the servers and never get here, got a use of `.grad`, "
+            "in a hook or after a `.backward()` of one's own. Clip by `gradient_clip_val`, change gradients in a "
+            "`register_step_pre_hook` of the optimizer, or keep the layer out of the pipeline by `configure_stages`."
         )
 
 
-def mark_gradients(weights: Iterable[nn.Parameter]) -> None:
-    """Have whoever reads a gradient that plain Lightning would leave here be told that it is not here."""
-    for weight in weights:
-        if weight.requires_grad and weight.grad is None:
-            nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
-            weight.grad = nothing.as_subclass(GradientElsewhere)
+class GradientMarks:
+    """Marks at the pipeline's weights, where plain Lightning leaves gradients: who uses one learns that it is elsewhere."""
 
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
+        self._marks: dict[int, Tensor] = {}  # by the weight's place
+        self._of_window: list[nn.Parameter] = []  # that have a mark since the accumulation window began
 
-def clear_marks(weights: Iterable[nn.Parameter]) -> None:
-    """Forget what `mark_gradients` left."""
-    for weight in weights:
-        if type(weight.grad) is GradientElsewhere:
-            weight.grad = None
+    def set(self) -> None:
+        """Mark the weights that train."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, weight in enumerate(self._weights):
+                if weight.requires_grad and weight.grad is None:
+                    if place not in self._marks:
+                        nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
+                        self._marks[place] = nothing.as_subclass(GradientElsewhere)
+                    weight.grad = self._marks[place]
+
+    def set_for_step(self) -> None:
+        """Mark the weights whose gradients are in the step's sum."""
+        self.set()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._of_window = [weight for weight in self._weights if type(weight.grad) is GradientElsewhere]
+
+    def begin_window(self) -> None:
+        """Lightning clears gradients: from now on, those of earlier steps do not matter."""
+        self._of_window = []
+
+    def check(self) -> None:
+        """Refuse to go on if user code cleared or replaced a gradient that the servers have summed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_kept = all(type(weight.grad) is GradientElsewhere for weight in self._of_window)
+        if not is_kept:
+            raise ConfigError(
+                "gradients of the pipeline's weights are summed on the servers, and cannot be cleared or replaced here: "
+                "got a `zero_grad`, or a new `.grad`, between a backward and its step. Return None from "
+                "`training_step` to leave a batch out, or freeze the weights that are to stay."
+            )
+
+    def clear(self) -> None:
+        """Leave nothing at the weights."""
+        self.begin_window()
+        with torch._C.DisableTorchFunctionSubclass():
+            for weight in self._weights:
+                if type(weight.grad) is GradientElsewhere:
+                    weight.grad = None

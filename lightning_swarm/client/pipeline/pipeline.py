@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
+    GradientMarks,
     check_transforms,
-    clear_marks,
-    mark_gradients,
     weights_node,
 )
 from lightning_swarm.client.pipeline.leftovers import Leftovers
@@ -97,6 +96,7 @@ class Pipeline:
         self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
         self._weights = self._found_weights()
+        self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(config.stages)
         self._states = [TrainerStates(stage) for stage in config.stages]
         self._row_check = RowCheck(
@@ -155,15 +155,12 @@ class Pipeline:
                 "or in the middle of an accumulation window, where plain Lightning would add its gradients. Return "
                 "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
             )
-        mark_gradients(self._weights)
-
-    def clear_marks(self) -> None:
-        """Leave nothing of backwards at the weights."""
-        clear_marks(self._weights)
+        self.marks.set()
 
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
+        self.marks.begin_window()
 
     def count_statistics(self) -> None:
         """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""
