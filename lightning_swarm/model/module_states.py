@@ -154,7 +154,7 @@ def leave(module: nn.Module, name: str) -> None:
 # ---------------------------------------------------------------------- a stage's modules
 
 
-class _Watched:
+class _WatchedModule:
     """A module in a block, and how it was when it was looked at last."""
 
     def __init__(self, name: str, title: str, parent: int | None, module: nn.Module) -> None:
@@ -190,18 +190,18 @@ class _Watched:
 class _Changes:
     """Finds the modules of a stage on which something was set."""
 
-    def __init__(self, modules: Sequence[_Watched]) -> None:
+    def __init__(self, modules: Sequence[_WatchedModule]) -> None:
         self._modules = modules
         self._owns = [one.own for one in modules]
         self._compare()
 
-    def find(self) -> list[_Watched]:
+    def find(self) -> list[_WatchedModule]:
         """Return the modules on which something was set since they were looked at."""
         if list(map(len, self._owns)) == self._sizes and self._comparison.holds():
             return []
         return [one for one in self._modules if not one.is_as_seen()]
 
-    def look(self, changed: Iterable[_Watched]) -> None:
+    def look(self, changed: Iterable[_WatchedModule]) -> None:
         """See these modules as they are now."""
         for one in changed:
             one.look()
@@ -212,9 +212,9 @@ class _Changes:
         self._comparison = _Comparison(self._owns, [one.seen for one in self._modules])
 
 
-def _watched(stage: StageModule) -> list[_Watched]:
+def _watched(stage: StageModule) -> list[_WatchedModule]:
     """The modules in a stage's blocks, each once, in an order that is the same on every peer."""
-    found: list[_Watched] = []
+    found: list[_WatchedModule] = []
     known: set[nn.Module] = set()
     for place, (title, block) in enumerate(zip(stage.block_names, stage.blocks, strict=True)):
         if title is None:  # half of a boundary layer, which has no modes
@@ -223,7 +223,7 @@ def _watched(stage: StageModule) -> list[_Watched]:
         for name, module in block.named_modules(known, prefix=str(place)):
             places[name] = len(found)
             outer = places.get(name.rpartition(".")[0])
-            found.append(_Watched(name, title + name[len(str(place)) :], outer, module))
+            found.append(_WatchedModule(name, title + name[len(str(place)) :], outer, module))
     return found
 
 
@@ -261,7 +261,7 @@ class TrainerStates:
         return training, ModuleStates(modes=modes, attributes=attributes) if modes or attributes else None
 
 
-def _changed_attributes(one: _Watched) -> dict[str, Any]:
+def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
     """The attributes of a module that differ from their first values, packed; raises if one cannot travel."""
     changed = {}
     for name, value in _attributes(one.own):
@@ -287,7 +287,7 @@ def _changed_attributes(one: _Watched) -> dict[str, Any]:
     return changed
 
 
-def _refuse(one: _Watched, name: str, value: object) -> None:
+def _refuse(one: _WatchedModule, name: str, value: object) -> None:
     found = "was deleted" if value is _NOTHING else f"became a {type(value).__name__}"
     raise ConfigError(
         "what is changed on blocks during a run must be an attribute that they have from the start, and hold a plain "
@@ -304,7 +304,7 @@ def _refuse(one: _Watched, name: str, value: object) -> None:
 class _Target:
     """What a call wants of a module."""
 
-    watched: _Watched
+    watched: _WatchedModule
     values: dict[str, Any]
     named: frozenset[str]  # the attributes that the call itself names
 
@@ -382,7 +382,7 @@ class ServerStates:
         self._changes.look(changed)
 
 
-def _take_over(one: _Watched, target: _Target) -> bool:
+def _take_over(one: _WatchedModule, target: _Target) -> bool:
     """Take what a module's forward has set for its own; returns whether targets have changed."""
     first, before = one.first, one.first.plain.copy()
     for name, value in _attributes(one.own):
@@ -406,7 +406,7 @@ def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
     return changed
 
 
-def _checked(one: _Watched, given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(one: _WatchedModule, given: Mapping[str, Any]) -> dict[str, Any]:
     """A call's attributes of a module, unless it must not set them."""
     values = {}
     for name, packed in given.items():

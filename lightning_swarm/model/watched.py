@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ _ABOUT: Final = {
 """Functions that ask about a tensor, or hold something for it, without its values."""
 
 
-class _Watched:
+class _WatchedTensor:
     """What both kinds of watched tensors do."""
 
     _on_use: Callable[[], None]
@@ -41,7 +42,7 @@ class _Watched:
         if func not in _ABOUT:
             for tensor in _watched((*args, *kwargs.values())):
                 tensor._on_use()
-        with torch._C.DisableTorchFunctionSubclass():
+        with unwatched():
             return func(*args, **kwargs)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -52,11 +53,11 @@ class _Watched:
         return _plain(self).__reduce_ex__(protocol)
 
 
-class WatchedParameter(_Watched, nn.Parameter):
+class WatchedParameter(_WatchedTensor, nn.Parameter):
     """A parameter of the module, while it is watched."""
 
 
-class WatchedBuffer(_Watched, Tensor):
+class WatchedBuffer(_WatchedTensor, Tensor):
     """A buffer of the module, while it is watched."""
 
 
@@ -78,10 +79,15 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
     return release
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """Use tensors inside, on this thread, without a word to who watches them."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
     """Name the tensors whose memory others share, too: views and arrays that user code keeps, whose uses nobody sees."""
     watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if isinstance(tensor, _Watched)}
-    with torch._C.DisableTorchFunctionSubclass():
+    with unwatched():
         storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]
     own = Counter(storage._cdata for _, storage in storages)  # `storages` holds each once more, by one object
     return [name for name, storage in storages if _num_users(storage) > own[storage._cdata] + 1]
@@ -96,7 +102,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def _watched(values: Iterable[Any]) -> Iterable[Any]:
     for value in values:
-        if isinstance(value, _Watched):
+        if isinstance(value, _WatchedTensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _watched(value)
@@ -110,6 +116,6 @@ def _num_users(storage: torch.UntypedStorage) -> int:
 def _plain(tensor: Any) -> Tensor:
     """Return an unwatched tensor with the same memory."""
     tensor._on_use()
-    with torch._C.DisableTorchFunctionSubclass():
+    with unwatched():
         plain: Tensor = tensor.detach()
         return nn.Parameter(plain, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
