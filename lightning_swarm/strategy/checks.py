@@ -11,6 +11,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from msgspec.structs import replace as replace_fields
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
+from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
@@ -228,6 +230,8 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
         )
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its class does not call that of torch in `__init__`
+        Optimizer.__setstate__(optimizer, {})
     _check_attributes(optimizer)
     hyperparameters(optimizer)
     return optimizer
@@ -269,8 +273,23 @@ def _plain(name: str, value: object) -> object:
     )
 
 
-def check_new_selection(session: Session, selection: Selection, pending_samples: int) -> None:
-    """Refuse to change what trains in a run of several trainers, or in the middle of a step."""
+def new_selection(
+    session: Session, module: LightningModule, optimizer: Optimizer, pending_samples: int
+) -> Selection | None:
+    """Return what is to train by now. None: as before. Refuses a change among several trainers, and in mid-step."""
+    found = read_selection(module, optimizer)
+    if found == session.selection:
+        return None
+    known = {name for stage in session.run.manifest.stages for name, _, _ in stage.parameters}
+    if new := sorted(found.groups.keys() - known):
+        raise ConfigError(
+            f"parameters must be in the module when a run begins, got new ones in its optimizer: {new[:5]}. Make them "
+            "in `__init__`, `setup` or `configure_model`, frozen for as long as they are not to train."
+        )
+    # What is new and frozen is the trainer's own.
+    selection = replace_fields(found, frozen=[name for name in found.frozen if name in known])
+    if selection == session.selection:
+        return None
     if session.is_shared:
         raise ConfigError(
             "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
@@ -285,6 +304,7 @@ def check_new_selection(session: Session, selection: Selection, pending_samples:
             "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
             "divides the samples of an epoch."
         )
+    return selection
 
 
 def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.model.watched import aliased, same, watch
+from lightning_swarm.model.watched import aliased, is_watched, same, watch
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
 
@@ -41,13 +41,16 @@ class ModuleAccess:
         self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
         self._lent: dict[str, Tensor] = {}  # what user code had written when weights were lent last
         self._num_lent = 0
+        self.check_optimizer: Callable[[], None] = lambda: None  # refuses what user code did to it
         self._own: dict[str, Tensor] = {}
+        self._watched: set[str] = set()
         for stage in stages:
             if not stage.spec.on_trainers:
                 self._own.update(stage.named_stage_tensors())
         for name, tensor in self._own.items():
             release = watch(tensor, partial(self._use, name))
             if release is not None:
+                self._watched.add(name)
                 self._closing.callback(release)
         session.pipeline.before_call = self._before_call
         with self.paused():
@@ -71,6 +74,11 @@ class ModuleAccess:
             yield
         finally:
             self._paused = before
+
+    @property
+    def is_paused(self) -> bool:
+        """True where what happens is no use of the user's."""
+        return self._paused
 
     # ------------------------------------------------------------------ reading
 
@@ -163,6 +171,7 @@ class ModuleAccess:
     def carry(self, *, pending_samples: int) -> None:
         """Have the servers go on with what user code wrote, from the step on that begins."""
         session, local = self._session, self._session.local_layers
+        self.check_optimizer()
         self._check_kept()
         written = self.pending
         if self._lent and not written:
@@ -237,7 +246,7 @@ class ModuleAccess:
         for stage in self._stages:
             for name, tensor in stage.named_stage_tensors().items():
                 own = self._own.get(name)
-                if own is not None and tensor is not own:
+                if own is not None and (tensor is not own or is_watched(own) != (name in self._watched)):
                     raise ConfigError(
                         f"parameters and buffers of blocks must stay the same objects during `fit`: {name!r} was "
                         "replaced. Write into it, by `copy_` under `torch.no_grad()`."

@@ -16,7 +16,7 @@ from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.core.override import Override
-from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
+from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.run import StepChange
@@ -443,10 +443,10 @@ class SwarmOptimization:
 
     def tell_selection(self) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""
-        selection = read_selection(self.trainer.lightning_module, self._optimizer)
-        if selection == self._session.selection:
-            return
-        checks.check_new_selection(self._session, selection, self.pending_samples)
-        self._catch_up()
-        self._count_others()
-        self._session.change(StepChange(selection=selection))
+        selection = checks.new_selection(
+            self._session, self.trainer.lightning_module, self._optimizer, self.pending_samples
+        )
+        if selection is not None:
+            self._catch_up()
+            self._count_others()
+            self._session.change(StepChange(selection=selection))

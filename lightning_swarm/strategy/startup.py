@@ -235,6 +235,7 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
     strategy._weights.stale = stale
     if fitting:
         strategy._weights.hand_out_first_state(strategy.optimizers[0])
+        strategy._undo.callback(strategy._weights.watch_optimizer(trainer).close)
     if strategy._gathers:
         strategy._undo.callback(WeightSync(trainer, strategy._weights, strategy._access).close)
     if fitting and config.gather_on_end and not strategy._gathers:

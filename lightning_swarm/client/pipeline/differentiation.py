@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.watched import unwatched
+from lightning_swarm.model.watched import ABOUT, unwatched
 
 
 class Weights(torch.autograd.Function):
@@ -91,13 +91,25 @@ def refuse_transform(name: str) -> NoReturn:
     )
 
 
+_OF_MODULE: Final = frozenset(
+    {
+        *(Tensor.__deepcopy__, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half),
+        *(Tensor.bfloat16, Tensor.requires_grad_, Tensor.requires_grad.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+    }
+)
+"""What a module does with the gradients at its weights when it is copied or converted."""
+
+
 class GradientElsewhere(Tensor):
     """Stands for the gradient of a weight of the pipeline: there is one, and it is not here."""
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:  # of the module
+        if func in ABOUT:
+            with unwatched():
+                return func(*args, **(kwargs or {}))
+        if func in _OF_MODULE:
             return args[0]
         raise ConfigError(
             "gradients of the pipeline's weights are summed on the servers and never get here, got a use of `.grad`, "
@@ -119,7 +131,8 @@ class GradientMarks:
         with unwatched():
             for place, weight in enumerate(self._weights):
                 if weight.requires_grad and weight.grad is None:
-                    if place not in self._marks:
+                    mark = self._marks.get(place)
+                    if mark is None or (mark.dtype, mark.device) != (weight.dtype, weight.device):
                         nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
                         self._marks[place] = nothing.as_subclass(GradientElsewhere)
                     weight.grad = self._marks[place]
