@@ -21,6 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import read_selection
+from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
@@ -233,8 +234,16 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its class does not call that of torch in `__init__`
         Optimizer.__setstate__(optimizer, {})
     _check_attributes(optimizer)
+    check_hooks(optimizer)
     hyperparameters(optimizer)
     return optimizer
+
+
+def check_separable(optimizer: Optimizer, module: LightningModule) -> None:
+    """Refuse an optimizer that cannot step the parameters of one stage without those of others."""
+    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched") or "step" not in vars(optimizer):
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        OptimizerTemplate(optimizer, names).check_separable()
 
 
 def _check_attributes(optimizer: Optimizer) -> None:

@@ -41,7 +41,7 @@ class ModuleAccess:
         self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
         self._lent: dict[str, Tensor] = {}  # what user code had written when weights were lent last
         self._num_lent = 0
-        self.check_optimizer: Callable[[], None] = lambda: None  # refuses what user code did to it
+        self._check_optimizer: Callable[[], None] = lambda: None
         self._own: dict[str, Tensor] = {}
         self._watched: set[str] = set()
         for stage in stages:
@@ -74,6 +74,11 @@ class ModuleAccess:
             yield
         finally:
             self._paused = before
+
+    def add_optimizer(self, check: Callable[[], None], close: Callable[[], None]) -> None:
+        """Have `check` refuse what user code did to the optimizer, and `close` end that, when this ends."""
+        self._check_optimizer = check
+        self._closing.callback(close)
 
     @property
     def is_paused(self) -> bool:
@@ -171,7 +176,7 @@ class ModuleAccess:
     def carry(self, *, pending_samples: int) -> None:
         """Have the servers go on with what user code wrote, from the step on that begins."""
         session, local = self._session, self._session.local_layers
-        self.check_optimizer()
+        self._check_optimizer()
         self._check_kept()
         written = self.pending
         if self._lent and not written:

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.optimizer_state import GROUP
+from lightning_swarm.model.optimizer_template import HOOKS, parameters_of
 from lightning_swarm.model.watched import same
 from lightning_swarm.strategy.module_access import ModuleAccess
 
-_REGISTERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _READS = (
     *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__repr__"),
     *("get", "pop", "popitem", "clear", "update", "setdefault", "keys", "values", "items", "copy"),
@@ -95,7 +95,7 @@ class OptimizerAccess:
                 raise _changed("its `state` was changed", "Begin another `fit` to begin with a state of its own")
 
     def _found_hooks(self) -> list[Any]:
-        return [vars(self._optimizer).get("step"), *(dict(vars(self._optimizer).get(name, {})) for name in _REGISTERS)]
+        return [vars(self._optimizer).get("step"), *(dict(vars(self._optimizer).get(name, {})) for name in HOOKS)]
 
     def _use(self) -> None:
         if self._access.is_paused or threading.get_ident() != self._thread:
@@ -103,10 +103,11 @@ class OptimizerAccess:
         if self._version != self._newest():
             self.check()
             found = self._gather()
-            names = {name: parameter for name, parameter in self._trainer.lightning_module.named_parameters()}
+            names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
+            own = [(one, names[id(one)]) for one in parameters_of(self._optimizer)]
             with self._access.paused():
                 self._state.clear()
-                self._state.update({names[name]: _on(names[name].device, state) for name, state in found.items()})
+                self._state.update({one: _on(one.device, found[name]) for one, name in own if name in found})
             self._version, self._before = self._newest(), None
         if self._before is None:
             with self._access.paused():

@@ -177,13 +177,12 @@ class ModuleWeights:
             self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])
         self._note_optimizer()
 
-    def watch_optimizer(self, trainer: Trainer) -> OptimizerAccess:
+    def watch_optimizer(self, trainer: Trainer) -> None:
         """Show user code the state of the last step in the Trainer's optimizer."""
         session, _ = self._active_run
         gather = partial(self._gather, model_state.gather_optimizer)
-        self._optimizer_access = OptimizerAccess(trainer, self._access, gather, lambda: session.version)
-        self._access.check_optimizer = self._optimizer_access.check
-        return self._optimizer_access
+        optimizer = self._optimizer_access = OptimizerAccess(trainer, self._access, gather, lambda: session.version)
+        self._access.add_optimizer(optimizer.check, optimizer.close)
 
     def _note_optimizer(self) -> None:
         if self._optimizer_access is not None:
