@@ -180,8 +180,11 @@ class Session:
         if batch is None:
             return
         batch.counts = True
-        if self.local_layers is not None and not self.pipeline.clears_gradients:
-            self.local_layers.check_clear()
+        if not self.pipeline.clears_gradients:
+            self.pipeline.marks.check()
+            if self.local_layers is not None:
+                self.local_layers.check_clear()
+        self.pipeline.marks.clear()
         self.pipeline.clears_gradients = False
         if logs is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
@@ -291,25 +289,6 @@ def test_hooks_around_the_step() -> None:
     fit_both(made={"callbacks": lambda name: [notes[name]]}, max_epochs=1, accumulate_grad_batches=2)
     assert notes["swarm"].calls == notes["plain"].calls
     assert notes["plain"].calls.count(("step", 2)) == 1
-
-
-@feature(
-    "`lightning.pytorch.utilities.grad_norm` in a hook",
-    PARTLY,
-    "gradients stay on the servers and the hook finds none; of a module's hooks, not of callbacks, a warning says so",
-)
-def test_gradient_norms(caplog: pytest.LogCaptureFixture) -> None:
-    class LogsNorms(Trained):
-        @override
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self.net, 2))
-
-    both = fit_both(LogsNorms, max_steps=STEPS)
-    plain, swarm = (trainer.callback_metrics for trainer in both.trainers)
-    assert float(plain["grad_2.0_norm_total"]) > 0.0
-    assert "grad_2.0_norm_total" not in swarm
-    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert len([one for one in warnings if "`on_before_optimizer_step` finds no gradients" in one]) == 1
 
 
 class Root(nn.Module):

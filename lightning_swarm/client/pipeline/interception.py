@@ -348,6 +348,8 @@ def _call_whole(
 class _ForwardOverride:
     """Takes the place of a module's forward on the trainer."""
 
+    of_swarm = True
+
     def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
         self.__wrapped__ = own  # where `inspect.signature` looks
         self._call = call

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
+    GradientMarks,
     adds_nothing,
     check_transforms,
-    clear_marks,
-    mark_gradients,
     trained,
     weights_node,
 )
@@ -100,6 +99,7 @@ class Pipeline:
         self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
         self._weights = self._found_weights()
+        self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(config.stages)
         self._states = [TrainerStates(stage) for stage in config.stages]
         self._row_check = RowCheck(
@@ -160,11 +160,7 @@ class Pipeline:
                 "or in the middle of an accumulation window, where plain Lightning would add its gradients. Return "
                 "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
             )
-        mark_gradients(self._weights)
-
-    def clear_marks(self) -> None:
-        """Leave nothing of backwards at the weights."""
-        clear_marks(self._weights)
+        self.marks.set()
 
     def begin_batch(self, grant: Grant) -> GrantedBatch:
         """Have a batch in hand."""
@@ -174,6 +170,7 @@ class Pipeline:
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
+        self.marks.begin_window()
 
     def count_statistics(self) -> None:
         """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""

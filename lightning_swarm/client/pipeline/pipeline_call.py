@@ -60,7 +60,10 @@ class PipelineFunction(torch.autograd.Function):
         counts = reaches_weights(ctx, gradients) and not call.adds_nothing and call.begin_backward()
         if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
             return (None,) * len(ctx.needs_input_grad)
-        return (None, None, None, *(call.backward(gradients) if counts else call.input_gradients(gradients)))
+        if not counts:
+            return (None, None, None, *call.input_gradients(gradients))
+        call.mark_weights()
+        return (None, None, None, *call.backward(gradients))
 
 
 class PipelineCall:
@@ -165,6 +168,10 @@ class PipelineCall:
             )
         self._counted = True
         return True
+
+    def mark_weights(self) -> None:
+        """Mark the weights, once the backward is over in which this is called: it may still add to their `.grad`."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._pipeline.marks.set_for_step)
 
     def count_statistics(self) -> None:
         """Add what batch norms saw, with no gradients, unless that came with gradients."""
