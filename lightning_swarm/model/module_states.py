@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.module_contents import Contents
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates
 
@@ -24,7 +25,7 @@ _SCALARS: Final = frozenset({type(None), bool, int, float, str})
 _SEQUENCES: Final = frozenset({list, tuple})
 _MAX_LENGTH: Final = 4096  # of a text or of a sequence
 _MAX_DEPTH: Final = 4
-_NOT_ATTRIBUTES: Final = frozenset({"training", "forward"})
+_NOT_ATTRIBUTES: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
 _NOTHING: Final = object()
 
 
@@ -105,6 +106,7 @@ class _FirstValues:
     """A module's plain attributes as its peers build them, and the attributes that its forward sets itself."""
 
     plain: dict[str, Any]
+    of_class: dict[str, Any]  # plain values that its class gives
     left: set[str] = field(default_factory=set)
 
 
@@ -116,7 +118,8 @@ def _first_of(module: nn.Module) -> _FirstValues:
     key = id(module)
     if key in _known and _known[key][0]() is module:
         return _known[key][1]
-    first = _FirstValues({name: _kept(value) for name, value in _attributes(vars(module)) if _is_plain(value)})
+    plain = {name: _kept(value) for name, value in _attributes(vars(module)) if _is_plain(value)}
+    first = _FirstValues(plain, _class_values(type(module)))
     reference = weakref.ref(module, lambda gone: _forget(key, gone))
     _known[key] = reference, first
     return first
@@ -127,8 +130,21 @@ def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
         del _known[key]
 
 
+def _class_values(kind: type) -> dict[str, Any]:
+    """Return the plain values that a class gives attributes."""
+    found: dict[str, Any] = {}
+    for one in reversed(_classes(kind)):
+        found |= {name: _kept(value) for name, value in _attributes(vars(one)) if _is_plain(value)}
+    return found
+
+
+def _classes(kind: type) -> list[type]:
+    """Return a class and those that it is made of, without torch's."""
+    return [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in ("torch", "builtins")]
+
+
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in own.items() if name[:1] != "_" and name not in _NOT_ATTRIBUTES)
+    return ((name, value) for name, value in own.items() if name not in _NOT_ATTRIBUTES and name[:2] != "__")
 
 
 def remember(model: nn.Module) -> None:
@@ -142,6 +158,7 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
     for own, other in zip(copy.modules(), original.modules(), strict=True):
         first, there = _first_of(own), _first_of(other)
         first.plain, first.left = {name: _kept(value) for name, value in there.plain.items()}, set(there.left)
+        first.of_class = there.of_class
 
 
 def leave(module: nn.Module, name: str) -> None:
@@ -173,7 +190,9 @@ class _Watched:
 
     def look(self) -> None:
         """See the module as it is now."""
-        self.seen = {name: _kept(value) for name, value in self.own.items() if name[:1] != "_"}
+        self.seen = {name: _kept(value) for name, value in _attributes(self.own)}
+        if "training" in self.own:
+            self.seen["training"] = self.own["training"]
         self.seen["_modules"] = self.own["_modules"].copy()
         self.size = len(self.own)
 
@@ -236,12 +255,25 @@ class TrainerStates:
     def __init__(self, stage: StageModule) -> None:
         self._modules = _watched(stage)
         self._changes = _Changes(self._modules)
+        self._titles = {one.title: one for one in self._modules}
+        self._contents = Contents((one.title, *item) for one in self._modules for item in _attributes(one.own))
+        kinds = {one for watched in self._modules for one in _classes(type(watched.module))}
+        values = {kind: {k: v for k, v in _attributes(vars(kind)) if _is_plain(v)} for kind in kinds}
+        kinds = {kind for kind in kinds if values[kind]}
+        self._classes = _Comparison([vars(kind) for kind in kinds], [values[kind] for kind in kinds])
+        self._class_holds = True
         self._attributes: dict[str, dict[str, Any]] = {}
         self._read = self._collected()
 
     def read(self) -> tuple[bool, ModuleStates | None]:
         """Return whether the stage is in train mode, any part of it, and what differs; refuse what cannot travel."""
-        changed = self._changes.find()
+        for title, name, value in self._contents.changed():
+            one, attribute = self._titles[title], name.partition(".")[0]
+            # An attribute that was set anew is compared below.
+            if attribute not in one.first.left and one.own.get(attribute) is one.at_first.get(attribute):
+                _refuse(one, name, value, "was changed in place, and is")
+        held, self._class_holds = self._class_holds, self._classes.holds()
+        changed = self._changes.find() if held and self._class_holds else self._modules
         if changed:
             self._attributes.update({one.name: _changed_attributes(one) for one in changed})
             self._changes.look(changed)
@@ -273,10 +305,18 @@ def _changed_attributes(one: _Watched) -> dict[str, Any]:
                 continue
             if isinstance(getattr(type(one.module), name, None), functools.cached_property):
                 continue
+            if name[:1] == "_" and not isinstance(one.at_first.get(name), Tensor):
+                continue  # libraries keep notes on modules
             first = one.class_default(name)
         if first is _NOTHING or not _is_plain(value) or not _fits(value, first):
             _refuse(one, name, value)
         changed[name] = _packed(value)
+    for name in one.first.of_class.keys() - one.own.keys():
+        value = one.class_default(name)
+        if not _same(value, one.first.of_class[name]):
+            if not _is_plain(value) or not _fits(value, one.first.of_class[name]):
+                _refuse(one, name, value)
+            changed[name] = _packed(value)
     gone = [name for name in one.first.plain if name not in one.own and name not in one.first.left]
     if gone:
         _refuse(one, gone[0], _NOTHING)
@@ -287,8 +327,8 @@ def _changed_attributes(one: _Watched) -> dict[str, Any]:
     return changed
 
 
-def _refuse(one: _Watched, name: str, value: object) -> None:
-    found = "was deleted" if value is _NOTHING else f"became a {type(value).__name__}"
+def _refuse(one: _Watched, name: str, value: object, became: str = "became") -> None:
+    found = "was deleted" if value is _NOTHING else f"{became} a {type(value).__name__}"
     raise ConfigError(
         "what is changed on blocks during a run must be an attribute that they have from the start, and hold a plain "
         f"value (a number, a text, None, or a short list of these), for it travels with each call: `{name}` of "
@@ -414,7 +454,7 @@ def _checked(one: _Watched, given: Mapping[str, Any]) -> dict[str, Any]:
         if first is _NOTHING:
             first = one.class_default(name)
         value = _unpacked(packed)
-        if name[:1] == "_" or name in _NOT_ATTRIBUTES or first is _NOTHING or not _fits(value, first):
+        if name[:2] == "__" or name in _NOT_ATTRIBUTES or first is _NOTHING or not _fits(value, first):
             raise ProtocolError(f"a call must not set {name[:100]!r} of {one.title!r} to a {type(value).__name__}")
         values[name] = value
     return values
