@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,7 @@ _ABOUT: Final = {
 """Functions that ask about a tensor, or hold something for it, without its values."""
 
 
-class _Watched:
+class _WatchedTensor:
     """What both kinds of watched tensors do."""
 
     _on_use: Callable[[], None]
@@ -40,7 +41,7 @@ class _Watched:
         if func not in _ABOUT:
             for tensor in _watched((*args, *kwargs.values())):
                 tensor._on_use()
-        with torch._C.DisableTorchFunctionSubclass():
+        with unwatched():
             return func(*args, **kwargs)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -51,11 +52,11 @@ class _Watched:
         return _plain(self).__reduce_ex__(protocol)
 
 
-class WatchedParameter(_Watched, nn.Parameter):
+class WatchedParameter(_WatchedTensor, nn.Parameter):
     """A parameter of the module, while it is watched."""
 
 
-class WatchedBuffer(_Watched, Tensor):
+class WatchedBuffer(_WatchedTensor, Tensor):
     """A buffer of the module, while it is watched."""
 
 
@@ -77,6 +78,11 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
     return release
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """Use tensors inside, on this thread, without a word to who watches them."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are alike to the bit; NaN is like NaN."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -86,7 +92,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def _watched(values: Iterable[Any]) -> Iterable[Any]:
     for value in values:
-        if isinstance(value, _Watched):
+        if isinstance(value, _WatchedTensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _watched(value)
@@ -95,6 +101,6 @@ def _watched(values: Iterable[Any]) -> Iterable[Any]:
 def _plain(tensor: Any) -> Tensor:
     """Return an unwatched tensor with the same memory."""
     tensor._on_use()
-    with torch._C.DisableTorchFunctionSubclass():
+    with unwatched():
         plain: Tensor = tensor.detach()
         return nn.Parameter(plain, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain

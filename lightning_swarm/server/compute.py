@@ -301,8 +301,8 @@ class Computation:
             ]
             raise ConfigError(
                 "blocks may change nothing but their output, for peers of a stage would come to differ: a forward of "
-                f"stage {self._module.spec.index} changed the buffers {few(names)}. Keep queues, running statistics and "
-                "codebooks in training_step, or write them in a hook such as `on_train_batch_end`; BatchNorm's are kept."
+                f"stage {self._module.spec.index} changed the buffers {few(names)}. Keep queues, running statistics, "
+                "codebooks in training_step, or write them in a hook like `on_train_batch_end`; BatchNorm's are kept."
             )
 
     def _measured(

@@ -48,8 +48,13 @@ class ModuleAccess:
                 self._closing.callback(release)
         session.pipeline.before_call = self._before_call
 
+    def end(self) -> None:
+        """Training is over, and the module holds what was trained: it is the user's own."""
+        self._take_back()
+        self.close()
+
     def close(self) -> None:
-        """Watch no more: the module is the user's own."""
+        """Watch no more."""
         self._session.pipeline.before_call = None
         self._closing.close()
 
@@ -87,6 +92,16 @@ class ModuleAccess:
             for name, tensor in weights.items():
                 self._own[name].copy_(tensor)
         self._version = self._session.version
+
+    def poison(self) -> None:
+        """Make what the module holds of the stages useless until user code reads it: for tests."""
+        if self._before:
+            return  # what user code wrote is still to be carried
+        with torch.no_grad(), self.paused():
+            for tensor in self._own.values():
+                if not tensor.is_meta and tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+        self._version = -1
 
     def note_current(self) -> None:
         """The module holds the newest weights: they were just put there, or handed out from there."""

@@ -206,4 +206,4 @@ class WeightSync(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._weights.gather_into_module(trainer.optimizers[0])
-        self._access.close()
+        self._access.end()

@@ -49,7 +49,7 @@ class InMemoryStrategy(_SwarmStrategy):
     """`SwarmStrategy` whose peers all run in this thread; ``devices`` is their number.
 
     The servers' copies of the model start with NaN in every parameter, so a weight that did not come from the starter
-    cannot go unnoticed.
+    cannot go unnoticed. The trainer's module holds NaN in what the servers hold, until something reads it.
 
     Args:
         seed: Decides how pipelines are wired; the same seed replays the same run.
@@ -101,6 +101,12 @@ class InMemoryStrategy(_SwarmStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self._launcher = _InlineLauncher(self)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._access is not None:
+            self._access.poison()
 
     def prepare(self) -> None:
         """Make the network, this peer, and a copy of the model for every other peer."""

@@ -42,6 +42,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
 from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.server import Server
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.faults import MessagePoint
@@ -375,13 +376,13 @@ class FaultySwarm(Swarm):
         apply = server.steps._on_decided
         steps = self.applied.setdefault(name, [])
 
-        def applied(record: Record, gradients: dict[int, Tensor]) -> None:
+        def applied(record: Record, gradients: dict[int, Tensor], written: WrittenByStage) -> None:
             self.books.note(record)
             self.num_late += any(step > record.step for step, _ in self.books.sent)
             rosters = server.membership.run.rosters
             assert self.books.rosters.setdefault(record.step, rosters) == rosters, "who is in follows from the records"
             steps.append(record.step)
-            apply(record, gradients)
+            apply(record, gradients, written)
 
         server.steps._on_decided = applied  # type: ignore[assignment]
 

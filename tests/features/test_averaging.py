@@ -76,11 +76,10 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
 
 
 @pytest.mark.parametrize(
-    ("make", "validates"),
+    "make",
     [
         pytest.param(
             averaging,
-            True,
             marks=feature(
                 "`WeightAveraging`",
                 WORKS,
@@ -89,14 +88,12 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
         ),
         pytest.param(
             ema,
-            True,
             marks=feature(
                 "`EMAWeightAveraging`", WORKS, "with one trainer; `update_every_n_steps` decides what travels"
             ),
         ),
         pytest.param(
             swa,
-            False,
             marks=feature(
                 "`StochasticWeightAveraging`",
                 WORKS,
@@ -105,7 +102,7 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
         ),
     ],
 )
-def test_averages(make: Any, validates: bool, tmp_path: Path) -> None:
+def test_averages(make: Any, tmp_path: Path) -> None:
     both = averaged(make, tmp_path, max_epochs=4, swarm={"num_servers": 4})
     strategy = both.swarm.strategy
     stages = [server.steps.stage(index) for server in strategy.servers for index in server.steps.stages]
@@ -113,7 +110,6 @@ def test_averages(make: Any, validates: bool, tmp_path: Path) -> None:
     moved = [name for name, tensor in trained.items() if not torch.equal(tensor, both.swarm.weights[name])]
     assert len(moved) == len(trained), "the module holds the averages, the servers what was trained"
     assert all(stage.generation.borrowed is None for stage in stages)
-    assert strategy._weights.num_lent == (4 if validates else 0)
 
 
 @pytest.mark.parametrize("make", [averaging, swa])
@@ -187,14 +183,12 @@ def test_round_trip(tmp_path: Path) -> None:
 @feature(
     "averages of a module in float32 with `precision='64-true'`",
     WORKS,
-    "Lightning makes them before it converts the module, so they are in float32; the plain Trainer passes what it "
-    "trains through them at each validation, and so rounds it, a swarm does not. `self.double()` in `__init__` "
-    "averages in float64",
+    "Lightning makes them before it converts the module, so they are in float32, and each validation passes what is "
+    "trained through them, and so rounds it; `self.double()` in `__init__` averages in float64",
 )
 def test_averages_in_float32(validates: bool) -> None:
-    """As the plain Trainer that never validates."""
-    plain = run_plain(Trained, loader(digits()), max_epochs=3, callbacks=[averaging()])
     make, validation = (Evaluated, [loader(digits(), 20)]) if validates else (Trained, [])
+    plain = run_plain(make, loader(digits()), *validation, max_epochs=3, callbacks=[averaging()])
     swarm = run_swarm(make, loader(digits()), *validation, max_epochs=3, callbacks=[averaging()])
     assert_exact(swarm, plain)
     assert all(torch.equal(tensor, tensor.float().double()) for tensor in swarm.weights.values())

@@ -18,7 +18,9 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import assert_exact, run_plain, run_swarm
-from tests.parity.models import digits, loader
+from tests.parity.models import DigitsMLP, Recipe, digits, loader
+from tests.parity.standbys import Swarm
+from tests.parity.test_failover import assert_same
 
 STEPS = 9
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
@@ -219,3 +221,35 @@ def test_what_cannot_travel_is_refused(change: Callable[[Any], None], found: str
 
     with pytest.raises(ConfigError, match=found):
         run_swarm(Changing, loader(digits()), **OPTIONS)
+
+
+class Cooling(DigitsMLP):
+    """Its temperature falls with each batch."""
+
+    class Cooled(nn.Tanh):
+        temperature = 1.0
+
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / self.temperature
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(optimizer="adamw"))
+        self.net[1] = self.Cooled()
+        self.net[1].temperature = 1.0
+        self.seen = 0
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[1].temperature *= 0.9
+        self.seen += 1
+
+
+def test_attributes_are_those_of_the_step_after_the_lead_died() -> None:
+    swarm = Swarm(1, 1, Cooling, {4: "lead"}, options={"max_steps": 9}).fit()
+    assert swarm.leads == ["lead", "standby-0"]
+    plain = run_plain(Cooling, loader(digits()), max_steps=9, max_epochs=-1)
+    assert_same(swarm, plain)
+    led = swarm.modules["standby-0"]
+    assert isinstance(led, Cooling)
+    assert (led.seen, led.net[1].temperature) == (9, pytest.approx(0.9**9))

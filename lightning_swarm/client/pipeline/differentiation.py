@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.watched import unwatched
 
 
 class Weights(torch.autograd.Function):
@@ -31,13 +32,16 @@ class Weights(torch.autograd.Function):
 def weights_node(weights: Sequence[nn.Parameter]) -> Tensor | None:
     """Connect a call with the weights that it depends on; refuse hooks on their gradients, which never get here."""
     wanted = [weight for weight in weights if weight.requires_grad]
-    if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in wanted):
+    with unwatched():
+        hooked = any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in wanted)
+    if hooked:
         raise ConfigError(
             "hooks on the gradients of the pipeline's weights find none, for the servers sum them: got a weight with "
             "`register_hook` or `register_post_accumulate_grad_hook`. Remove the hook. To keep some weights as they "
             "are, freeze them; `configure_stages` may leave a block with hooks out."
         )
-    node: Tensor | None = Weights.apply(*wanted) if wanted else None  # type: ignore[no-untyped-call]
+    with unwatched():
+        node: Tensor | None = Weights.apply(*wanted) if wanted else None  # type: ignore[no-untyped-call]
     return node
 
 
@@ -70,8 +74,8 @@ def check_transforms(tensors: Iterable[Tensor], own: Sequence[Tensor], found: Se
     if len(own) != len(found) or any(weight is not other for weight, other in zip(own, found, strict=True)):
         raise ConfigError(
             "the pipelined module computes with the weights that the run trains, got a call with other ones, as "
-            "`torch.func.functional_call` has it, or a parameter that was replaced. Change weights in place, before "
-            "`fit`, or do without the swarm."
+            "`torch.func.functional_call` has it, or a parameter that was replaced. Change weights in place, or do "
+            "without the swarm."
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         refuse_transform("`torch.func`")
@@ -103,8 +107,8 @@ class GradientElsewhere(Tensor):
 
 def mark_gradients(weights: Iterable[nn.Parameter]) -> None:
     """Have whoever reads a gradient that plain Lightning would leave here be told that it is not here."""
-    for weight in weights:
-        if weight.requires_grad and weight.grad is None:
+    with unwatched():
+        for weight in [weight for weight in weights if weight.requires_grad and weight.grad is None]:
             nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
             weight.grad = nothing.as_subclass(GradientElsewhere)
 

@@ -228,7 +228,9 @@ class Pipeline:
         )
         return MicrobatchRun(self.context, microbatch)
 
-    def _evaluate(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[tuple[serialization.Structure, list[Tensor]]]:
+    def _evaluate(
+        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode
+    ) -> list[tuple[serialization.Structure, list[Tensor]]]:
         """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
         config, works = self.config, []
         modes = by_stage(mode, [states.read() for states in self._states])

@@ -88,7 +88,7 @@ def part_inputs(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Left]:
 
 
 @dataclass(frozen=True)
-class Change:
+class ValueChange:
     """An attribute that a forward set, or a container that it changed."""
 
     before: Any
@@ -100,7 +100,7 @@ class Change:
         return self.before is self.after
 
 
-Changes: TypeAlias = dict[tuple[int, str], Change]
+Changes: TypeAlias = dict[tuple[int, str], ValueChange]
 """Changes by the place of the module and the name of the attribute."""
 
 
@@ -146,7 +146,7 @@ class ForwardWatch:
                 if old is value and _same_content(contents[key], _content(value)):
                     continue
                 if old is value or not _equal_constants(old, value):
-                    found[place, key] = Change(old, value)
+                    found[place, key] = ValueChange(old, value)
         return found
 
     def news(self, changes: Changes) -> bool:
