@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -37,7 +38,18 @@ class Scaled(nn.Module):
         self.temperature = 2
         self.rates = [0.5, (1, None)]
         self.kind: str | None = None
-        self.skips = False
+        self._skips = False
+        self.scales = torch.ones(2)
+        self.config = SimpleNamespace(scale=1.0)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the block does nothing."""
+        return self._skips
+
+    @skips.setter
+    def skips(self, value: bool) -> None:
+        self._skips = value
 
     def forward(self, x: Tensor) -> Tensor:
         if self.skips:
@@ -181,6 +193,14 @@ def _new(module: Any) -> None:
     module.net[3].scale = 2.0
 
 
+def _tensor(module: Any) -> None:
+    module.net[3].scales.mul_(2)
+
+
+def _config(module: Any) -> None:
+    module.net[3].config.scale = 2.0
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -188,6 +208,8 @@ def _new(module: Any) -> None:
         (_inside, "`1` of '0' became a Identity"),
         (_object, "`temperature` of '3' became a Tensor"),
         (_new, "`scale` of '3' became a float"),
+        (_tensor, "`scales` of '3' was changed in place"),
+        (_config, "`config.scale` of '3' was changed in place"),
     ],
 )
 def test_what_cannot_travel_is_refused(change: Callable[[Any], None], found: str) -> None:

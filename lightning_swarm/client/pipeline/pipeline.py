@@ -116,11 +116,11 @@ class Pipeline:
             self.before_call(self.batch is None)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
+        states = [states.read() for states in self._states]
         check_transforms(tensors, self._weights, self._found_weights())
         grad = torch.is_grad_enabled()
         check_global()
         self._hooks = [told(stage.named_block_modules()) for stage in self.config.stages]
-        states = [states.read() for states in self._states]
         mode = capture(
             self.config.device.type,
             training=any(training for training, _ in states),
@@ -235,7 +235,9 @@ class Pipeline:
         )
         return MicrobatchRun(self.context, microbatch)
 
-    def _evaluate(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[list[Tensor]]:
+    def _evaluate(
+        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode
+    ) -> list[tuple[serialization.Structure, list[Tensor]]]:
         """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
         config, works = self.config, []
         modes = by_stage(mode, [states.read() for states in self._states])
@@ -249,7 +251,7 @@ class Pipeline:
             works.append(self.microbatch_run(key, arguments.structure, part, modes).forward())
         found = self.runtime.run(gather_bounded(works, config.max_in_flight))
         outputs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in found]
-        return [serialization.flatten(output)[1] for output, _ in outputs]
+        return [serialization.flatten(output) for output, _ in outputs]
 
     def _check_extras(self, extras: dict[str, Any]) -> None:
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
