@@ -265,6 +265,9 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
     gone = [name for name in one.first.plain if name not in one.own and name not in one.first.left]
     if gone:
         _refuse(one, gone[0], _NOTHING)
+    now = one.own.get("forward", _NOTHING)
+    if now is not one.at_first.get("forward", _NOTHING) and not getattr(now, "of_swarm", False):
+        _refuse(one, "forward", now)
     for name in {**one.own["_modules"], **one.at_first["_modules"]}:
         now, then = (modules.get(name, _NOTHING) for modules in (one.own["_modules"], one.at_first["_modules"]))
         if now is not then:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.copying import copied, copied_hooks
 from lightning_swarm.protocol import serialization
+
+HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_TRIED_STEPS: Final = 3
+_REFERABLE: Final = (
+    *(bool, int, float, str, type(None), tuple, type, Tensor, Optimizer),
+    *(FunctionType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
+)
 
 
 # A user of bitsandbytes may have some parameters optimized otherwise than the rest, embeddings with 32 bits of state,
@@ -57,6 +67,60 @@ class OptimizerTemplate:
         if self._has_state:
             made.state.update(_first_state(made, needed=self._needs_state))
         return made
+
+    def check_separable(self) -> None:
+        """Refuse an optimizer that steps a parameter by gradients of others, too: a stage has only its own."""
+        pair = sorted(self._parameters, key=lambda name: self._parameters[name].numel())[:2]
+        pair.sort(key=list(self._parameters).index)  # the first one draws the same random numbers alone
+        try:
+            apart = torch.equal(self._tried(pair), self._tried(pair[:1]))
+        except Exception:  # noqa: BLE001 - it cannot be tried on these; it may well step where it is wanted
+            return
+        if not apart:
+            raise ConfigError(
+                "an optimizer must step each parameter by its own gradient, for stages have only their own parameters: "
+                f"{type(self._optimizer).__name__} also looks at others, for a norm of all gradients, say. Clip by the "
+                "Trainer's `gradient_clip_val`, take another optimizer, or have all parameters in one stage "
+                "(`num_stages=1`, the whole model in `pipeline`)."
+            )
+
+    def _tried(self, names: Sequence[str]) -> Tensor:
+        """Return what some steps make of the first of these parameters."""
+        made = {name: nn.Parameter(torch.ones(self._parameters[name].shape)) for name in names}
+        optimizer = self.cut(made)
+        for register in HOOKS:  # they may note what they are called for
+            vars(optimizer).get(register, {}).clear()
+        with torch.random.fork_rng(devices=()):
+            for step in range(_TRIED_STEPS):
+                torch.manual_seed(step)
+                for place, parameter in enumerate(made.values()):
+                    parameter.grad = torch.full_like(parameter, 0.1 + step + 10 * place)
+                optimizer.step(lambda: 0.0)
+        return made[names[0]].detach()
+
+
+def check_hooks(optimizer: Optimizer) -> None:
+    """Refuse hooks that refer to what is not on the servers, which call them for the parameters of each stage."""
+    for hook in [hook for name in HOOKS for hook in vars(optimizer).get(name, {}).values()]:
+        for found in _referred(hook):
+            if found is not optimizer and not isinstance(found, _REFERABLE):
+                raise ConfigError(
+                    "hooks of an optimizer run on servers, for the parameters of a stage, and what they note or change "
+                    f"elsewhere never gets here: got one that refers to a {type(found).__name__}. Use what it is "
+                    "called with, such as `optimizer.param_groups`, or write weights in `on_train_batch_end`."
+                )
+
+
+def _referred(hook: Any) -> Iterator[Any]:
+    """Give what a hook refers to beside globals."""
+    if isinstance(hook, functools.partial):
+        yield from (*hook.args, *hook.keywords.values(), *_referred(hook.func))
+    elif isinstance(hook, MethodType):
+        yield hook.__self__
+    elif isinstance(hook, FunctionType):
+        yield from (cell.cell_contents for cell in hook.__closure__ or () if cell != CellType())
+    else:
+        yield hook
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -18,14 +19,15 @@ _PROPERTIES: Final = (
 _METHODS: Final = (
     *("dim", "size", "stride", "numel", "nelement", "element_size", "storage_offset", "is_contiguous", "get_device"),
     *("is_floating_point", "is_complex", "is_inference", "is_pinned", "is_shared", "is_same_size", "data_ptr"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__", "__repr__"),
-    *("_is_view", "type"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__"),
+    "_is_view",
 )
-_ABOUT: Final = {
+ABOUT: Final = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_grad") if hasattr(Tensor, name)),
     *(getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)),
     *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_same_size),
+    torch._has_compatible_shallow_copy_type,
 }
 """Functions that ask about a tensor, or hold something for it, without its values."""
 
@@ -38,7 +40,7 @@ class _WatchedTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _ABOUT:
+        if func not in ABOUT:
             for tensor in _watched((*args, *kwargs.values())):
                 tensor._on_use()
         with unwatched():
@@ -72,15 +74,30 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
     tensor._on_use = on_use  # type: ignore[attr-defined]
 
     def release() -> None:
-        tensor.__class__ = own
-        del tensor._on_use  # type: ignore[attr-defined]
+        if type(tensor) is _KINDS[own]:  # else `swap_tensors` gave it another's place
+            tensor.__class__ = own
+            del tensor._on_use  # type: ignore[attr-defined]
 
     return release
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Return whether uses of a tensor are told."""
+    return isinstance(tensor, _WatchedTensor)
 
 
 def unwatched() -> AbstractContextManager[None]:
     """Use tensors inside, on this thread, without a word to who watches them."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Name the tensors whose memory others share: views and arrays that user code keeps, whose uses nobody sees."""
+    watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_watched(tensor)}
+    with unwatched():
+        storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]
+    own = Counter(storage._cdata for _, storage in storages)  # `storages` holds each once more, by one object
+    return [name for name, storage in storages if _num_users(storage) > own[storage._cdata] + 1]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -96,6 +113,11 @@ def _watched(values: Iterable[Any]) -> Iterable[Any]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _watched(value)
+
+
+def _num_users(storage: torch.UntypedStorage) -> int:
+    found: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return found
 
 
 def _plain(tensor: Any) -> Tensor:

@@ -217,6 +217,12 @@ class Checkpoints:
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The optimizer's state dict at the last step."""
+        with self._strategy.unwatched():
+            return self._optimizer_state(optimizer, default)
+
+    def _optimizer_state(
+        self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
         strategy = self._strategy
         states = strategy._rollback.states
         if states is not None and states.taking:

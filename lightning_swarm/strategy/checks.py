@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -12,19 +11,21 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from msgspec.structs import replace as replace_fields
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_swarm.client.pipeline.differentiation import GradientElsewhere
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
+from lightning_swarm.model.optimizer_state import read_selection
+from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
-
-_log = logging.getLogger(__name__)
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
@@ -37,9 +38,6 @@ TRIAL_CALLBACKS = ("LearningRateFinder", "BatchSizeFinder")
 _WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", *TRIAL_CALLBACKS, "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
-
-# They may do other things, so they are called, with a warning that there are no gradients.
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
@@ -161,9 +159,6 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
                 f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."
             )
-    for hook in _GRADIENT_HOOKS:
-        if is_overridden(hook, module):
-            _log.warning("`%s` finds no gradients in a swarm: they are on the servers.", hook)
     check_callbacks(trainer)
     if config.settings.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
         raise ConfigError(
@@ -236,9 +231,19 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
         )
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its class does not call that of torch in `__init__`
+        Optimizer.__setstate__(optimizer, {})
     _check_attributes(optimizer)
+    check_hooks(optimizer)
     hyperparameters(optimizer)
     return optimizer
+
+
+def check_separable(optimizer: Optimizer, module: LightningModule) -> None:
+    """Refuse an optimizer that cannot step the parameters of one stage without those of others."""
+    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched") or "step" not in vars(optimizer):
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        OptimizerTemplate(optimizer, names).check_separable()
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
@@ -277,8 +282,23 @@ def _plain(name: str, value: object) -> object:
     )
 
 
-def check_new_selection(session: Session, selection: Selection, pending_samples: int) -> None:
-    """Refuse to change what trains in a run of several trainers, or in the middle of a step."""
+def new_selection(
+    session: Session, module: LightningModule, optimizer: Optimizer, pending_samples: int
+) -> Selection | None:
+    """Return what is to train by now. None: as before. Refuses a change among several trainers, and in mid-step."""
+    found = read_selection(module, optimizer)
+    if found == session.selection:
+        return None
+    known = {name for stage in session.run.manifest.stages for name, _, _ in stage.parameters}
+    if new := sorted(found.groups.keys() - known):
+        raise ConfigError(
+            f"parameters must be in the module when a run begins, got new ones in its optimizer: {new[:5]}. Make them "
+            "in `__init__`, `setup` or `configure_model`, frozen for as long as they are not to train."
+        )
+    # What is new and frozen is the trainer's own.
+    selection = replace_fields(found, frozen=[name for name in found.frozen if name in known])
+    if selection == session.selection:
+        return None
     if session.is_shared:
         raise ConfigError(
             "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
@@ -293,6 +313,7 @@ def check_new_selection(session: Session, selection: Selection, pending_samples:
             "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
             "divides the samples of an epoch."
         )
+    return selection
 
 
 def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
@@ -301,7 +322,9 @@ def check_untouched(module: LightningModule, optimizer: Optimizer, around: Local
     if around is not None:
         stepped -= set(map(id, around.parameters.values()))
     touched = [
-        name for name, parameter in module.named_parameters() if id(parameter) in stepped and parameter.grad is not None
+        name
+        for name, parameter in module.named_parameters()
+        if id(parameter) in stepped and type(parameter.grad) not in (type(None), GradientElsewhere)
     ]
     if touched:
         raise ConfigError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,9 +17,11 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.model.watched import same, watch
+from lightning_swarm.model.watched import aliased, is_watched, same, watch
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
+
+_log = logging.getLogger(__name__)
 
 
 # What stands in stages is watched: before user code reads it, the newest weights come into the module, and what it
@@ -32,21 +35,26 @@ class ModuleAccess:
         self._stages = stages
         self._limits = limits
         self._thread = threading.get_ident()
-        self._paused = False
+        self._paused = self._warned = False
         self._closing = contextlib.ExitStack()
         self._version = session.version  # of the stages' weights in the module
         self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
         self._lent: dict[str, Tensor] = {}  # what user code had written when weights were lent last
         self._num_lent = 0
+        self._check_optimizer: Callable[[], None] = lambda: None
         self._own: dict[str, Tensor] = {}
+        self._watched: set[str] = set()
         for stage in stages:
             if not stage.spec.on_trainers:
                 self._own.update(stage.named_stage_tensors())
         for name, tensor in self._own.items():
             release = watch(tensor, partial(self._use, name))
             if release is not None:
+                self._watched.add(name)
                 self._closing.callback(release)
         session.pipeline.before_call = self._before_call
+        with self.paused():
+            self._note_aliased()
 
     def end(self) -> None:
         """Training is over, and the module holds what was trained: it is the user's own."""
@@ -66,6 +74,16 @@ class ModuleAccess:
             yield
         finally:
             self._paused = before
+
+    def add_optimizer(self, check: Callable[[], None], close: Callable[[], None]) -> None:
+        """Have `check` refuse what user code did to the optimizer, and `close` end that, when this ends."""
+        self._check_optimizer = check
+        self._closing.callback(close)
+
+    @property
+    def is_paused(self) -> bool:
+        """True where what happens is no use of the user's."""
+        return self._paused
 
     # ------------------------------------------------------------------ reading
 
@@ -91,6 +109,7 @@ class ModuleAccess:
         with torch.no_grad(), self.paused():
             for name, tensor in weights.items():
                 self._own[name].copy_(tensor)
+            self._note_aliased()
         self._version = self._session.version
 
     def poison(self) -> None:
@@ -106,8 +125,27 @@ class ModuleAccess:
     def note_current(self) -> None:
         """The module holds the newest weights: they were just put there, or handed out from there."""
         self._version, self._before = self._session.version, {}
+        with self.paused():
+            self._note_aliased()
         if self._session.local_layers is not None:
             self._session.local_layers.note_current()
+
+    def refresh_aliases(self) -> None:
+        """Bring weights up to date that user code keeps views of, or arrays: it may read and write them unseen."""
+        if self._version == self._session.version or threading.get_ident() != self._thread:
+            return
+        if found := aliased(self._own):
+            if not self._warned:
+                _log.warning(
+                    "Weights are gathered after every step, for views of some are kept: %s. Keep copies, by `clone()`, "
+                    "where the newest values are not needed.",
+                    some_of(found),
+                )
+            self._warned = True
+            self.refresh()
+
+    def _note_aliased(self) -> None:
+        self._before.update((name, self._own[name].detach().clone()) for name in aliased(self._own))
 
     def _use(self, name: str) -> None:
         if self._paused or threading.get_ident() != self._thread:
@@ -138,6 +176,7 @@ class ModuleAccess:
     def carry(self, *, pending_samples: int) -> None:
         """Have the servers go on with what user code wrote, from the step on that begins."""
         session, local = self._session, self._session.local_layers
+        self._check_optimizer()
         self._check_kept()
         written = self.pending
         if self._lent and not written:
@@ -159,7 +198,8 @@ class ModuleAccess:
         stages = self._holding(written)
         self._lend(stages)
         session.change(StepChange(written=WrittenWeights(number=self._num_lent, stages=stages)))
-        self._before, self._lent = {}, {}
+        self._before.update((name, tensor) for name, tensor in written.items() if name in self._own)
+        self._lent = {}
         session.pipeline.lent = 0
         if local is not None:
             local.accept(written)
@@ -211,7 +251,7 @@ class ModuleAccess:
         for stage in self._stages:
             for name, tensor in stage.named_stage_tensors().items():
                 own = self._own.get(name)
-                if own is not None and tensor is not own:
+                if own is not None and (tensor is not own or is_watched(own) != (name in self._watched)):
                     raise ConfigError(
                         f"parameters and buffers of blocks must stay the same objects during `fit`: {name!r} was "
                         "replaced. Write into it, by `copy_` under `torch.no_grad()`."

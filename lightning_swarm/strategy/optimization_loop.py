@@ -16,7 +16,7 @@ from lightning_swarm.client.generation import Metrics, NextGrant
 from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.core.override import Override
-from lightning_swarm.model.optimizer_state import read_selection, set_hyperparameters
+from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.run import StepChange
@@ -109,6 +109,7 @@ class SwarmOptimization:
             self._train_lost()
             self._end_epoch(batch_idx)
             self._take_back_ready()
+            self._access.refresh_aliases()
             return result
         except RunOver:
             # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
@@ -186,9 +187,13 @@ class SwarmOptimization:
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
-        self._session.pipeline.clears_gradients = self._clears_gradients(batch.idx)
+        pipeline = self._session.pipeline
+        pipeline.clears_gradients = self._clears_gradients(batch.idx)
+        if pipeline.clears_gradients:
+            pipeline.marks.begin_window()
         try:
             closure()
+            pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
         except LeaseRevoked:
             raise
@@ -376,6 +381,7 @@ class SwarmOptimization:
         call = self._framework.call
         call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
         call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", self._optimizer)
+        self._session.pipeline.marks.check()
 
     def _profiled(self) -> AbstractContextManager[None]:
         """Profile, as in the plain Trainer, the time from the last backward to the new weights."""
@@ -437,10 +443,10 @@ class SwarmOptimization:
 
     def tell_selection(self) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""
-        selection = read_selection(self.trainer.lightning_module, self._optimizer)
-        if selection == self._session.selection:
-            return
-        checks.check_new_selection(self._session, selection, self.pending_samples)
-        self._catch_up()
-        self._count_others()
-        self._session.change(StepChange(selection=selection))
+        selection = checks.new_selection(
+            self._session, self.trainer.lightning_module, self._optimizer, self.pending_samples
+        )
+        if selection is not None:
+            self._catch_up()
+            self._count_others()
+            self._session.change(StepChange(selection=selection))

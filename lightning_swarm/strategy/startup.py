@@ -135,6 +135,8 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
+    if fitting and sum(bool(stage.spec.parameters) for stage in stages) > 1:
+        checks.check_separable(strategy.optimizers[0], module)
     strategy._session = strategy._start_run(trainer, model, selection)
     strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
     strategy._undo.callback(strategy._access.close)
@@ -235,6 +237,7 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
     strategy._weights.stale = stale
     if fitting:
         strategy._weights.hand_out_first_state(strategy.optimizers[0])
+        strategy._weights.watch_optimizer(trainer)
     if strategy._gathers:
         strategy._undo.callback(WeightSync(trainer, strategy._weights, strategy._access).close)
     if fitting and config.gather_on_end and not strategy._gathers:

@@ -115,7 +115,7 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):
                 _serve_on(strategy)  # a checkpoint left its loop nothing to do
             if strategy._session is not None:
-                strategy._session.pipeline.clear_marks()
+                strategy._session.pipeline.marks.clear()
             with staying_on_meta():
                 default()
         finally:

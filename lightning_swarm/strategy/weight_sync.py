@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,6 +25,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import WrittenValue
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.strategy.module_access import ModuleAccess
+from lightning_swarm.strategy.optimizer_access import OptimizerAccess
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -42,13 +44,21 @@ class ModuleWeights:
         self._module = module
         self._limits = limits
         self._gathered: list[weakref.ref[Tensor]] = []
+        self._optimizer_access: OptimizerAccess | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
-        return {**vars(self), "_peer": None, "_session": None, "_access": None, "_gathered": []}
+        return {
+            **vars(self),
+            "_peer": None,
+            "_session": None,
+            "_access": None,
+            "_optimizer_access": None,
+            "_gathered": [],
+        }
 
     def end_run(self) -> None:
         """The run is over: what the module does not hold by now is lost."""
-        self._session = None
+        self._session = self._optimizer_access = None
 
     # ------------------------------------------------------------------ in the module
 
@@ -113,7 +123,8 @@ class ModuleWeights:
     def optimizer_state(self, optimizer: Optimizer, timeout: float | None = None) -> dict[str, Any]:
         """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""
         state = self._gather(model_state.gather_optimizer, timeout)
-        renumbered = optimizer_state.as_state_dict(optimizer, self._parameter_names, state)
+        with self._access.paused():
+            renumbered = optimizer_state.as_state_dict(optimizer, self._parameter_names, state)
         self._gathered += map(weakref.ref, serialization.flatten(list(renumbered["state"].values()))[1])
         return renumbered
 
@@ -159,6 +170,7 @@ class ModuleWeights:
             else optimizer_state.loaded_state(optimizer, saved, names)
         )
         self._call(model_state.scatter_optimizer, state, timeout=self._limits.call_timeout)
+        self._note_optimizer()
 
     def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
         """Have the servers go on with the optimizer state in a sharded checkpoint, one stage after the other."""
@@ -170,6 +182,18 @@ class ModuleWeights:
             found = optimizer_state.loaded_state(optimizer, saved, self._parameter_names)
             timeout = self._limits.call_timeout
             self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])
+        self._note_optimizer()
+
+    def watch_optimizer(self, trainer: Trainer) -> None:
+        """Show user code the state of the last step in the Trainer's optimizer."""
+        session, _ = self._active_run
+        gather = partial(self._gather, model_state.gather_optimizer)
+        optimizer = self._optimizer_access = OptimizerAccess(trainer, self._access, gather, lambda: session.version)
+        self._access.add_optimizer(optimizer.check, optimizer.close)
+
+    def _note_optimizer(self) -> None:
+        if self._optimizer_access is not None:
+            self._optimizer_access.note_current()
 
     @property
     def _parameter_names(self) -> dict[int, str]:

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from typing_extensions import override
@@ -79,11 +80,36 @@ def usual(self: Free, images: Tensor, labels: Tensor) -> Tensor:
     return self.cost(images, labels)
 
 
+def frozen_attack(self: Free, images: Tensor, labels: Tensor) -> Tensor:
+    self.requires_grad_(False)
+    (gradient,) = torch.autograd.grad(self.cost(images, labels), images)
+    images = images.detach() + 0.1 * gradient.sign()
+    regularizer = self.net(images).square().mean()
+    self.requires_grad_(True)
+    return self.cost(images, labels) + regularizer  # which adds no gradient
+
+
 @feature("`torch.autograd.grad` by the pipeline's input: adversarial training, saliency, a Jacobian", WORKS)
 @pytest.mark.parametrize("loss", [adversarial, virtual_adversarial, several_of_one_call, jacobian])
 def test_gradients_by_the_input(loss: Loss) -> None:
     both = fit_both(lambda: Free(loss), max_steps=STEPS, swarm={"num_servers": 4})
     assert both.swarm.rerouted.keys() <= {"busy"}, "a backward without what it needs was taken for a fault"
+
+
+@feature(
+    "`requires_grad_(False)` for all weights during a call in `training_step`, as around an attack",
+    WORKS,
+    "the call adds no gradient; for some of the weights only, it is refused",
+)
+def test_weights_are_frozen_for_a_call() -> None:
+    fit_both(lambda: Free(frozen_attack), max_steps=STEPS)
+
+    def partly(self: Free, images: Tensor, labels: Tensor) -> Tensor:
+        self.net[0].requires_grad_(False)
+        return self.cost(images, labels)
+
+    with pytest.raises(ConfigError, match=r"a call with 4 weights .* where 6 did before `training_step`"):
+        run_swarm(lambda: Free(partly), loader(digits()), max_steps=STEPS)
 
 
 def backward_before(self: Free, images: Tensor, labels: Tensor) -> Tensor:
@@ -245,6 +271,67 @@ def assert_refused_at_once(message: str, make: Callable[[], L.LightningModule], 
 )
 def test_gradients_by_weights(make: Callable[[], Free], message: str) -> None:
     assert_refused_at_once(message, make)
+
+
+def norms(self: Free, *_: Any) -> None:
+    self.log_dict(grad_norm(self, 2))
+
+
+def noise(self: Free, *_: Any) -> None:
+    for parameter in self.net[2].parameters():
+        if parameter.grad is not None:
+            parameter.grad.add_(0.1)
+
+
+def clip(self: Free, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def zero(self: Free, *_: Any) -> None:
+    self.zero_grad()
+
+
+def replaced(self: Free, *_: Any) -> None:
+    self.net[0].bias.grad = torch.ones_like(self.net[0].bias)
+
+
+@feature(
+    "gradients read, changed or cleared in hooks: `grad_norm`, `clip_grad_norm_`, noise, `zero_grad` before the step",
+    REFUSED,
+    "they are on the servers, which clip by `gradient_clip_val`, and call the optimizer's `register_step_pre_hook`; "
+    "those around the pipeline are here",
+)
+@pytest.mark.parametrize(
+    ("do", "at", "message", "accumulate_grad_batches"),
+    [
+        (norms, "on_before_optimizer_step", r"use of `\.grad`.* `gradient_clip_val`", 1),
+        (norms, "on_train_batch_end", r"use of `\.grad`", 1),
+        (noise, "on_after_backward", r"use of `\.grad`", 1),
+        (clip, "on_before_optimizer_step", r"use of `\.grad`", 2),
+        (zero, "on_after_backward", r"`zero_grad`.* Return None", 1),
+        (zero, "on_before_optimizer_step", r"`zero_grad`", 2),
+        (zero, "on_train_batch_end", r"`zero_grad`", 2),
+        (replaced, "on_after_backward", r"new `\.grad`", 1),
+    ],
+)
+def test_gradients_in_hooks(do: Callable[..., None], at: str, message: str, accumulate_grad_batches: int) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(
+            lambda: Free(usual, **{at: do}),
+            loader(digits()),
+            max_steps=2,
+            accumulate_grad_batches=accumulate_grad_batches,
+        )
+
+
+def test_gradients_that_count_nowhere_may_be_cleared() -> None:
+    found: list[int] = []
+
+    def count_missing(self: Free) -> None:
+        found.append(sum(parameter.grad is None for parameter in self.parameters()))
+
+    fit_both(lambda: Free(usual, on_after_backward=count_missing, on_train_batch_end=zero), max_steps=STEPS)
+    assert set(found) == {0}
 
 
 @feature("`create_graph=True`, `torch.func`, forward-mode AD, `vectorize=True`", REFUSED, "one gradient at a time")

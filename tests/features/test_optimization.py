@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
@@ -19,7 +17,7 @@ from typing_extensions import override
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
-from tests.parity.harness import WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.harness import run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make_optimizer, sentences
 
 
@@ -291,51 +289,6 @@ def test_hooks_around_the_step() -> None:
     fit_both(made={"callbacks": lambda name: [notes[name]]}, max_epochs=1, accumulate_grad_batches=2)
     assert notes["swarm"].calls == notes["plain"].calls
     assert notes["plain"].calls.count(("step", 2)) == 1
-
-
-@feature(
-    "`lightning.pytorch.utilities.grad_norm` in a hook",
-    PARTLY,
-    "gradients stay on the servers and the hook finds none; of a module's hooks, not of callbacks, a warning says so",
-)
-def test_gradient_norms(caplog: pytest.LogCaptureFixture) -> None:
-    class LogsNorms(Trained):
-        @override
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self.net, 2))
-
-    both = fit_both(LogsNorms, max_steps=STEPS)
-    plain, swarm = (trainer.callback_metrics for trainer in both.trainers)
-    assert float(plain["grad_2.0_norm_total"]) > 0.0
-    assert "grad_2.0_norm_total" not in swarm
-    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert len([one for one in warnings if "`on_before_optimizer_step` finds no gradients" in one]) == 1
-
-
-@feature(
-    "reading `self.parameters()` during `fit`",
-    PARTLY,
-    "parameters of other peers' stages are those of the beginning until `fit` is over; "
-    "`trainer.strategy.lightning_module_state_dict()` gathers the current ones",
-)
-def test_reading_weights() -> None:
-    class Reads(L.Callback):
-        own: Tensor
-        gathered: Tensor
-
-        @override
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-            self.own = pl_module.get_parameter("net.0.weight").detach().clone()
-            self.gathered = trainer.strategy.lightning_module_state_dict()["net.0.weight"].clone()
-
-    reads = {"plain": Reads(), "swarm": Reads()}
-    both = fit_both(made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS)
-    torch.manual_seed(0)
-    initial = Trained().double().get_parameter("net.0.weight").detach()
-    torch.testing.assert_close(reads["swarm"].gathered, reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
-    torch.testing.assert_close(both.swarm.weights["net.0.weight"], reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
-    assert torch.equal(reads["swarm"].own, initial), "if it is current now, change the verdict"
-    assert not torch.equal(reads["plain"].own, initial)
 
 
 class Root(nn.Module):

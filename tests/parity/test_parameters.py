@@ -194,15 +194,3 @@ def test_a_broken_run_is_torn_down_whatever_can_be_gathered(
     assert "keeps older weights" in caplog.text
     assert strategy.peer is None
     assert all(peer._closed for peer in strategy.peers)
-
-
-class WatchesGradients(Digits):
-    @override
-    def on_after_backward(self) -> None:
-        assert all(parameter.grad is None for parameter in self.parameters())
-
-
-def test_hooks_that_would_look_for_gradients_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    run_swarm(WatchesGradients, loader(digits()), max_steps=2)
-    assert caplog.text.count("`on_after_backward` finds no gradients in a swarm") == 1
-    assert "on_before_optimizer_step" not in caplog.text

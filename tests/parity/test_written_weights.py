@@ -242,6 +242,25 @@ def test_hooks_read_the_newest_weights() -> None:
     torch.testing.assert_close(seen["ours"], seen["theirs"], rtol=1e-10, atol=1e-10)
 
 
+def test_views_that_user_code_keeps_are_read_and_written() -> None:
+    seen: dict[str, list[float]] = {"ours": [], "theirs": []}
+    kept: dict[str, Any] = {}
+
+    def use(into: str, module: Any, step: int) -> None:
+        if not seen[into]:
+            kept[into] = module.net[0].weight.data, module.net[4].bias.detach().numpy()
+        weight, bias = kept[into]
+        seen[into] += [float(weight.norm()), float(bias.sum()), float(module.net[2].weight.norm())]
+        weight.mul_(0.9)
+        bias *= 0.8
+
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
+    ours, theirs = (Hook(partial(use, name)) for name in seen)
+    swarm = run_swarm(make, loader(digits()), callbacks=[ours], num_servers=2, **options)
+    assert_exact(swarm, run_plain(make, loader(digits()), callbacks=[theirs], **options))
+    torch.testing.assert_close(seen["ours"], seen["theirs"], rtol=1e-10, atol=1e-10)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

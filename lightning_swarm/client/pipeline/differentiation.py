@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.watched import unwatched
+from lightning_swarm.model.watched import ABOUT, unwatched
 
 
 class Weights(torch.autograd.Function):
@@ -29,9 +29,14 @@ class Weights(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def weights_node(weights: Sequence[nn.Parameter]) -> Tensor | None:
-    """Connect a call with the weights that it depends on; refuse hooks on their gradients, which never get here."""
-    wanted = [weight for weight in weights if weight.requires_grad]
+def trained(weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those weights that want a gradient by now."""
+    with unwatched():  # asking watched ones costs more
+        return [weight for weight in weights if weight.requires_grad]
+
+
+def weights_node(wanted: Sequence[nn.Parameter]) -> Tensor:
+    """Connect a call with the weights that train; refuse hooks on their gradients, which never get here."""
     with unwatched():
         hooked = any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in wanted)
     if hooked:
@@ -41,8 +46,24 @@ def weights_node(weights: Sequence[nn.Parameter]) -> Tensor | None:
             "are, freeze them; `configure_stages` may leave a block with hooks out."
         )
     with unwatched():
-        node: Tensor | None = Weights.apply(*wanted) if wanted else None  # type: ignore[no-untyped-call]
+        node: Tensor = Weights.apply(*wanted)  # type: ignore[no-untyped-call]
     return node
+
+
+def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter] | None) -> bool:
+    """True if all weights are frozen for a call alone, as for an attack. Refuses a call with some of them frozen.
+
+    `at_begin` are those that train with the batch; None: the call is of no batch.
+    """
+    if at_begin is None or not wanted:
+        return not wanted and at_begin != []
+    if len(wanted) != len(at_begin) or any(one is not other for one, other in zip(wanted, at_begin, strict=True)):
+        raise ConfigError(
+            "which of the pipeline's weights train is settled when a batch begins; a call may freeze all of them for "
+            f"itself, but not some: got a call with {len(wanted)} weights that require a gradient, where "
+            f"{len(at_begin)} did before `training_step`. Set `requires_grad` in `on_train_batch_start`."
+        )
+    return False
 
 
 def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
@@ -91,30 +112,77 @@ def refuse_transform(name: str) -> NoReturn:
     )
 
 
+_OF_MODULE: Final = frozenset(
+    {
+        *(Tensor.__deepcopy__, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half),
+        *(Tensor.bfloat16, Tensor.requires_grad_, Tensor.requires_grad.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+    }
+)
+"""What a module does with the gradients at its weights when it is copied or converted."""
+
+
 class GradientElsewhere(Tensor):
     """Stands for the gradient of a weight of the pipeline: there is one, and it is not here."""
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:  # of the module
+        if func in ABOUT:
+            with unwatched():
+                return func(*args, **(kwargs or {}))
+        if func in _OF_MODULE:
             return args[0]
         raise ConfigError(
-            "a `.backward()` of one's own leaves no gradients at the pipeline's weights, which live on the servers, "
-            "got a use of `.grad`. Use the gradient of the input, or do without the swarm."
+            "gradients of the pipeline's weights are summed on the servers and never get here, got a use of `.grad`, "
+            "in a hook or after a `.backward()` of one's own. Clip by `gradient_clip_val`, change gradients in a "
+            "`register_step_pre_hook` of the optimizer, or keep the layer out of the pipeline by `configure_stages`."
         )
 
 
-def mark_gradients(weights: Iterable[nn.Parameter]) -> None:
-    """Have whoever reads a gradient that plain Lightning would leave here be told that it is not here."""
-    with unwatched():
-        for weight in [weight for weight in weights if weight.requires_grad and weight.grad is None]:
-            nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
-            weight.grad = nothing.as_subclass(GradientElsewhere)
+class GradientMarks:
+    """Marks at the pipeline's weights, where plain Lightning leaves gradients: to use one is an error that says so."""
 
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
+        self._marks: dict[int, Tensor] = {}  # by the weight's place
+        self._of_window: list[nn.Parameter] = []  # that have a mark since the accumulation window began
 
-def clear_marks(weights: Iterable[nn.Parameter]) -> None:
-    """Forget what `mark_gradients` left."""
-    for weight in weights:
-        if type(weight.grad) is GradientElsewhere:
-            weight.grad = None
+    def set(self) -> None:
+        """Mark the weights that train."""
+        with unwatched():
+            for place, weight in enumerate(self._weights):
+                if weight.requires_grad and weight.grad is None:
+                    mark = self._marks.get(place)
+                    if mark is None or (mark.dtype, mark.device) != (weight.dtype, weight.device):
+                        nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
+                        self._marks[place] = nothing.as_subclass(GradientElsewhere)
+                    weight.grad = self._marks[place]
+
+    def set_for_step(self) -> None:
+        """Mark the weights whose gradients are in the step's sum."""
+        self.set()
+        with unwatched():
+            self._of_window = [weight for weight in self._weights if type(weight.grad) is GradientElsewhere]
+
+    def begin_window(self) -> None:
+        """Lightning clears gradients: from now on, those of earlier steps do not matter."""
+        self._of_window = []
+
+    def check(self) -> None:
+        """Refuse to go on if user code cleared or replaced a gradient that the servers have summed."""
+        with unwatched():
+            is_kept = all(type(weight.grad) is GradientElsewhere for weight in self._of_window)
+        if not is_kept:
+            raise ConfigError(
+                "gradients of the pipeline's weights are summed on servers, and cannot be cleared or replaced here: "
+                "got a `zero_grad`, or a new `.grad`, between a backward and its step. Return None from "
+                "`training_step` to leave a batch out, or freeze the weights that are to stay."
+            )
+
+    def clear(self) -> None:
+        """Leave nothing at the weights."""
+        self.begin_window()
+        with unwatched():
+            for weight in self._weights:
+                if type(weight.grad) is GradientElsewhere:
+                    weight.grad = None

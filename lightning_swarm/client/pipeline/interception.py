@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
 import inspect
@@ -350,6 +349,8 @@ def _call_whole(
 class _ForwardOverride:
     """Takes the place of a module's forward on the trainer."""
 
+    of_swarm = True
+
     def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
         self.__wrapped__ = own  # where `inspect.signature` looks
         self._call = call
@@ -360,10 +361,7 @@ class _ForwardOverride:
             return self.__wrapped__(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardOverride:  # a copy of the module calls the same pipeline
-        return _ForwardOverride(copy.deepcopy(self.__wrapped__, memo), self._call, self._interception)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a pickled module has its own forward
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a copy of the module has weights of its own
         return _itself, (self.__wrapped__,)
 
 

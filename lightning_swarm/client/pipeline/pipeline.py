@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
+    GradientMarks,
+    adds_nothing,
     check_transforms,
-    clear_marks,
-    mark_gradients,
+    trained,
     weights_node,
 )
 from lightning_swarm.client.pipeline.leftovers import Leftovers
@@ -49,6 +50,7 @@ class GrantedBatch:
     """The batch in hand, from its grant to its end."""
 
     grant: Grant
+    trained: list[nn.Parameter] = field(default_factory=list)  # of the pipeline's weights
     num_calls: int = 0
     num_microbatches: int = 0  # of all of its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
@@ -98,6 +100,7 @@ class Pipeline:
         self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
         self._weights = self._found_weights()
+        self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(config.stages)
         self._states = [TrainerStates(stage) for stage in config.stages]
         self._row_check = RowCheck(
@@ -138,7 +141,9 @@ class Pipeline:
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
-            weights = weights_node(self._weights)
+            wanted = trained(self._weights)
+            call.adds_nothing = adds_nothing(wanted, None if self.batch is None else self.batch.trained)
+            weights = weights_node(wanted)
             outputs = list(PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
@@ -156,15 +161,17 @@ class Pipeline:
                 "or in the middle of an accumulation window, where plain Lightning would add its gradients. Return "
                 "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
             )
-        mark_gradients(self._weights)
+        self.marks.set()
 
-    def clear_marks(self) -> None:
-        """Leave nothing of backwards at the weights."""
-        clear_marks(self._weights)
+    def begin_batch(self, grant: Grant) -> GrantedBatch:
+        """Have a batch in hand."""
+        self.batch = GrantedBatch(grant, trained(self._weights))
+        return self.batch
 
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
         self.generation, self.version, self.batch = generation, version, None
+        self.marks.begin_window()
 
     def count_statistics(self) -> None:
         """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""

@@ -1,0 +1,151 @@
+"""Shows user code the optimizer's state, which lives on the servers, and refuses what it does to an optimizer there."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.optimizer_state import GROUP
+from lightning_swarm.model.optimizer_template import HOOKS, parameters_of
+from lightning_swarm.model.watched import same
+from lightning_swarm.strategy.module_access import ModuleAccess
+
+_READS = (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__repr__"),
+    *("get", "pop", "popitem", "clear", "update", "setdefault", "keys", "values", "items", "copy"),
+)
+
+
+class _WatchedState(defaultdict[Any, Any]):
+    """An optimizer's state that tells before it is used."""
+
+    def __init__(self, on_use: Callable[[], None], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self.on_use = on_use
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))
+
+
+def _add(name: str) -> None:
+    own = getattr(defaultdict, name)
+
+    def use(self: _WatchedState, *args: Any, **kwargs: Any) -> Any:
+        self.on_use()
+        return own(self, *args, **kwargs)
+
+    setattr(_WatchedState, name, use)
+
+
+for _name in _READS:
+    _add(_name)
+
+
+class OptimizerAccess:
+    """Gathers the state of the lead's optimizer when user code reads it."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        access: ModuleAccess,
+        gather: Callable[[], Mapping[str, dict[str, Any]]],
+        version: Callable[[], int],
+    ) -> None:
+        self._trainer, self._access = trainer, access
+        self._gather = gather  # the newest state, by parameter name
+        self._newest = version
+        self._optimizer: Optimizer = trainer.optimizers[0]
+        self._thread = threading.get_ident()
+        self._hooks = self._found_hooks()
+        self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
+        self.note_current()
+
+    def note_current(self) -> None:
+        """The optimizer holds the newest state: it was just loaded, and handed out."""
+        self._version = self._newest()
+        self._before: dict[Any, Any] | None = None  # the state as it was when user code used it first
+        if self._watches:
+            with self._access.paused():
+                self._state = _WatchedState(self._use, self._optimizer.state)
+            self._optimizer.state = self._state
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._watches and self._optimizer.state is self._state:
+            with self._access.paused():
+                self._optimizer.state = defaultdict(dict, self._state)
+
+    def check(self) -> None:
+        """Refuse to go on with an optimizer that user code replaced, or whose hooks or state it changed."""
+        if self._trainer.optimizers[0] is not self._optimizer:
+            raise _changed("another optimizer took its place", "Change hyperparameters in its `param_groups`")
+        if self._found_hooks() != self._hooks:
+            raise _changed("a hook was registered or removed", "Register hooks in `configure_optimizers`")
+        with self._access.paused():
+            is_kept = not self._watches or self._optimizer.state is self._state
+            if not is_kept or (self._before is not None and _differs(self._state, self._before)):
+                raise _changed("its `state` was changed", "Begin another `fit` to begin with a state of its own")
+
+    def _found_hooks(self) -> list[Any]:
+        return [vars(self._optimizer).get("step"), *(dict(vars(self._optimizer).get(name, {})) for name in HOOKS)]
+
+    def _use(self) -> None:
+        if self._access.is_paused or threading.get_ident() != self._thread:
+            return
+        if self._version != self._newest():
+            self.check()
+            found = self._gather()
+            names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
+            own = [(one, names[id(one)]) for one in parameters_of(self._optimizer)]
+            with self._access.paused():
+                self._state.clear()
+                self._state.update({one: _on(one.device, found[name]) for one, name in own if name in found})
+            self._version, self._before = self._newest(), None
+        if self._before is None:
+            with self._access.paused():
+                self._before = {parameter: _copied(state) for parameter, state in self._state.items()}
+
+
+def _changed(what: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        "servers have copies of the optimizer as it was when `fit` began, and what changes during it are its "
+        f"hyperparameters: {what}. {remedy}, or do without the swarm."
+    )
+
+
+def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a parameter's state, which a server here goes on with, to a device; scalars stay where they are."""
+    own = {name: value for name, value in _copied(state).items() if name != GROUP}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()
+    }
+
+
+def _copied(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _differs(state: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    if state.keys() != before.keys():
+        return True
+    for key, own in state.items():
+        kept = before[key]
+        if isinstance(own, dict) and isinstance(kept, dict):
+            if _differs(own, kept):
+                return True
+        elif isinstance(own, Tensor) and isinstance(kept, Tensor):
+            if not same(own, kept):
+                return True
+        elif type(own) is not type(kept) or (isinstance(own, (bool, int, float, str)) and own != kept):
+            return True
+    return False
