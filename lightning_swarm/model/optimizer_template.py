@@ -16,7 +16,6 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.copying import copied, copied_hooks
 from lightning_swarm.protocol import serialization
 
-
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TRIED_STEPS: Final = 3
 _REFERABLE: Final = (

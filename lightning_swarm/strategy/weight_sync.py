@@ -47,7 +47,14 @@ class ModuleWeights:
         self._optimizer_access: OptimizerAccess | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
-        return {**vars(self), "_peer": None, "_session": None, "_access": None, "_optimizer_access": None, "_gathered": []}
+        return {
+            **vars(self),
+            "_peer": None,
+            "_session": None,
+            "_access": None,
+            "_optimizer_access": None,
+            "_gathered": [],
+        }
 
     def end_run(self) -> None:
         """The run is over: what the module does not hold by now is lost."""

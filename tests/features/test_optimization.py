@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
 
+from lightning_swarm.core.errors import ConfigError
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
@@ -291,30 +292,131 @@ def test_hooks_around_the_step() -> None:
     assert notes["plain"].calls.count(("step", 2)) == 1
 
 
-@feature(
-    "reading `self.parameters()` during `fit`",
-    PARTLY,
-    "parameters of other peers' stages are those of the beginning until `fit` is over; "
-    "`trainer.strategy.lightning_module_state_dict()` gathers the current ones",
-)
+@feature("reading `self.parameters()` during `fit`", WORKS, "the newest weights are gathered then")
 def test_reading_weights() -> None:
     class Reads(L.Callback):
         own: Tensor
-        gathered: Tensor
 
         @override
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
             self.own = pl_module.get_parameter("net.0.weight").detach().clone()
-            self.gathered = trainer.strategy.lightning_module_state_dict()["net.0.weight"].clone()
 
     reads = {"plain": Reads(), "swarm": Reads()}
-    both = fit_both(made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS)
-    torch.manual_seed(0)
-    initial = Trained().double().get_parameter("net.0.weight").detach()
-    torch.testing.assert_close(reads["swarm"].gathered, reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
-    torch.testing.assert_close(both.swarm.weights["net.0.weight"], reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
-    assert torch.equal(reads["swarm"].own, initial), "if it is current now, change the verdict"
-    assert not torch.equal(reads["plain"].own, initial)
+    fit_both(made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS)
+    torch.testing.assert_close(reads["swarm"].own, reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class ReadsState(L.Callback):
+    def __init__(self) -> None:
+        self.found: list[list[float]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        state = trainer.optimizers[0].state
+        self.found += [[float(one["exp_avg"].norm()) for one in state.values()]]
+
+
+@feature("reading `optimizer.state` and `optimizer.state_dict()` in hooks", WORKS, "it is gathered then")
+def test_optimizer_state_is_read() -> None:
+    reads = {"plain": ReadsState(), "swarm": ReadsState()}
+    fit_both(
+        lambda: DigitsMLP(Recipe(optimizer="adamw")), made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS
+    )
+    assert len(reads["plain"].found) == STEPS
+    for ours, theirs in zip(reads["swarm"].found, reads["plain"].found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def clear_state(trainer: L.Trainer) -> None:
+    trainer.optimizers[0].state.clear()
+
+
+def zero_state(trainer: L.Trainer) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["exp_avg"].zero_()
+
+
+def new_optimizer(trainer: L.Trainer) -> None:
+    trainer.strategy.setup_optimizers(trainer)
+
+
+def new_hook(trainer: L.Trainer) -> None:
+    trainer.optimizers[0].register_step_post_hook(lambda *_: None)
+
+
+@feature(
+    "changing `optimizer.state`, replacing the optimizer, registering its hooks during `fit`",
+    REFUSED,
+    "at the next batch: servers have copies of it; hyperparameters may change",
+)
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (clear_state, r"its `state` was changed"),
+        (zero_state, r"its `state` was changed"),
+        (new_optimizer, r"another optimizer took its place"),
+        (new_hook, r"a hook was registered"),
+    ],
+)
+def test_an_optimizer_is_changed_during_fit(do: Callable[[L.Trainer], None], message: str) -> None:
+    class Changes(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            do(trainer)
+
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(
+            lambda: DigitsMLP(Recipe(optimizer="adamw")), loader(digits()), callbacks=[Changes()], max_steps=STEPS
+        )
+
+
+class ByWholeNorm(torch.optim.SGD):
+    """Steps by the gradient's direction."""
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+        return loss
+
+
+class StepsTogether(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return ByWholeNorm(self.parameters(), lr=0.1)
+
+
+class Counts(DigitsMLP):
+    steps = 0
+
+    @override
+    def configure_optimizers(self) -> Any:
+        def count(*_: Any) -> None:
+            self.steps += 1
+
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+
+@feature(
+    "optimizers that look at all parameters at once (Prodigy, D-Adaptation), and hooks of optimizers that refer to others",
+    REFUSED,
+    "a server steps the parameters of its stage; with `num_stages=1` all are in one",
+)
+@pytest.mark.parametrize(("make", "message"), [(StepsTogether, r"by its own gradient"), (Counts, r"to a Counts")])
+def test_optimizers_that_need_more_than_a_stage(make: Callable[[], L.LightningModule], message: str) -> None:
+    assert_refused(message, make)
+
+
+def test_an_optimizer_that_looks_at_all_parameters_of_one_stage() -> None:
+    swarm = run_swarm(StepsTogether, loader(digits()), num_stages=1, num_servers=1, max_steps=STEPS)
+    plain = run_plain(StepsTogether, loader(digits()), max_steps=STEPS)
+    assert swarm.losses == pytest.approx(plain.losses, rel=1e-11)
 
 
 class Root(nn.Module):
