@@ -106,8 +106,8 @@ def check_hooks(optimizer: Optimizer) -> None:
             if found is not optimizer and not isinstance(found, _REFERABLE):
                 raise ConfigError(
                     "hooks of an optimizer run on servers, for the parameters of a stage, and what they note or change "
-                    f"elsewhere never gets here: got one that refers to a {type(found).__name__}. Use what it is called "
-                    "with, such as `optimizer.param_groups`, or write weights in `on_train_batch_end`."
+                    f"elsewhere never gets here: got one that refers to a {type(found).__name__}. Use what it is "
+                    "called with, such as `optimizer.param_groups`, or write weights in `on_train_batch_end`."
                 )
 
 

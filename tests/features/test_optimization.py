@@ -404,7 +404,7 @@ class Counts(DigitsMLP):
 
 
 @feature(
-    "optimizers that look at all parameters at once (Prodigy, D-Adaptation), and hooks of optimizers that refer to others",
+    "optimizers that look at all parameters at once (Prodigy, D-Adaptation), or have hooks that refer to other objects",
     REFUSED,
     "a server steps the parameters of its stage; with `num_stages=1` all are in one",
 )
@@ -413,6 +413,7 @@ def test_optimizers_that_need_more_than_a_stage(make: Callable[[], L.LightningMo
     assert_refused(message, make)
 
 
+@feature("the same optimizers where all parameters are in one stage", WORKS)
 def test_an_optimizer_that_looks_at_all_parameters_of_one_stage() -> None:
     swarm = run_swarm(StepsTogether, loader(digits()), num_stages=1, num_servers=1, max_steps=STEPS)
     plain = run_plain(StepsTogether, loader(digits()), max_steps=STEPS)

@@ -153,7 +153,7 @@ class GradientMarks:
             is_kept = all(type(weight.grad) is GradientElsewhere for weight in self._of_window)
         if not is_kept:
             raise ConfigError(
-                "gradients of the pipeline's weights are summed on the servers, and cannot be cleared or replaced here, "
+                "gradients of the pipeline's weights are on the servers, and cannot be cleared or replaced here, "
                 "got a `zero_grad`, or a new `.grad`, between a backward and its step. Return None from "
                 "`training_step` to leave a batch out, or freeze the weights that are to stay."
             )
