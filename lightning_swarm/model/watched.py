@@ -92,7 +92,7 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name the tensors whose memory others share: views and arrays that user code keeps, whose uses nobody sees."""
+    """Name the tensors that user code keeps views or arrays of, whose uses nobody sees."""
     watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_watched(tensor)}
     with unwatched():
         storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]
@@ -116,7 +116,7 @@ def _watched(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:
-    found: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    found: int = torch._C._storage_Use_Count(storage._cdata)
     return found
 
 

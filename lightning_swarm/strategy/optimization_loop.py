@@ -187,13 +187,10 @@ class SwarmOptimization:
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
-        pipeline = self._session.pipeline
-        pipeline.clears_gradients = self._clears_gradients(batch.idx)
-        if pipeline.clears_gradients:
-            pipeline.marks.begin_window()
+        self._session.pipeline.begin_gradients(clears_gradients=self._clears_gradients(batch.idx))
         try:
             closure()
-            pipeline.marks.check()
+            self._session.pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
         except LeaseRevoked:
             raise

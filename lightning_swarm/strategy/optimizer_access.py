@@ -95,7 +95,9 @@ class OptimizerAccess:
                 raise _changed("its `state` was changed", "Begin another `fit` to begin with a state of its own")
 
     def _found_hooks(self) -> list[Any]:
-        return [vars(self._optimizer).get("step"), *(dict(vars(self._optimizer).get(name, {})) for name in HOOKS)]
+        own = vars(self._optimizer)
+        step = None if hasattr(own.get("step"), "_wrapped_by_lr_sched") else own.get("step")  # as schedulers do
+        return [step, *(dict(own.get(name, {})) for name in HOOKS)]
 
     def _use(self) -> None:
         if self._access.is_paused or threading.get_ident() != self._thread:
@@ -122,7 +124,7 @@ def _changed(what: str, remedy: str) -> ConfigError:
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter's state, which a server here goes on with, to a device; scalars stay where they are."""
+    """Copy a parameter's state to a device: a server of this process goes on with the original."""
     own = {name: value for name, value in _copied(state).items() if name != GROUP}
     return {
         name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()

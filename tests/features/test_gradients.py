@@ -324,6 +324,7 @@ def test_gradients_in_hooks(do: Callable[..., None], at: str, message: str, accu
         )
 
 
+@feature("`zero_grad` after the step, and asking whether a weight has a gradient", WORKS)
 def test_gradients_that_count_nowhere_may_be_cleared() -> None:
     found: list[int] = []
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
 
+from lightning_swarm.core.errors import ConfigError
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
@@ -289,6 +290,120 @@ def test_hooks_around_the_step() -> None:
     fit_both(made={"callbacks": lambda name: [notes[name]]}, max_epochs=1, accumulate_grad_batches=2)
     assert notes["swarm"].calls == notes["plain"].calls
     assert notes["plain"].calls.count(("step", 2)) == 1
+
+
+class ReadsState(L.Callback):
+    def __init__(self) -> None:
+        self.found: list[list[float]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        state = trainer.optimizers[0].state
+        self.found += [[float(one["exp_avg"].norm()) for one in state.values()]]
+
+
+@feature("reading `optimizer.state` and `optimizer.state_dict()` in hooks", WORKS, "it is gathered then")
+def test_optimizer_state_is_read() -> None:
+    reads = {"plain": ReadsState(), "swarm": ReadsState()}
+    fit_both(
+        lambda: DigitsMLP(Recipe(optimizer="adamw")), made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS
+    )
+    assert len(reads["plain"].found) == STEPS
+    for ours, theirs in zip(reads["swarm"].found, reads["plain"].found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def clear_state(trainer: L.Trainer) -> None:
+    trainer.optimizers[0].state.clear()
+
+
+def zero_state(trainer: L.Trainer) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["exp_avg"].zero_()
+
+
+def new_optimizer(trainer: L.Trainer) -> None:
+    trainer.strategy.setup_optimizers(trainer)
+
+
+def new_hook(trainer: L.Trainer) -> None:
+    trainer.optimizers[0].register_step_post_hook(lambda *_: None)
+
+
+@feature(
+    "changing `optimizer.state`, replacing the optimizer, registering its hooks during `fit`",
+    REFUSED,
+    "at the next batch: servers have copies of it; hyperparameters may change",
+)
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (clear_state, r"its `state` was changed"),
+        (zero_state, r"its `state` was changed"),
+        (new_optimizer, r"another optimizer took its place"),
+        (new_hook, r"a hook was registered"),
+    ],
+)
+def test_an_optimizer_is_changed_during_fit(do: Callable[[L.Trainer], None], message: str) -> None:
+    class Changes(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            do(trainer)
+
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(
+            lambda: DigitsMLP(Recipe(optimizer="adamw")), loader(digits()), callbacks=[Changes()], max_steps=STEPS
+        )
+
+
+class ByWholeNorm(torch.optim.SGD):
+    """Steps by the gradient's direction."""
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+        return loss
+
+
+class StepsTogether(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return ByWholeNorm(self.parameters(), lr=0.1)
+
+
+class Counts(DigitsMLP):
+    steps = 0
+
+    @override
+    def configure_optimizers(self) -> Any:
+        def count(*_: Any) -> None:
+            self.steps += 1
+
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+
+@feature(
+    "optimizers that look at all parameters at once (Prodigy, D-Adaptation), or have hooks that refer to other objects",
+    REFUSED,
+    "a server steps the parameters of its stage; with `num_stages=1` all are in one",
+)
+@pytest.mark.parametrize(("make", "message"), [(StepsTogether, r"by its own gradient"), (Counts, r"to a Counts")])
+def test_optimizers_that_need_more_than_a_stage(make: Callable[[], L.LightningModule], message: str) -> None:
+    assert_refused(message, make)
+
+
+@feature("the same optimizers where all parameters are in one stage", WORKS)
+def test_an_optimizer_that_looks_at_all_parameters_of_one_stage() -> None:
+    swarm = run_swarm(StepsTogether, loader(digits()), num_stages=1, num_servers=1, max_steps=STEPS)
+    plain = run_plain(StepsTogether, loader(digits()), max_steps=STEPS)
+    assert swarm.losses == pytest.approx(plain.losses, rel=1e-11)
 
 
 class Root(nn.Module):

@@ -73,7 +73,8 @@ def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPat
     send = PipelineContext.send
 
     async def noted(self: PipelineContext, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
-        calls.append((method, request.stage_index, getattr(request, "keep", True)))
+        if not request.key.is_probe:
+            calls.append((method, request.stage_index, getattr(request, "keep", True)))
         return await send(self, peer, method, request, tensors)
 
     monkeypatch.setattr(PipelineContext, "send", noted)

@@ -153,6 +153,12 @@ class Pipeline:
     def _found_weights(self) -> list[nn.Parameter]:
         return [weight for stage in self.config.stages for weight in stage.parameters()]
 
+    def begin_gradients(self, *, clears_gradients: bool) -> None:
+        """Begin a batch before whose backward Lightning clears gradients, or leaves them."""
+        self.clears_gradients = clears_gradients
+        if clears_gradients:
+            self.marks.begin_window()
+
     def refuse_or_mark(self) -> None:
         """Allow a backward that is not Lightning's own if its gradients at the weights would be cleared."""
         if not self.clears_gradients:

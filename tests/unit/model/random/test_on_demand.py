@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -108,11 +108,12 @@ def test_on_devices_whose_generators_are_not_known_all_runs_in_the_mode(draws: D
 class Block(nn.Module):
     """A linear layer, and what a test makes of it."""
 
+    modes: ClassVar[list[int]] = []  # not an object's: blocks may keep no list that grows
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.then: Callable[[Tensor], Tensor] = torch.tanh
-        self.modes: list[int] = []
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -154,6 +155,7 @@ class Trial:
 
 @pytest.fixture
 def trial() -> Trial:
+    Block.modes.clear()
     return Trial()
 
 
