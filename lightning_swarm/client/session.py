@@ -142,10 +142,10 @@ class Session:
             self.pipeline.version = self._steps.version
         if self.local_layers is not None:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
-        self.pipeline.batch = GrantedBatch(grant)
+        taken = self.pipeline.begin_batch(grant)
         # Not `num_trainers`: a peer that has a place may not be a trainer yet.
         if not self.is_shared and self._steps.open > self._steps.version:
-            self.pipeline.batch.begin = partial(self._steps.begin_batch, grant)
+            taken.begin = partial(self._steps.begin_batch, grant)
         return grant
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:

@@ -11,90 +11,18 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.attribute_values import Comparison, fits, is_plain, kept, packed, same, unpacked
+from lightning_swarm.model.module_contents import Contents
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates
 
-_SCALARS: Final = frozenset({type(None), bool, int, float, str})
-_SEQUENCES: Final = frozenset({list, tuple})
-_MAX_LENGTH: Final = 4096  # of a text or of a sequence
-_MAX_DEPTH: Final = 4
-_NOT_ATTRIBUTES: Final = frozenset({"training", "forward"})
+_NOT_ATTRIBUTES: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
 _NOTHING: Final = object()
-
-
-# ---------------------------------------------------------------------- plain values
-
-
-def _is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
-    kind = type(value)
-    if isinstance(value, list | tuple) and kind in _SEQUENCES:
-        return depth > 0 and len(value) <= _MAX_LENGTH and all(_is_plain(item, depth - 1) for item in value)
-    if isinstance(value, str):
-        return kind is str and len(value) <= _MAX_LENGTH
-    return kind in _SCALARS and not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
-
-
-def _fits(value: object, first: object) -> bool:
-    """True if an attribute that was `first` may be `value`."""
-    kinds = (bool | int | float, str, list | tuple)
-    return first is None or value is None or any(isinstance(value, kind) and isinstance(first, kind) for kind in kinds)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """True if values are equal, or one object; tensors and arrays of several elements have no simple answer."""
-    if value is other:
-        return True
-    try:
-        return type(value) is type(other) and bool(value == other)
-    except (RuntimeError, ValueError, TypeError):
-        return False
-
-
-def _packed(value: Any) -> Any:
-    """Pack a plain value for the wire, which does not tell a tuple from a list."""
-    return [type(value) is tuple, *map(_packed, value)] if type(value) in _SEQUENCES else value
-
-
-def _unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    if type(value) is list:
-        if depth == 0 or not value or len(value) > _MAX_LENGTH + 1 or type(value[0]) is not bool:
-            raise ProtocolError("a sequence in a module's attribute must say its kind, and be short")
-        items = [_unpacked(item, depth - 1) for item in value[1:]]
-        return tuple(items) if value[0] else items
-    if not _is_plain(value):
-        raise ProtocolError(f"a module's attribute must be a plain value, got a {type(value).__name__}")
-    return value
-
-
-class _Comparison:
-    """Compares values in several dicts with others: identical ones are not compared, and next to all of it is C."""
-
-    def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
-        self._dicts = list(dicts)
-        self._reads, self._values = [], []
-        for own in values:
-            self._reads.append(itemgetter(*own))  # with one name it gives a value, not a tuple of values
-            self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
-
-    def holds(self) -> bool:
-        """True if all values are as wanted."""
-        try:
-            return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
-        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
-            return False
-
-
-def _kept(value: Any) -> Any:
-    """What a value is compared with later: a copy of a container that may change in place."""
-    if type(value) is list:
-        return [_kept(item) for item in value]
-    return value.copy() if type(value) in (dict, set) else value
 
 
 # ---------------------------------------------------------------------- first values
@@ -105,6 +33,7 @@ class _FirstValues:
     """A module's plain attributes as its peers build them, and the attributes that its forward sets itself."""
 
     plain: dict[str, Any]
+    of_class: dict[str, Any]  # plain values that its class gives
     left: set[str] = field(default_factory=set)
 
 
@@ -116,7 +45,8 @@ def _first_of(module: nn.Module) -> _FirstValues:
     key = id(module)
     if key in _known and _known[key][0]() is module:
         return _known[key][1]
-    first = _FirstValues({name: _kept(value) for name, value in _attributes(vars(module)) if _is_plain(value)})
+    plain = {name: kept(value) for name, value in _attributes(vars(module)) if is_plain(value)}
+    first = _FirstValues(plain, _class_values(type(module)))
     reference = weakref.ref(module, lambda gone: _forget(key, gone))
     _known[key] = reference, first
     return first
@@ -127,8 +57,21 @@ def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
         del _known[key]
 
 
+def _class_values(kind: type) -> dict[str, Any]:
+    """Return the plain values that a class gives attributes."""
+    found: dict[str, Any] = {}
+    for one in reversed(_classes(kind)):
+        found |= {name: kept(value) for name, value in _attributes(vars(one)) if is_plain(value)}
+    return found
+
+
+def _classes(kind: type) -> list[type]:
+    """Return a class and those that it is made of, without torch's."""
+    return [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in ("torch", "builtins")]
+
+
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in own.items() if name[:1] != "_" and name not in _NOT_ATTRIBUTES)
+    return ((name, value) for name, value in own.items() if name not in _NOT_ATTRIBUTES and name[:2] != "__")
 
 
 def remember(model: nn.Module) -> None:
@@ -141,7 +84,8 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
     """Have a copy's modules begin with the first values of those that they were copied from."""
     for own, other in zip(copy.modules(), original.modules(), strict=True):
         first, there = _first_of(own), _first_of(other)
-        first.plain, first.left = {name: _kept(value) for name, value in there.plain.items()}, set(there.left)
+        first.plain, first.left = {name: kept(value) for name, value in there.plain.items()}, set(there.left)
+        first.of_class = there.of_class
 
 
 def leave(module: nn.Module, name: str) -> None:
@@ -149,6 +93,24 @@ def leave(module: nn.Module, name: str) -> None:
     first = _first_of(module)
     first.plain.pop(name, None)
     first.left.add(name)
+
+
+def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the modes and plain attributes of a model's modules, by their names."""
+    return {
+        name: {"training": module.training}
+        | {key: kept(value) for key, value in _attributes(vars(module)) if is_plain(value) and (name or key[:1] != "_")}
+        for name, module in model.named_modules()
+    }
+
+
+def restore_attributes(model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give modules the modes and plain attributes back that they had; what is no plain value here stays as it is."""
+    for name, module in model.named_modules():
+        own = vars(module)
+        for key, value in states.get(name, {}).items():
+            if is_plain(value) and key in own and is_plain(own[key]) and fits(value, own[key]):
+                own[key] = kept(value)
 
 
 # ---------------------------------------------------------------------- a stage's modules
@@ -165,7 +127,7 @@ class _WatchedModule:
         self.own = vars(module)
         self.first = _first_of(module)
         # What `setup` or `configure_model` has made of a plain value is compared by what it is now.
-        for key in [key for key in self.first.plain if not _is_plain(self.own.get(key, _NOTHING))]:
+        for key in [key for key in self.first.plain if not is_plain(self.own.get(key, _NOTHING))]:
             del self.first.plain[key]
         self.seen: dict[str, Any] = {}
         self.look()
@@ -173,18 +135,20 @@ class _WatchedModule:
 
     def look(self) -> None:
         """See the module as it is now."""
-        self.seen = {name: _kept(value) for name, value in self.own.items() if name[:1] != "_"}
+        self.seen = {name: kept(value) for name, value in _attributes(self.own)}
+        if "training" in self.own:
+            self.seen["training"] = self.own["training"]
         self.seen["_modules"] = self.own["_modules"].copy()
         self.size = len(self.own)
 
     def is_as_seen(self) -> bool:
         """True if nothing was set since."""
-        return len(self.own) == self.size and _Comparison([self.own], [self.seen]).holds()
+        return len(self.own) == self.size and Comparison([self.own], [self.seen]).holds()
 
     def class_default(self, name: str) -> Any:
         """A plain value that the class gives an attribute."""
         value = getattr(type(self.module), name, _NOTHING)
-        return value if _is_plain(value) else _NOTHING
+        return value if is_plain(value) else _NOTHING
 
 
 class _Changes:
@@ -209,7 +173,7 @@ class _Changes:
 
     def _compare(self) -> None:
         self._sizes = [one.size for one in self._modules]
-        self._comparison = _Comparison(self._owns, [one.seen for one in self._modules])
+        self._comparison = Comparison(self._owns, [one.seen for one in self._modules])
 
 
 def _watched(stage: StageModule) -> list[_WatchedModule]:
@@ -236,12 +200,25 @@ class TrainerStates:
     def __init__(self, stage: StageModule) -> None:
         self._modules = _watched(stage)
         self._changes = _Changes(self._modules)
+        self._titles = {one.title: one for one in self._modules}
+        self._contents = Contents((one.title, *item) for one in self._modules for item in _attributes(one.own))
+        kinds = {one for watched in self._modules for one in _classes(type(watched.module))}
+        values = {kind: {k: v for k, v in _attributes(vars(kind)) if is_plain(v)} for kind in kinds}
+        kinds = {kind for kind in kinds if values[kind]}
+        self._classes = Comparison([vars(kind) for kind in kinds], [values[kind] for kind in kinds])
+        self._class_holds = True
         self._attributes: dict[str, dict[str, Any]] = {}
         self._read = self._collected()
 
     def read(self) -> tuple[bool, ModuleStates | None]:
         """Return whether the stage is in train mode, any part of it, and what differs; refuse what cannot travel."""
-        changed = self._changes.find()
+        for title, name, value in self._contents.changed():
+            one, attribute = self._titles[title], name.partition(".")[0]
+            # An attribute that was set anew is compared below.
+            if attribute not in one.first.left and one.own.get(attribute) is one.at_first.get(attribute):
+                _refuse(one, name, value, "was changed in place, and is")
+        held, self._class_holds = self._class_holds, self._classes.holds()
+        changed = self._changes.find() if held and self._class_holds else self._modules
         if changed:
             self._attributes.update({one.name: _changed_attributes(one) for one in changed})
             self._changes.look(changed)
@@ -266,17 +243,25 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
     changed = {}
     for name, value in _attributes(one.own):
         first = one.first.plain.get(name, _NOTHING)
-        if name in one.first.left or _same(value, first):
+        if name in one.first.left or same(value, first):
             continue
         if first is _NOTHING:
-            if name in one.at_first and _same(value, one.at_first[name]):
+            if name in one.at_first and same(value, one.at_first[name]):
                 continue
             if isinstance(getattr(type(one.module), name, None), functools.cached_property):
                 continue
+            if name[:1] == "_" and not isinstance(one.at_first.get(name), Tensor):
+                continue  # libraries keep notes on modules
             first = one.class_default(name)
-        if first is _NOTHING or not _is_plain(value) or not _fits(value, first):
+        if first is _NOTHING or not is_plain(value) or not fits(value, first):
             _refuse(one, name, value)
-        changed[name] = _packed(value)
+        changed[name] = packed(value)
+    for name in one.first.of_class.keys() - one.own.keys():
+        value = one.class_default(name)
+        if not same(value, one.first.of_class[name]):
+            if not is_plain(value) or not fits(value, one.first.of_class[name]):
+                _refuse(one, name, value)
+            changed[name] = packed(value)
     gone = [name for name in one.first.plain if name not in one.own and name not in one.first.left]
     if gone:
         _refuse(one, gone[0], _NOTHING)
@@ -290,8 +275,8 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
     return changed
 
 
-def _refuse(one: _WatchedModule, name: str, value: object) -> None:
-    found = "was deleted" if value is _NOTHING else f"became a {type(value).__name__}"
+def _refuse(one: _WatchedModule, name: str, value: object, became: str = "became") -> None:
+    found = "was deleted" if value is _NOTHING else f"{became} a {type(value).__name__}"
     raise ConfigError(
         "what is changed on blocks during a run must be an attribute that they have from the start, and hold a plain "
         f"value (a number, a text, None, or a short list of these), for it travels with each call: `{name}` of "
@@ -317,7 +302,7 @@ class _Targets:
 
     def __init__(self, targets: Iterable[_Target]) -> None:
         self.each = [target for target in targets if target.values]
-        self._met = _Comparison([one.watched.own for one in self.each], [one.values for one in self.each])
+        self._met = Comparison([one.watched.own for one in self.each], [one.values for one in self.each])
 
     def set(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """Set what differs; returns what was there."""
@@ -389,11 +374,11 @@ def _take_over(one: _WatchedModule, target: _Target) -> bool:
     """Take what a module's forward has set for its own; returns whether targets have changed."""
     first, before = one.first, one.first.plain.copy()
     for name, value in _attributes(one.own):
-        if name in first.left or name in target.named or _same(value, target.values.get(name, _NOTHING)):
+        if name in first.left or name in target.named or same(value, target.values.get(name, _NOTHING)):
             continue
-        if name in first.plain and _is_plain(value):
-            first.plain[name] = _kept(value)
-        elif name in first.plain or not _same(value, one.seen.get(name, _NOTHING)):
+        if name in first.plain and is_plain(value):
+            first.plain[name] = kept(value)
+        elif name in first.plain or not same(value, one.seen.get(name, _NOTHING)):
             leave(one.module, name)
     return before != first.plain
 
@@ -403,8 +388,8 @@ def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
     own, changed = target.watched.own, []
     for name, value in target.values.items():
         before = own.get(name, _NOTHING)
-        if not _same(before, value):
-            own[name] = _kept(value)  # the forward may change a list in place
+        if not same(before, value):
+            own[name] = kept(value)  # the forward may change a list in place
             changed.append((own, name, before, own[name]))
     return changed
 
@@ -412,12 +397,12 @@ def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
 def _checked(one: _WatchedModule, given: Mapping[str, Any]) -> dict[str, Any]:
     """A call's attributes of a module, unless it must not set them."""
     values = {}
-    for name, packed in given.items():
+    for name, wired in given.items():
         first = one.first.plain.get(name, _NOTHING)
         if first is _NOTHING:
             first = one.class_default(name)
-        value = _unpacked(packed)
-        if name[:1] == "_" or name in _NOT_ATTRIBUTES or first is _NOTHING or not _fits(value, first):
+        value = unpacked(wired)
+        if name[:2] == "__" or name in _NOT_ATTRIBUTES or first is _NOTHING or not fits(value, first):
             raise ProtocolError(f"a call must not set {name[:100]!r} of {one.title!r} to a {type(value).__name__}")
         values[name] = value
     return values

@@ -17,8 +17,9 @@ KEEP = "snapshot.keep"
 KEEP_LOOP = "snapshot.keep_loop"
 SNAPSHOT = "snapshot.read"
 
-# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If the user changed
-# what trains, `select -> settle` come first. So each granted sample is in exactly one decided record.
+# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If user code
+# changed what trains, or wrote weights, `change -> settle` come first. So each granted sample is in exactly one decided
+# record.
 CHANGE = "step.change"
 SETTLE = "step.settle"
 GRANT = "step.grant"

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import StageModule
@@ -290,11 +291,18 @@ class Computation:
                 f"peers of a stage would come to differ: one of {names[:5]} was written. Leave `max_norm` out, and "
                 "renormalise in `on_train_batch_end`."
             )
-        if before != [(id(buffer), buffer._version) for buffer in self._module.buffers() if id(buffer) not in own]:
+        after = [(id(buffer), buffer._version) for buffer in self._module.buffers() if id(buffer) not in own]
+        if before != after:
+            names = [
+                f"{name}.{key}"
+                for name, module in self._named_modules.items()
+                for key, buffer in module._buffers.items()
+                if buffer is not None and id(buffer) not in own and (id(buffer), buffer._version) not in before
+            ]
             raise ConfigError(
-                "blocks may change nothing but their output, for peers of a stage would come to differ: one of stage "
-                f"{self._module.spec.index} changed a buffer in its forward. Keep queues and running statistics in "
-                "training_step; BatchNorm's are kept."
+                "blocks may change nothing but their output, for peers of a stage would come to differ: a forward of "
+                f"stage {self._module.spec.index} changed the buffers {few(names)}. Keep queues, running statistics, "
+                "codebooks in training_step, or write them in a hook like `on_train_batch_end`; BatchNorm's are kept."
             )
 
     def _measured(

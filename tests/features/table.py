@@ -13,14 +13,7 @@ from tests.features.mark import Verdict
 
 FILE = Path(__file__).parents[2] / "docs" / "features.md"
 
-_HEAD = """# Lightning's features in a swarm
-
-Each row is a test in `tests/features`. Most of these tests compare a swarm of two stages with the plain Trainer in
-float64: losses, weights, and the result of the feature itself. *Works* means: as with the plain Trainer. *Partly*: the
-note says what differs. *Refused*: an error before training starts, or when it happens, and the note names the remedy.
-
-This file is written by `python -m tests.features.table > docs/features.md`; edit the tests.
-"""
+_HEAD = Path(__file__).with_name("head.md")
 
 # In the order of the table. A module's docstring is its heading; `test_table` has no rows.
 _MODULES = (
@@ -29,6 +22,7 @@ _MODULES = (
     "test_data",
     "test_optimization",
     "test_gradients",
+    "test_weights",
     "test_finetuning",
     "test_modes",
     "test_precision",
@@ -46,7 +40,7 @@ Row = tuple[str, Verdict, str]
 
 def render() -> str:
     """The whole file."""
-    parts = [_HEAD]
+    parts = [_HEAD.read_text(encoding="utf-8")]
     for name in _MODULES:
         module = importlib.import_module(f"tests.features.{name}")
         assert module.__doc__ is not None

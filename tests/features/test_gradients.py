@@ -80,11 +80,36 @@ def usual(self: Free, images: Tensor, labels: Tensor) -> Tensor:
     return self.cost(images, labels)
 
 
+def frozen_attack(self: Free, images: Tensor, labels: Tensor) -> Tensor:
+    self.requires_grad_(False)
+    (gradient,) = torch.autograd.grad(self.cost(images, labels), images)
+    images = images.detach() + 0.1 * gradient.sign()
+    regularizer = self.net(images).square().mean()
+    self.requires_grad_(True)
+    return self.cost(images, labels) + regularizer  # which adds no gradient
+
+
 @feature("`torch.autograd.grad` by the pipeline's input: adversarial training, saliency, a Jacobian", WORKS)
 @pytest.mark.parametrize("loss", [adversarial, virtual_adversarial, several_of_one_call, jacobian])
 def test_gradients_by_the_input(loss: Loss) -> None:
     both = fit_both(lambda: Free(loss), max_steps=STEPS, swarm={"num_servers": 4})
     assert both.swarm.rerouted.keys() <= {"busy"}, "a backward without what it needs was taken for a fault"
+
+
+@feature(
+    "`requires_grad_(False)` for all weights during a call in `training_step`, as around an attack",
+    WORKS,
+    "the call adds no gradient; for some of the weights only, it is refused",
+)
+def test_weights_are_frozen_for_a_call() -> None:
+    fit_both(lambda: Free(frozen_attack), max_steps=STEPS)
+
+    def partly(self: Free, images: Tensor, labels: Tensor) -> Tensor:
+        self.net[0].requires_grad_(False)
+        return self.cost(images, labels)
+
+    with pytest.raises(ConfigError, match=r"a call with 4 weights .* where 6 did before `training_step`"):
+        run_swarm(lambda: Free(partly), loader(digits()), max_steps=STEPS)
 
 
 def backward_before(self: Free, images: Tensor, labels: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_swarm.core.errors import ConfigError
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
-from tests.parity.harness import WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.harness import run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make_optimizer, sentences
 
 
@@ -290,20 +290,6 @@ def test_hooks_around_the_step() -> None:
     fit_both(made={"callbacks": lambda name: [notes[name]]}, max_epochs=1, accumulate_grad_batches=2)
     assert notes["swarm"].calls == notes["plain"].calls
     assert notes["plain"].calls.count(("step", 2)) == 1
-
-
-@feature("reading `self.parameters()` during `fit`", WORKS, "the newest weights are gathered then")
-def test_reading_weights() -> None:
-    class Reads(L.Callback):
-        own: Tensor
-
-        @override
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-            self.own = pl_module.get_parameter("net.0.weight").detach().clone()
-
-    reads = {"plain": Reads(), "swarm": Reads()}
-    fit_both(made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS)
-    torch.testing.assert_close(reads["swarm"].own, reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
 class ReadsState(L.Callback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,9 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import assert_exact, run_plain, run_swarm
-from tests.parity.models import digits, loader
+from tests.parity.models import DigitsMLP, Recipe, digits, loader
+from tests.parity.standbys import Swarm
+from tests.parity.test_failover import assert_same
 
 STEPS = 9
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
@@ -35,7 +38,18 @@ class Scaled(nn.Module):
         self.temperature = 2
         self.rates = [0.5, (1, None)]
         self.kind: str | None = None
-        self.skips = False
+        self._skips = False
+        self.scales = torch.ones(2)
+        self.config = SimpleNamespace(scale=1.0)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the block does nothing."""
+        return self._skips
+
+    @skips.setter
+    def skips(self, value: bool) -> None:
+        self._skips = value
 
     def forward(self, x: Tensor) -> Tensor:
         if self.skips:
@@ -179,6 +193,14 @@ def _new(module: Any) -> None:
     module.net[3].scale = 2.0
 
 
+def _tensor(module: Any) -> None:
+    module.net[3].scales.mul_(2)
+
+
+def _config(module: Any) -> None:
+    module.net[3].config.scale = 2.0
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -186,6 +208,8 @@ def _new(module: Any) -> None:
         (_inside, "`1` of '0' became a Identity"),
         (_object, "`temperature` of '3' became a Tensor"),
         (_new, "`scale` of '3' became a float"),
+        (_tensor, "`scales` of '3' was changed in place"),
+        (_config, "`config.scale` of '3' was changed in place"),
     ],
 )
 def test_what_cannot_travel_is_refused(change: Callable[[Any], None], found: str) -> None:
@@ -197,3 +221,35 @@ def test_what_cannot_travel_is_refused(change: Callable[[Any], None], found: str
 
     with pytest.raises(ConfigError, match=found):
         run_swarm(Changing, loader(digits()), **OPTIONS)
+
+
+class Cooling(DigitsMLP):
+    """Its temperature falls with each batch."""
+
+    class Cooled(nn.Tanh):
+        temperature = 1.0
+
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / self.temperature
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(optimizer="adamw"))
+        self.net[1] = self.Cooled()
+        self.net[1].temperature = 1.0
+        self.seen = 0
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[1].temperature *= 0.9
+        self.seen += 1
+
+
+def test_attributes_are_those_of_the_step_after_the_lead_died() -> None:
+    swarm = Swarm(1, 1, Cooling, {4: "lead"}, options={"max_steps": 9}).fit()
+    assert swarm.leads == ["lead", "standby-0"]
+    plain = run_plain(Cooling, loader(digits()), max_steps=9, max_epochs=-1)
+    assert_same(swarm, plain)
+    led = swarm.modules["standby-0"]
+    assert isinstance(led, Cooling)
+    assert (led.seen, led.net[1].temperature) == (9, pytest.approx(0.9**9))

@@ -29,9 +29,14 @@ class Weights(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def weights_node(weights: Sequence[nn.Parameter]) -> Tensor | None:
-    """Connect a call with the weights that it depends on; refuse hooks on their gradients, which never get here."""
-    wanted = [weight for weight in weights if weight.requires_grad]
+def trained(weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those weights that want a gradient by now."""
+    with unwatched():  # asking watched ones costs more
+        return [weight for weight in weights if weight.requires_grad]
+
+
+def weights_node(wanted: Sequence[nn.Parameter]) -> Tensor:
+    """Connect a call with the weights that train; refuse hooks on their gradients, which never get here."""
     with unwatched():
         hooked = any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in wanted)
     if hooked:
@@ -41,8 +46,24 @@ def weights_node(weights: Sequence[nn.Parameter]) -> Tensor | None:
             "are, freeze them; `configure_stages` may leave a block with hooks out."
         )
     with unwatched():
-        node: Tensor | None = Weights.apply(*wanted) if wanted else None  # type: ignore[no-untyped-call]
+        node: Tensor = Weights.apply(*wanted)  # type: ignore[no-untyped-call]
     return node
+
+
+def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter] | None) -> bool:
+    """True if all weights are frozen for a call alone, as for an attack. Refuses a call with some of them frozen.
+
+    `at_begin` are those that train with the batch; None: the call is of no batch.
+    """
+    if at_begin is None or not wanted:
+        return not wanted and at_begin != []
+    if len(wanted) != len(at_begin) or any(one is not other for one, other in zip(wanted, at_begin, strict=True)):
+        raise ConfigError(
+            "which of the pipeline's weights train is settled when a batch begins; a call may freeze all of them for "
+            f"itself, but not some: got a call with {len(wanted)} weights that require a gradient, where "
+            f"{len(at_begin)} did before `training_step`. Set `requires_grad` in `on_train_batch_start`."
+        )
+    return False
 
 
 def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
@@ -119,7 +140,7 @@ class GradientElsewhere(Tensor):
 
 
 class GradientMarks:
-    """Marks in `.grad` of the pipeline's weights, where plain Lightning leaves gradients: using one raises."""
+    """Marks at the pipeline's weights, where plain Lightning leaves gradients: to use one is an error that says so."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
@@ -153,7 +174,7 @@ class GradientMarks:
             is_kept = all(type(weight.grad) is GradientElsewhere for weight in self._of_window)
         if not is_kept:
             raise ConfigError(
-                "gradients of the pipeline's weights are on the servers, and cannot be cleared or replaced here, "
+                "gradients of the pipeline's weights are summed on servers, and cannot be cleared or replaced here: "
                 "got a `zero_grad`, or a new `.grad`, between a backward and its step. Return None from "
                 "`training_step` to leave a batch out, or freeze the weights that are to stay."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dis
 import functools
 import inspect
@@ -361,10 +360,7 @@ class _ForwardOverride:
             return self.__wrapped__(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardOverride:  # a copy of the module calls the same pipeline
-        return _ForwardOverride(copy.deepcopy(self.__wrapped__, memo), self._call, self._interception)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a pickled module has its own forward
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a copy of the module has weights of its own
         return _itself, (self.__wrapped__,)
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
     GradientMarks,
+    adds_nothing,
     check_transforms,
+    trained,
     weights_node,
 )
 from lightning_swarm.client.pipeline.leftovers import Leftovers
@@ -48,6 +50,7 @@ class GrantedBatch:
     """The batch in hand, from its grant to its end."""
 
     grant: Grant
+    trained: list[nn.Parameter] = field(default_factory=list)  # of the pipeline's weights
     num_calls: int = 0
     num_microbatches: int = 0  # of all of its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
@@ -113,11 +116,11 @@ class Pipeline:
             self.before_call(self.batch is None)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
+        states = [states.read() for states in self._states]
         check_transforms(tensors, self._weights, self._found_weights())
         grad = torch.is_grad_enabled()
         check_global()
         self._hooks = [told(stage.named_block_modules()) for stage in self.config.stages]
-        states = [states.read() for states in self._states]
         mode = capture(
             self.config.device.type,
             training=any(training for training, _ in states),
@@ -137,7 +140,9 @@ class Pipeline:
         if grad:
             # Without an input that wants a gradient autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
-            weights = weights_node(self._weights)
+            wanted = trained(self._weights)
+            call.adds_nothing = adds_nothing(wanted, None if self.batch is None else self.batch.trained)
+            weights = weights_node(wanted)
             outputs = list(PipelineFunction.apply(call, leaf, weights, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
@@ -147,8 +152,8 @@ class Pipeline:
     def _found_weights(self) -> list[nn.Parameter]:
         return [weight for stage in self.config.stages for weight in stage.parameters()]
 
-    def begin_batch(self, *, clears_gradients: bool) -> None:
-        """Begin a batch before whose backward Lightning clears gradients, or leaves them."""
+    def expect_backward(self, *, clears_gradients: bool) -> None:
+        """Expect the backward of a batch, before which Lightning clears gradients, or leaves them."""
         self.clears_gradients = clears_gradients
         if clears_gradients:
             self.marks.begin_window()
@@ -162,6 +167,11 @@ class Pipeline:
                 "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
             )
         self.marks.set()
+
+    def begin_batch(self, grant: Grant) -> GrantedBatch:
+        """Have a batch in hand."""
+        self.batch = GrantedBatch(grant, trained(self._weights))
+        return self.batch
 
     def enter_generation(self, generation: int, version: int) -> None:
         """Send calls of this generation of the run, and give up a batch in hand."""
@@ -231,7 +241,9 @@ class Pipeline:
         )
         return MicrobatchRun(self.context, microbatch)
 
-    def _evaluate(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[list[Tensor]]:
+    def _evaluate(
+        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode
+    ) -> list[tuple[serialization.Structure, list[Tensor]]]:
         """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
         config, works = self.config, []
         modes = by_stage(mode, [states.read() for states in self._states])
@@ -245,7 +257,7 @@ class Pipeline:
             works.append(self.microbatch_run(key, arguments.structure, part, modes).forward())
         found = self.runtime.run(gather_bounded(works, config.max_in_flight))
         outputs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in found]
-        return [serialization.flatten(output)[1] for output, _ in outputs]
+        return [serialization.flatten(output) for output, _ in outputs]
 
     def _check_extras(self, extras: dict[str, Any]) -> None:
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))

@@ -45,9 +45,7 @@ class PipelineFunction(torch.autograd.Function):
     """A call of the pipeline in autograd's graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: PipelineCall, leaf: Tensor, weights: Tensor | None, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: PipelineCall, leaf: Tensor, weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Compute the call's outputs; `leaf` and `weights` tell later whose gradients a backward is for."""
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -59,7 +57,7 @@ class PipelineFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Have the servers compute gradients, which count if the backward is Lightning's own."""
         call: PipelineCall = ctx.call
-        counts = reaches_weights(ctx, gradients) and call.begin_backward()
+        counts = reaches_weights(ctx, gradients) and not call.adds_nothing and call.begin_backward()
         if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
             return (None,) * len(ctx.needs_input_grad)
         if not counts:
@@ -84,6 +82,7 @@ class PipelineCall:
         self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
         self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
         self._counted = self._added = False
+        self.adds_nothing = False  # all weights are frozen for this call
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
         self._microbatch_runs = [
@@ -171,7 +170,7 @@ class PipelineCall:
         return True
 
     def mark_weights(self) -> None:
-        """Mark the weights once the backward in hand is over: until then it may add to their `.grad`."""
+        """Mark the weights, once the backward is over in which this is called: it may still add to their `.grad`."""
         torch.autograd.Variable._execution_engine.queue_callback(self._pipeline.marks.set_for_step)
 
     def count_statistics(self) -> None:

@@ -16,6 +16,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError, StageError
 from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.protocol.compression import Codec
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.serialization import Structure
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ _FEW: Final = 4  # rows that are compared at least, of a batch that has twice as
 _SMALL: Final = 0.1  # an output below this size is measured as if it had it: its differences may be rounding alone
 
 # Computes rows as microbatches that leave no trace: those with equal numbers draw equal random numbers.
-Evaluate = Callable[[Sequence[tuple[CallArguments, int]], ComputeMode], list[list[Tensor]]]
+Evaluate = Callable[[Sequence[tuple[CallArguments, int]], ComputeMode], list[tuple[Structure, list[Tensor]]]]
 
 
 class RowCheck:
@@ -61,15 +62,22 @@ class RowCheck:
     def _is_clear(self, arguments: CallArguments, probes: Sequence[CallArguments], mode: ComputeMode) -> bool:
         """Refuse blocks that mix rows in a mode; False if random numbers hide whether they do."""
         try:
-            found = self._evaluate([(probe, 0) for probe in probes], mode)
+            results = self._evaluate([(probe, 0) for probe in probes], mode)
         except StageError as error:
             self._refuse_if_whole_works(arguments, mode, f"failed on a part of it: {str(error).splitlines()[0]}")
             return True
+        structures, found = zip(*results, strict=True)
         if not all(map(_has_rows, found, probes)):
             self._refuse_if_whole_works(arguments, mode, "give another number of rows for a part of it.")
             return True
+        size, rows = len(probes[3].tensors[0]), len(probes[0].tensors[0])
+        if structures[3] != structures[0] and structures[3] == structures[4]:
+            raise ConfigError(
+                "numbers that the last block returns beside tensors must not depend on the rows that it gets, for the "
+                f"batch is cut into microbatches: got {str(structures[3])[:200]} for {size} rows, and for these among "
+                f"{rows} {str(structures[0])[:200]}. Return tensors with one row for each sample in place of numbers."
+            )
         together, with_first, with_second, first, second = found
-        size = len(probes[3].tensors[0])
         head, tail = [tensor[:size] for tensor in together], [tensor[size:] for tensor in together]
         # In calls of one shape equal rows draw equal numbers, whatever the other rows are.
         beside_others = max(
@@ -80,7 +88,7 @@ class RowCheck:
         tolerance = self._tolerance(together, mode)
         if deviation <= tolerance:
             return True
-        (drawn_anew,) = self._evaluate([(probes[0], 1)], mode)
+        ((_, drawn_anew),) = self._evaluate([(probes[0], 1)], mode)
         draws = _deviation(together, drawn_anew) > tolerance
         if not draws or (beside_others > tolerance and not mode.training):
             raise ConfigError(
@@ -100,7 +108,7 @@ class RowCheck:
     def _refuse_if_whole_works(self, arguments: CallArguments, mode: ComputeMode, failure: str) -> None:
         """Refuse blocks that fail on a part of a batch. If they fail on all of it, too, its call shows that."""
         try:
-            (whole,) = self._evaluate([(arguments, 0)], mode)
+            ((_, whole),) = self._evaluate([(arguments, 0)], mode)
         except StageError:
             return
         if _has_rows(whole, arguments):

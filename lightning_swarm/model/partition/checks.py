@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,15 +33,16 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
     if callable_blocks:  # something else stands in for their forward
         for block in blocks:
             parts.pop(id(block), None)
-    return [part.register_forward_pre_hook(_refuse) for part in parts.values()]
+    return [part.register_forward_pre_hook(functools.partial(_refuse, id(part))) for part in parts.values()]
 
 
-def _refuse(part: nn.Module, _inputs: Any) -> None:
+def _refuse(guarded: int, part: nn.Module, _inputs: Any) -> None:
     # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and id(part) == guarded:  # else it is part of a copy
         raise ConfigError(
-            "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
-            f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."
+            "parts of the pipelined module must not be called by themselves while a swarm holds it, for they are "
+            f"elsewhere: got a call of {type(part).__name__}. Call the pipelined module, or for values without a "
+            "gradient a copy of the part (`copy.deepcopy`)."
         )
 
 
@@ -59,6 +61,7 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
     for check in (check_initialised, _refuse_sparse, _refuse_complex):
         check([*inside, *outside])
     _refuse_foreign_statistics(inside)
+    _refuse_generators(inside)
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:
@@ -116,6 +119,17 @@ def _refuse_sparse(modules: Iterable[Named]) -> None:
     if sparse:
         raise ConfigError(
             f"gradients must be dense to be averaged, got `sparse=True` in {few(sparse)}. Set `sparse=False`."
+        )
+
+
+def _refuse_generators(modules: Iterable[Named]) -> None:
+    found = [
+        f"{name}.{key}" for name, m in modules for key, value in vars(m).items() if isinstance(value, torch.Generator)
+    ]
+    if found:
+        raise ConfigError(
+            "blocks must not keep a generator of random numbers, for each peer would draw from one of its own: got "
+            f"{few(found)}. Draw without `generator`, or in training_step and pass the numbers to the blocks."
         )
 
 

@@ -292,6 +292,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_counted: int
     heard: list[tuple[bytes, list[bytes], list[Metrics]]]  # records that it had not counted, with logs and metrics
     position: tuple[int, int] | None  # the first batch that the weights have not seen
+    attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # of modules, by their names
 
     @classmethod
     def read(cls, value: Any) -> TravellingLoop:

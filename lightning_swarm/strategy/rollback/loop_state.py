@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_swarm.client.session import RunNews
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.module_states import plain_attributes, restore_attributes
 from lightning_swarm.protocol.plain_values import Awaited
 from lightning_swarm.strategy.metrics import Pending
 from lightning_swarm.strategy.rollback.data_position import BatchPosition
@@ -48,6 +49,7 @@ class LoopState:
     shown: Mapping[str, dict[str, Any]]  # what callbacks, loggers and progress bars find of it
     logging: Mapping[str, Any]  # where in the epoch Lightning takes itself to be
     pending: Pending  # what is still to be shared of what was logged
+    attributes: Mapping[str, Mapping[str, Any]]  # modes and plain attributes of modules, by their names
 
     def complete(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """An ordinary checkpoint, with the weights and the optimizer state of all stages by name."""
@@ -174,6 +176,7 @@ class LoopStates:
             ],
             position=position,
             pending=pending,
+            attributes=plain_attributes(module),
             metrics={name: _gathered(metric) for name, metric in module.named_modules() if isinstance(metric, Metric)},
             logging={name: getattr(trainer._logger_connector, name) for name in _LOGGING},
             shown={name: dict(getattr(trainer._logger_connector, name)) for name in _SHOWN},
@@ -206,7 +209,8 @@ class LoopStates:
 
 
 def restore_metrics(trainer: Trainer, state: LoopState) -> None:
-    """Restore what was logged and measured in an epoch that goes on."""
+    """Restore what was logged and measured in an epoch that goes on, and what user code had set on modules."""
+    restore_attributes(trainer.lightning_module, state.attributes)
     modules = dict(trainer.lightning_module.named_modules())
     for name, gathered in state.metrics.items():
         if isinstance(modules.get(name), Metric):

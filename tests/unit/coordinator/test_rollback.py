@@ -15,7 +15,7 @@ from lightning_swarm.client.generation import TrainerGeneration
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.events import EventLog
@@ -305,7 +305,7 @@ def test_weights_that_were_lent_are_gone(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(model_state.lend_weights(swarm.trainer, swarm.steps.run, swarm.stages, 1, timeout=1.0))
     go_back(swarm)
-    with pytest.raises(ProtocolError, match="has borrowed no weights 1"):
+    with pytest.raises(PeerError, match="has borrowed no weights 1"):
         swarm.run(swarm.forward(key(generation=1, evaluation=True, weights=1), rows(1)))
 
 

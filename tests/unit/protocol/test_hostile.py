@@ -637,7 +637,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         if isinstance(value, dict):
             yield from (
                 msgspec.msgpack.encode(with_value(message, path, {n: v for n, v in value.items() if n != name}))
-                for name in value.keys() - defaults
+                for name in value.keys() - defaults - ({"selection", "written"} if path[-1:] == ("change",) else set())
                 if not {"hyperparameters", "groups"} & set(path)
             )
         if not {"hyperparameters", "structure"} & set(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from lightning_swarm.client.pipeline.microbatches import CallArguments
 from lightning_swarm.client.pipeline.row_check import NUM_PROBES, RowCheck
 from lightning_swarm.core.errors import ConfigError, StageError
+from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, codec
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
-Blocks = Callable[[Tensor, bool], Tensor]
+Blocks = Callable[[Tensor, bool], Any]
 
 ROWS, SIZE = 12, 3
 BATCH = torch.randn(ROWS, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -28,14 +30,14 @@ class Calls:
         self.blocks = blocks
         self.num = 0
 
-    def __call__(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> list[list[Tensor]]:
+    def __call__(self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode) -> Any:
         found = []
         for arguments, number in probes:
             self.num += 1
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(number)
                 try:
-                    found.append([self.blocks(arguments.tensors[0], mode.training)])
+                    found.append(serialization.flatten(self.blocks(arguments.tensors[0], mode.training)))
                 except RuntimeError as error:
                     raise StageError(str(error)) from error
         return found
@@ -109,6 +111,12 @@ def test_a_fixed_number_of_rows_is_refused() -> None:
         check(lambda x, _: x.view(ROWS, 5, 4))
     with pytest.raises(ConfigError, match="another number of rows for a part"):
         check(lambda x, _: x.reshape(ROWS, -1))
+
+
+def test_a_number_that_depends_on_the_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"numbers .* must not depend on the rows"):
+        check(lambda x, _: {"rows": float(len(x)), "hidden": x})
+    check(lambda x, _: {"scale": 2.0, "hidden": x})
 
 
 def test_what_fails_as_a_whole_is_left_to_the_call() -> None:

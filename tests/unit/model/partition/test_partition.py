@@ -444,6 +444,12 @@ def test_composites_may_hold_what_the_model_has_elsewhere() -> None:
     ]
 
 
+class Keeping(nn.Identity):
+    def __init__(self, kept: object) -> None:
+        super().__init__()
+        self.kept = kept
+
+
 def with_layer(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer), nn.Linear(4, 4))
 
@@ -462,6 +468,7 @@ def with_layer(layer: nn.Module) -> nn.Module:
         ),
         (with_layer(nn.Embedding(3, 4, sparse=True)), None, ["dense", "`sparse=True` in 1.1", "`sparse=False`"]),
         (with_layer(Rotate(trained=True)), None, ["must be real", "1.1.turns", "torch.view_as_real", "or freeze them"]),
+        (with_layer(Keeping(torch.Generator())), None, ["not keep a generator", "1.1.kept", "training_step and pass"]),
         (with_layer(nn.SyncBatchNorm(4)), None, ["no buffers in forward", "1.1 (SyncBatchNorm)", "Use BatchNorm"]),
         (with_layer(nn.InstanceNorm1d(4, track_running_stats=True)), None, ["no buffers in", "(InstanceNorm1d)"]),
         (with_layer(nn.LazyLinear(4)), None, ["know their shapes", "1.1 (LazyLinear)", "Give them their input sizes"]),

@@ -1,0 +1,82 @@
+"""Plain values of modules' attributes: numbers, texts, None, and short lists of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import Any, Final
+
+from lightning_swarm.core.errors import ProtocolError
+
+_SCALARS: Final = frozenset({type(None), bool, int, float, str})
+_SEQUENCES: Final = frozenset({list, tuple})
+_MAX_LENGTH: Final = 4096  # of a text or of a sequence
+_MAX_DEPTH: Final = 4
+
+
+def is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
+    """Return whether a value is one that can travel."""
+    kind = type(value)
+    if isinstance(value, list | tuple) and kind in _SEQUENCES:
+        return depth > 0 and len(value) <= _MAX_LENGTH and all(is_plain(item, depth - 1) for item in value)
+    if isinstance(value, str):
+        return kind is str and len(value) <= _MAX_LENGTH
+    return kind in _SCALARS and not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
+
+
+def fits(value: object, first: object) -> bool:
+    """True if an attribute that was `first` may be `value`."""
+    kinds = (bool | int | float, str, list | tuple)
+    return first is None or value is None or any(isinstance(value, kind) and isinstance(first, kind) for kind in kinds)
+
+
+def same(value: Any, other: Any) -> bool:
+    """True if values are equal, or one object; tensors and arrays of several elements have no simple answer."""
+    if value is other:
+        return True
+    try:
+        return type(value) is type(other) and bool(value == other)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def packed(value: Any) -> Any:
+    """Pack a plain value for the wire, which does not tell a tuple from a list."""
+    return [type(value) is tuple, *map(packed, value)] if type(value) in _SEQUENCES else value
+
+
+def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Unpack what `packed` gave; anything else is refused."""
+    if type(value) is list:
+        if depth == 0 or not value or len(value) > _MAX_LENGTH + 1 or type(value[0]) is not bool:
+            raise ProtocolError("a sequence in a module's attribute must say its kind, and be short")
+        items = [unpacked(item, depth - 1) for item in value[1:]]
+        return tuple(items) if value[0] else items
+    if not is_plain(value):
+        raise ProtocolError(f"a module's attribute must be a plain value, got a {type(value).__name__}")
+    return value
+
+
+class Comparison:
+    """Compares values in several dicts with others: identical ones are not compared, and next to all of it is C."""
+
+    def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._reads, self._values = [], []
+        for own in values:
+            self._reads.append(itemgetter(*own))  # with one name it gives a value, not a tuple of values
+            self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
+
+    def holds(self) -> bool:
+        """True if all values are as wanted."""
+        try:
+            return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
+        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
+            return False
+
+
+def kept(value: Any) -> Any:
+    """What a value is compared with later: a copy of a container that may change in place."""
+    if type(value) is list:
+        return [kept(item) for item in value]
+    return value.copy() if type(value) in (dict, set) else value

@@ -1,0 +1,91 @@
+"""What tensors and objects in modules' attributes hold: it changes without the attribute being set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+_SCALARS: Final = frozenset({type(None), bool, int, float, str})
+_FEW_BYTES: Final = 512  # of tensors and arrays whose values are compared, too
+_NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm", "numpy", "builtins")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The tensor or the settings in an attribute, as they were first."""
+
+    title: str  # of the module
+    name: str  # of the attribute
+    value: Any
+    first: Any
+
+
+class Contents:
+    """Finds changes of tensors in place, and of settings in objects, such as a config that blocks share."""
+
+    def __init__(self, attributes: Iterable[tuple[str, str, Any]]) -> None:
+        """Note what is in attributes: the titles of modules, names and values."""
+        found = {id(value): (title, name, value) for title, name, value in attributes}.values()
+        self._arrays = [
+            _Held(title, name, value, first)
+            for title, name, value in found
+            if (first := _array_state(value)) is not None
+        ]
+        self._objects: list[_Held] = []
+        for title, name, value in found:
+            settings = _settings(value)
+            first = {key: item for key, item in settings.items() if type(item) in _SCALARS and str(key)[:1] != "_"}
+            if first:
+                self._objects.append(_Held(title, name, settings, first))
+        self._reads = [itemgetter(*held.first) for held in self._objects]
+        self._before = [read(held.first) for read, held in zip(self._reads, self._objects, strict=True)]
+
+    def changed(self) -> list[tuple[str, str, Any]]:
+        """Return what changed: the title of a module, an attribute's name, and the value it has now."""
+        found = [(h.title, h.name, h.value) for h in self._arrays if _array_state(h.value) != h.first]
+        if self._objects and not self._objects_hold():
+            for held in self._objects:
+                found += [
+                    (held.title, f"{held.name}.{key}", held.value.get(key))
+                    for key, value in held.first.items()
+                    if key not in held.value or _differs(held.value[key], value)
+                ]
+        return found
+
+    def _objects_hold(self) -> bool:
+        try:
+            return [read(held.value) for read, held in zip(self._reads, self._objects, strict=True)] == self._before
+        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
+            return False
+
+
+def _differs(value: Any, first: Any) -> bool:
+    return type(value) not in _SCALARS or bool(value != first)
+
+
+def _array_state(value: Any) -> Any:
+    """What tells whether a tensor or an array changed: its count of changes, and the bytes of a small one."""
+    if isinstance(value, Tensor):
+        if type(value) is not Tensor or value.is_inference():
+            return None
+        few = value.nbytes <= _FEW_BYTES and value.device.type == "cpu" and not value.is_sparse
+        return value._version, value.detach().resolve_conj().flatten().tolist().__repr__() if few else None
+    is_array = type(value).__module__ == "numpy" and getattr(value, "nbytes", _FEW_BYTES + 1) <= _FEW_BYTES
+    return value.tobytes() if is_array else None
+
+
+def _settings(value: Any) -> dict[Any, Any]:
+    """The dict of an object with settings, or of one that is a dict itself."""
+    if isinstance(value, dict):
+        return value
+    own = getattr(value, "__dict__", None)
+    if isinstance(value, _NO_SETTINGS) or type(own) is not dict:
+        return {}
+    home = type(value).__module__.partition(".")[0]
+    return {} if home in _LIBRARIES else own

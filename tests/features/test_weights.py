@@ -1,0 +1,101 @@
+"""Weights that user code reads and writes during `fit`."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+from tests.features.both import STEPS, Trained, fit_both
+from tests.features.mark import REFUSED, WORKS, feature
+from tests.parity.harness import LOSS_TOLERANCE, run_swarm
+from tests.parity.models import digits, loader
+from tests.parity.test_written_weights import Hook, Momentum, clamp, load
+
+
+@feature(
+    "reading parameters, buffers and `state_dict()` in hooks",
+    WORKS,
+    "the newest weights of all stages are gathered at the first use after a step; hooks that read none cost nothing",
+)
+def test_reading_weights() -> None:
+    seen: dict[str, list[float]] = {"plain": [], "swarm": []}
+
+    def read(into: list[float], module: Any, step: int) -> None:
+        into += [
+            float(sum(one.norm() for one in module.parameters())),
+            float(module.state_dict()["net.0.weight"][0, 9]),
+        ]
+
+    fit_both(made={"callbacks": lambda name: [Hook(partial(read, seen[name]))]}, max_steps=STEPS)
+    assert len(set(seen["plain"])) == 2 * STEPS
+    assert seen["swarm"] == pytest.approx(seen["plain"], rel=LOSS_TOLERANCE)
+
+
+@feature(
+    "weights and buffers that hooks write between two steps: `clamp_`, `.data = ...`, `load_state_dict`, frozen ones",
+    WORKS,
+    "the next step begins with them on all servers; of one trainer, without `delay_optimizer_step`",
+)
+def test_writing_weights() -> None:
+    fit_both(made={"callbacks": lambda _: [Hook(clamp), Hook(load, "on_train_batch_start")]}, max_steps=STEPS)
+
+
+@feature(
+    "target networks that follow by momentum, in hooks or in `training_step`",
+    WORKS,
+    "the target may stand outside of the pipeline, where the trainer computes it",
+)
+def test_momentum_targets() -> None:
+    fit_both(Momentum, swarm={"pipeline": "net"}, max_steps=STEPS)
+
+
+class Distilled(Trained):
+    """Learns from what it was when the epoch began."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.teacher = [copy.deepcopy(self.net).requires_grad_(False)]
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.teacher[0].parameters():
+                parameter.mul_(0.99)
+        return super().training_step(batch, batch_idx) + F.mse_loss(self.net(batch[0]), self.teacher[0](batch[0]))
+
+
+@feature("copies of the pipelined module, made in hooks", WORKS, "the trainer computes a copy, with the copy's weights")
+def test_copies_of_the_pipelined_module() -> None:
+    fit_both(Distilled, max_steps=STEPS)
+
+
+@feature(
+    "weights of blocks, or that train, written in the middle of a step",
+    REFUSED,
+    "where they are used next: write them in `on_train_batch_start` or `on_train_batch_end`, not within an "
+    "accumulation window",
+)
+def test_writing_in_mid_step() -> None:
+    with pytest.raises(ConfigError, match="between two steps only"):
+        run_swarm(Trained, loader(digits()), callbacks=[Hook(clamp, "on_before_zero_grad")], max_steps=STEPS)
+
+
+@feature(
+    "parameters of blocks that hooks replace by other objects",
+    REFUSED,
+    "at the next call or step: write into them, by `copy_` under `torch.no_grad()`",
+)
+def test_replaced_parameters() -> None:
+    def replace(module: Any, step: int) -> None:
+        module.net[0].weight = nn.Parameter(module.net[0].weight * 2)
+
+    with pytest.raises(ConfigError, match="must stay the same objects"):
+        run_swarm(Trained, loader(digits()), callbacks=[Hook(replace)], max_steps=STEPS)
