@@ -66,7 +66,7 @@ class Contents:
 
 
 def _differs(value: Any, first: Any) -> bool:
-    return type(value) not in _SCALARS or bool(value != first)
+    return value is not first and (type(value) not in _SCALARS or bool(value != first))
 
 
 def _array_state(value: Any) -> Any:

@@ -21,7 +21,7 @@ from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard
-from lightning_swarm.model.partition.hooks import has_user_hooks
+from lightning_swarm.model.partition.hooks import user_hooks
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
@@ -69,11 +69,12 @@ class BlockChain:
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the forward of the block that is first at `place` in the list."""
-        if has_user_hooks(self._modules[place]):
+        if hooks := user_hooks(self._modules[place]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
-                f"other peers: got one on {self._names[place]!r}. Register it on a layer within the block, or return "
-                "what it is for from the block."
+                f"other peers: got {hooks[0]} on {self._names[place]!r}. Register it on a layer within the block, or "
+                "return what it is for from the block. `output_attentions`, `output_hidden_states` and "
+                "`output_router_logits` of Hugging Face models register such hooks: leave them out."
             )
         hidden, arguments, tensors = self._bound(place, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None

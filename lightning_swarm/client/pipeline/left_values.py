@@ -225,7 +225,7 @@ def set_in_forward(kind: Any) -> frozenset[str]:
     while todo:
         function = inspect.getattr_static(kind, todo.pop(), None)
         function = inspect.unwrap(function) if callable(function) else function
-        if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+        if not isinstance(function, FunctionType) or (function.__module__ or "").startswith("torch."):
             continue
         for instruction in dis.get_instructions(function):
             name = instruction.argval

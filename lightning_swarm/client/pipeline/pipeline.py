@@ -95,7 +95,8 @@ class Pipeline:
         # What a `.backward()` that is not Lightning's would leave at the weights is cleared before it could count.
         self.clears_gradients = True
         self.num_microbatches = 0
-        self.leftovers = Leftovers({name: m for stage in config.stages for name, m in stage.named_block_modules()})
+        self._named_modules = [list(stage.named_block_modules()) for stage in config.stages]
+        self.leftovers = Leftovers({name: module for named in self._named_modules for name, module in named})
         self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
         self._weights = self._found_weights()
@@ -120,7 +121,7 @@ class Pipeline:
         check_transforms(tensors, self._weights, self._found_weights())
         grad = torch.is_grad_enabled()
         check_global()
-        self._hooks = [told(stage.named_block_modules()) for stage in self.config.stages]
+        self._hooks = [told(named) for named in self._named_modules]
         mode = capture(
             self.config.device.type,
             training=any(training for training, _ in states),

@@ -73,19 +73,33 @@ def check_global() -> None:
 
 def has_user_hooks(module: nn.Module) -> bool:
     """Return whether there are forward hooks of users on a module."""
-    return bool(_of_user(module._forward_hooks) or _of_user(module._forward_pre_hooks))
+    return bool(user_hooks(module))
+
+
+def user_hooks(module: nn.Module) -> list[str]:
+    """Return the names of the forward hooks of users on a module."""
+    return [_name(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for _, hook in _of_user(hooks)]
 
 
 def told(named: Iterable[Named]) -> dict[str, Any]:
     """Return what servers must know of a trainer's hooks: whom to observe, and how many change a module's values."""
     observed, changing = [], {}
-    for name, module in named:
+    for name, module in _hooked(named):
         if any(_observing(module)):
             observed.append(name)
         if number := _num_changing(module):
             changing[name] = number
         _check_backward(name, module)
     return {HOOKS: {"observed": observed, "changing": changing}} if observed or changing else {}
+
+
+def _hooked(named: Iterable[Named]) -> list[Named]:
+    """Return the modules that have hooks, which most have not."""
+    return [
+        (name, module)
+        for name, module in named
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ]
 
 
 def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
@@ -130,8 +144,12 @@ def call_observing(name: str, module: nn.Module, calls: Sequence[Any]) -> None:
 @contextlib.contextmanager
 def recording(modules: Mapping[str, nn.Module], said: Any) -> Iterator[dict[str, list[Any]]]:
     """Have no observing hook called inside, and yield the calls of the modules that a trainer observes."""
+    hooked = dict(_hooked(modules.items()))
+    if said is None and not hooked:
+        yield {}
+        return
     observed, changing = _checked(said, modules)
-    own = {name: number for name, module in modules.items() if (number := _num_changing(module))}
+    own = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
     if own != changing:
         names = sorted(name for name in own.keys() | changing.keys() if own.get(name) != changing.get(name))
         raise ConfigError(
@@ -140,9 +158,9 @@ def recording(modules: Mapping[str, nn.Module], said: Any) -> Iterator[dict[str,
         )
     calls: dict[str, list[Any]] = {}
     with contextlib.ExitStack() as stack:
-        for name, module in modules.items():
-            if name in observed or has_user_hooks(module):
-                stack.enter_context(_replaced(name, module, calls if name in observed else None))
+        for name in [name for name in modules if name in observed or name in hooked]:
+            if name in observed or has_user_hooks(modules[name]):
+                stack.enter_context(_replaced(name, modules[name], calls if name in observed else None))
         yield calls
 
 

@@ -135,9 +135,11 @@ class ForwardWatch:
         """Return what differs from a snapshot."""
         found: Changes = {}
         for place, state in enumerate(before.states):
-            now = _state(self._modules[place])
-            if len(now) == len(state) and all(map(operator.is_, now.values(), state.values())) and not before.contents:
+            module = self._modules[place]
+            own = vars(module) if not module._buffers else _state(module)
+            if len(own) == len(state) and all(map(operator.is_, own.values(), state.values())) and not before.contents:
                 continue
+            now = own.copy()
             contents = before.contents[place] if before.contents else {}
             for key, value in now.items():
                 old = state.get(key, _Absent)
