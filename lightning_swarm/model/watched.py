@@ -92,7 +92,7 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name the tensors that user code keeps views or arrays of, whose uses nobody sees."""
+    """Name the tensors whose memory others share: views and arrays that user code keeps, whose uses nobody sees."""
     watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_watched(tensor)}
     with unwatched():
         storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]

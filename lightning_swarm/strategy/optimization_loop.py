@@ -187,7 +187,7 @@ class SwarmOptimization:
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
-        self._session.pipeline.begin_gradients(clears_gradients=self._clears_gradients(batch.idx))
+        self._session.pipeline.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
             closure()
             self._session.pipeline.marks.check()

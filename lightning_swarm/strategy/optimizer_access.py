@@ -124,7 +124,7 @@ def _changed(what: str, remedy: str) -> ConfigError:
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter's state to a device: a server of this process goes on with the original."""
+    """Copy a parameter's state, which a server here goes on with, to a device; scalars stay where they are."""
     own = {name: value for name, value in _copied(state).items() if name != GROUP}
     return {
         name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()

@@ -140,7 +140,7 @@ class GradientElsewhere(Tensor):
 
 
 class GradientMarks:
-    """Marks in `.grad` of the pipeline's weights, where plain Lightning leaves gradients: using one raises."""
+    """Marks at the pipeline's weights, where plain Lightning leaves gradients: to use one is an error that says so."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
@@ -174,7 +174,7 @@ class GradientMarks:
             is_kept = all(type(weight.grad) is GradientElsewhere for weight in self._of_window)
         if not is_kept:
             raise ConfigError(
-                "gradients of the pipeline's weights are on the servers, and cannot be cleared or replaced here, "
+                "gradients of the pipeline's weights are summed on servers, and cannot be cleared or replaced here: "
                 "got a `zero_grad`, or a new `.grad`, between a backward and its step. Return None from "
                 "`training_step` to leave a batch out, or freeze the weights that are to stay."
             )

@@ -153,8 +153,8 @@ class Pipeline:
     def _found_weights(self) -> list[nn.Parameter]:
         return [weight for stage in self.config.stages for weight in stage.parameters()]
 
-    def begin_gradients(self, *, clears_gradients: bool) -> None:
-        """Begin a batch before whose backward Lightning clears gradients, or leaves them."""
+    def expect_backward(self, *, clears_gradients: bool) -> None:
+        """Expect the backward of a batch, before which Lightning clears gradients, or leaves them."""
         self.clears_gradients = clears_gradients
         if clears_gradients:
             self.marks.begin_window()

@@ -170,7 +170,7 @@ class PipelineCall:
         return True
 
     def mark_weights(self) -> None:
-        """Mark the weights once the backward in hand is over: until then it may add to their `.grad`."""
+        """Mark the weights, once the backward is over in which this is called: it may still add to their `.grad`."""
         torch.autograd.Variable._execution_engine.queue_callback(self._pipeline.marks.set_for_step)
 
     def count_statistics(self) -> None:
