@@ -241,7 +241,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
             if empty_init:
                 stack.enter_context(torch.device("meta"))
             yield
-        remember(self._own_module)
+        if self.lightning_module is not None:  # else a module is made before a loop has one
+            remember(self.lightning_module)
 
     @override
     def model_to_device(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_swarm.client.pipeline.row_check import NUM_PROBES
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression.quantization import Blockwise8Bit
 from tests.p2p.processes import COMMAND, SCRIPT, Run
@@ -142,7 +143,8 @@ def test_boundary_carries_one_activation_and_one_gradient(start: Start, tmp_path
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     num_microbatches = sum(json.loads((tmp_path / "result.json").read_text())["status"][0])
-    assert num_microbatches == 50 * 2
+    assert num_microbatches == 50 * 2 + NUM_PROBES
+    num_microbatches -= NUM_PROBES
     assert_plain(tmp_path, "wide", prepared=with_wires)
     trainer, *servers = (json.loads((tmp_path / f"traffic-{rank}.json").read_text()) for rank in range(3))
     names = {server["peer_id"] for server in servers}
