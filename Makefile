@@ -21,10 +21,11 @@ help: ## list the targets
 demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed, then on none; compare (a few minutes)
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
-# One thread per process: where several peers share the cores, threads that outnumber them wait for each other.
+# One thread per process: where several peers share the cores, threads that outnumber them wait for each other. Three workers
+# on two cores, for tests of processes wait much.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest $(ARGS)
 
 # Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
 LIGHTNINGS := 2.5.0 2.5.6 2.6.0

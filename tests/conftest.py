@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py")
-"""The files that take longest. Of two workers one begins with the first and the third, whose peers are processes."""
+"""The files that take longest. Each worker begins with one of them."""
 
 _OBJECTS_UNTIL_COLLECTED = 200_000
 """Thousands of small swarms make many short-lived objects; looking for cycles takes a tenth of the time."""
