@@ -104,8 +104,9 @@ class MicrobatchRun:
 
     def want_no_gradient(self) -> None:
         """Compute once more for what the forward changes, whether it had a graph or not."""
-        mode = replaced(self.microbatch.mode, grad=True, input_grad=False)
-        self.microbatch = self._calls.microbatch = replace(self.microbatch, mode=mode)
+        own = self.microbatch
+        mode, *modes = (replaced(mode, grad=True, input_grad=False) for mode in (own.mode, *own.modes))
+        self.microbatch = self._calls.microbatch = replace(own, mode=mode, modes=modes)
         self._num_backwards += 1  # all is sent along, for there may be no graph
 
     def release(self) -> None:
