@@ -40,7 +40,12 @@ class Contents:
         self._objects: list[_Held] = []
         for title, name, value in found:
             settings = _settings(value)
-            first = {key: item for key, item in settings.items() if type(item) in _SCALARS and str(key)[:1] != "_"}
+            # What is None at first may be filled in by a library when a model runs.
+            first = {
+                key: item
+                for key, item in settings.items()
+                if item is not None and type(item) in _SCALARS and str(key)[:1] != "_"
+            }
             if first:
                 self._objects.append(_Held(title, name, settings, first))
         self._reads = [itemgetter(*held.first) for held in self._objects]

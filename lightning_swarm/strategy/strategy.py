@@ -356,6 +356,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:
+            self._session.pipeline.marks.begin_window()  # Lightning clears gradients before it validates
             self._session.renew()
         return super().validation_step(*args, **kwargs)
 

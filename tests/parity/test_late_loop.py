@@ -33,6 +33,7 @@ class Reassigning(torch.optim.Optimizer):
     @torch.no_grad()
     @override
     def step(self, closure: Any = None) -> None:
+        closure()
         for group in self.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
