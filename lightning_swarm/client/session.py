@@ -58,6 +58,8 @@ class Session:
         self._runtime = runtime
         self.pipeline = pipeline
         self.local_layers = local_layers
+        if not is_lead:
+            pipeline.number_evaluations(steps.peer_id)
         self._steps = steps
         self._stages = manifest.stages
         self.selection = manifest.selection

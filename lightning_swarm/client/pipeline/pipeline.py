@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,6 +150,10 @@ class Pipeline:
             with torch.no_grad():
                 outputs, _ = call.forward()
         return call.placed(outputs)
+
+    def number_evaluations(self, trainer: str) -> None:
+        """Give evaluations of a trainer beside the lead numbers, and so names, that no other trainer's have."""
+        self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
 
     def _found_weights(self) -> list[nn.Parameter]:
         return [weight for stage in self.config.stages for weight in stage.parameters()]

@@ -406,7 +406,7 @@ def test_a_server_that_was_not_told_what_trains_takes_no_part(make_swarm: MakeSw
     trial.records.append(swarm.run(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES))))
     assert trial.events["replay"] == NUM_MICROBATCHES // 2, "what it computed is not looked at"
     assert trial.members() == [[A], [B]]
-    assert trial.records[-1].selection == selection
+    assert trial.records[-1].change.selection == selection
 
 
 # ---------------------------------------------------------------------- batches that cannot be computed again
