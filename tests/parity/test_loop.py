@@ -16,10 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.network import Message
-from lightning_swarm.protocol.messages.state import StateRequest
-from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.state_transfer import handlers
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import (
     LOSS_TOLERANCE,
@@ -324,41 +320,6 @@ def test_without_gathering_weights_stay_on_the_servers() -> None:
     assert not torch.equal(left.weights[foreign], gathered.weights[foreign])
     assert not torch.equal(gathered.weights[own], initial[own])
     assert not torch.equal(gathered.weights[foreign], initial[foreign])
-
-
-class ComesHome(L.Callback):
-    """Has the lead's module hold the weights of the last step, and sees which tensors were written for that."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, bool] = {}
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        assert isinstance(trainer.strategy, InMemoryStrategy)
-        assert trainer.strategy._access is not None
-        parameters = dict(pl_module.named_parameters())
-        before = {name: one._version for name, one in parameters.items()}
-        trainer.strategy._access.refresh()
-        self.written = {name: one._version > before[name] for name, one in parameters.items()}
-
-
-def test_nothing_is_written_over_what_the_leads_own_server_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may compute for other trainers meanwhile, and their graphs hold these tensors. Nor are they asked for."""
-    asked: list[int] = []
-    answer = handlers._state
-
-    def noted(stage: Stage, request: StateRequest) -> Message:
-        if not request.optimizer:
-            asked.append(stage.index)
-        return answer(stage, request)
-
-    monkeypatch.setattr(handlers, "_state", noted)
-    home = ComesHome()
-    run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, callbacks=[home])
-    stages = [set(run.strategy.servers[i].steps.stage(stage).parameters) for i, stage in ((0, 1), (1, 0))]
-    assert {name for name, written in home.written.items() if not written} == stages[0]
-    assert {name for name, written in home.written.items() if written} == stages[1]
-    assert asked == (STEPS + 1) * [0]
 
 
 def test_saving_after_the_end_is_saving_what_was_trained(tmp_path: Path) -> None:
