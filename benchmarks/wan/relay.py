@@ -85,7 +85,7 @@ class Relayed(MicrobatchRun):
 
     def _mode(self, stage: int) -> ComputeMode:
         """What comes to a later stage is an output that wants its gradient."""
-        mode = self.microbatch.mode
+        mode = self.microbatch.modes[stage]
         return msgspec.structs.replace(mode, input_grad=mode.grad) if stage else mode
 
     async def _send_forward(self, stage: int, hidden: serialization.Tree) -> None:

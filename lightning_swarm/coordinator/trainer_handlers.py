@@ -117,7 +117,7 @@ class TrainerHandlers:
             step = self._step_state.open
             if request.step != step.step or step.begun or self._step_state.due is not None:
                 raise ProtocolError(
-                    f"a step changes before its first grant; step {step.step} is open, and something was "
+                    f"a change comes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
                 )
             own = request.generation  # of the run, which may be rolled back meanwhile

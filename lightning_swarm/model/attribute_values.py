@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_swarm.core.errors import ProtocolError
 
-_SCALARS: Final = frozenset({type(None), bool, int, float, str})
+SCALARS: Final = frozenset({type(None), bool, int, float, str})
 _SEQUENCES: Final = frozenset({list, tuple})
 _MAX_LENGTH: Final = 4096  # of a text or of a sequence
 _MAX_DEPTH: Final = 4
@@ -21,7 +21,7 @@ def is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
         return depth > 0 and len(value) <= _MAX_LENGTH and all(is_plain(item, depth - 1) for item in value)
     if isinstance(value, str):
         return kind is str and len(value) <= _MAX_LENGTH
-    return kind in _SCALARS and not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
+    return kind in SCALARS and not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
 
 
 def fits(value: object, first: object) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
 
-_SCALARS: Final = frozenset({type(None), bool, int, float, str})
+from lightning_swarm.model.attribute_values import SCALARS, Comparison
+
 _FEW_BYTES: Final = 512  # of tensors and arrays whose values are compared, too
 _NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm", "numpy", "builtins")
@@ -44,17 +44,16 @@ class Contents:
             first = {
                 key: item
                 for key, item in settings.items()
-                if item is not None and type(item) in _SCALARS and str(key)[:1] != "_"
+                if item is not None and type(item) in SCALARS and str(key)[:1] != "_"
             }
             if first:
                 self._objects.append(_Held(title, name, settings, first))
-        self._reads = [itemgetter(*held.first) for held in self._objects]
-        self._before = [read(held.first) for read, held in zip(self._reads, self._objects, strict=True)]
+        self._comparison = Comparison([held.value for held in self._objects], [held.first for held in self._objects])
 
     def changed(self) -> list[tuple[str, str, Any]]:
         """Return what changed: the title of a module, an attribute's name, and the value it has now."""
         found = [(h.title, h.name, h.value) for h in self._arrays if _array_state(h.value) != h.first]
-        if self._objects and not self._objects_hold():
+        if not self._comparison.holds():
             for held in self._objects:
                 found += [
                     (held.title, f"{held.name}.{key}", held.value.get(key))
@@ -63,15 +62,9 @@ class Contents:
                 ]
         return found
 
-    def _objects_hold(self) -> bool:
-        try:
-            return [read(held.value) for read, held in zip(self._reads, self._objects, strict=True)] == self._before
-        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
-            return False
-
 
 def _differs(value: Any, first: Any) -> bool:
-    return value is not first and (type(value) not in _SCALARS or bool(value != first))
+    return value is not first and (type(value) not in SCALARS or bool(value != first))
 
 
 def _array_state(value: Any) -> Any:

@@ -19,9 +19,9 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.attribute_values import Comparison, fits, is_plain, kept, packed, same, unpacked
 from lightning_swarm.model.module_contents import Contents
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.partition.leftovers import OF_TORCH
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates
 
-_NOT_ATTRIBUTES: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
 _NOTHING: Final = object()
 
 
@@ -71,7 +71,7 @@ def _classes(kind: type) -> list[type]:
 
 
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in own.items() if name not in _NOT_ATTRIBUTES and name[:2] != "__")
+    return ((name, value) for name, value in own.items() if name not in OF_TORCH and name[:2] != "__")
 
 
 def remember(model: nn.Module) -> None:
@@ -402,7 +402,7 @@ def _checked(one: _WatchedModule, given: Mapping[str, Any]) -> dict[str, Any]:
         if first is _NOTHING:
             first = one.class_default(name)
         value = unpacked(wired)
-        if name[:2] == "__" or name in _NOT_ATTRIBUTES or first is _NOTHING or not fits(value, first):
+        if name[:2] == "__" or name in OF_TORCH or first is _NOTHING or not fits(value, first):
             raise ProtocolError(f"a call must not set {name[:100]!r} of {one.title!r} to a {type(value).__name__}")
         values[name] = value
     return values

@@ -95,7 +95,7 @@ def as_state_dict(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
     """Make the state dict that `optimizer.state_dict()` of one process would return, of state by parameter name."""
-    copy = dict if shared else _copied  # else the result shares no memory with `state`
+    copy = dict if shared else copied_state  # else the result shares no memory with `state`
     states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
     group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
     before = dict(optimizer.state)  # is not read, and is there again afterwards
@@ -116,7 +116,7 @@ def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:
     state.update(by)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def copied_state(state: dict[str, Any]) -> dict[str, Any]:
     """Copy a parameter's state: a checkpoint must not share memory with state that goes on training."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 

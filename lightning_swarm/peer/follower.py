@@ -149,9 +149,8 @@ class Follower:
         if serves:  # it joins a stage meanwhile
             self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=inherits))
         else:
-            self._runtime.run(
-                self._host.start(model.twin())
-            )  # unannounced: it holds no stage, but hears of the run's end
+            # Unannounced: it holds no stage, but hears of the run's end.
+            self._runtime.run(self._host.start(model.twin()))
         admission, limits = self._host.admission, self._config.limits
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
         standby = self._become_standby()

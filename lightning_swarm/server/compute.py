@@ -149,17 +149,13 @@ class Computation:
         self.trainable = trainable
         self.costs = None  # the graph begins elsewhere now
 
-    def forward(self, call: ForwardCall) -> ForwardResult:
-        """Run the blocks."""
-        return self._forward(call)
-
     def graph(self, call: ForwardCall) -> SavedGraph:
         """Run the blocks for a backward alone."""
-        graph = self._forward(call).graph
+        graph = self.forward(call).graph
         assert graph is not None
         return graph
 
-    def _forward(self, call: ForwardCall) -> ForwardResult:
+    def forward(self, call: ForwardCall) -> ForwardResult:
         """Run the blocks, and collect what they leave."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)

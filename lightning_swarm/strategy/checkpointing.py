@@ -200,7 +200,7 @@ class Checkpoints:
         strategy, module = self._strategy, self._strategy._own_module
         if not strategy.is_global_zero:
             return {}  # the lead saves, and keeps weights
-        with strategy.unwatched():
+        with strategy.paused_access():
             own: dict[str, Any] = module.state_dict()
         states = strategy._rollback.states
         if states is not None and states.taking:
@@ -217,7 +217,7 @@ class Checkpoints:
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The optimizer's state dict at the last step."""
-        with self._strategy.unwatched():
+        with self._strategy.paused_access():
             return self._optimizer_state(optimizer, default)
 
     def _optimizer_state(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 # What stands in stages is watched: before user code reads it, the newest weights come into the module, and what it
@@ -94,23 +96,24 @@ class ModuleAccess:
         if late := self._written():
             raise ConfigError(written_in_mid_step(late))
         self._before = {}
-        self._session.hold_still()
-        self._session.renew()
         pipelined = [stage.spec.index for stage in self._stages if not stage.spec.on_trainers]
-        gathering = model_state.gather_weights(
-            self._peer.transport,
-            self._session.run,
-            self._session.version,
-            timeout=self._limits.call_timeout if timeout is None else timeout,
-            max_bytes=self._limits.max_message_bytes,
-            stages=pipelined,
-        )
-        weights = self._peer.runtime.run(gathering)
+        weights = self.gather(partial(model_state.gather_weights, stages=pipelined), timeout=timeout)
         with torch.no_grad(), self.paused():
             for name, tensor in weights.items():
                 self._own[name].copy_(tensor)
             self._note_aliased()
         self._version = self._session.version
+
+    def gather(self, gather: Callable[..., Coroutine[Any, Any, _T]], *, timeout: float | None = None) -> _T:
+        """Run a function of `model_state` that gathers from the servers, at the newest version."""
+        session, limits = self._session, self._limits
+        session.hold_still()
+        session.renew()
+        timeout = limits.call_timeout if timeout is None else timeout
+        work = gather(
+            self._peer.transport, session.run, session.version, timeout=timeout, max_bytes=limits.max_message_bytes
+        )
+        return self._peer.runtime.run(work)
 
     def poison(self) -> None:
         """Make what the module holds of the stages useless until user code reads it: for tests."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.optimizer_state import GROUP
+from lightning_swarm.model.optimizer_state import GROUP, copied_state
 from lightning_swarm.model.optimizer_template import HOOKS, parameters_of
 from lightning_swarm.model.watched import same
 from lightning_swarm.strategy.module_access import ModuleAccess
@@ -113,7 +113,10 @@ class OptimizerAccess:
             self._version, self._before = self._newest(), None
         if self._before is None:
             with self._access.paused():
-                self._before = {parameter: _copied(state) for parameter, state in self._state.items()}
+                self._before = {
+                    parameter: copied_state(state) if isinstance(state, dict) else state
+                    for parameter, state in self._state.items()
+                }
 
 
 def _changed(what: str, remedy: str) -> ConfigError:
@@ -125,16 +128,10 @@ def _changed(what: str, remedy: str) -> ConfigError:
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a parameter's state, which a server here goes on with, to a device; scalars stay where they are."""
-    own = {name: value for name, value in _copied(state).items() if name != GROUP}
+    own = {name: value for name, value in copied_state(dict(state)).items() if name != GROUP}
     return {
         name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()
     }
-
-
-def _copied(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _differs(state: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:

@@ -392,7 +392,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
 
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+    def paused_access(self) -> contextlib.AbstractContextManager[None]:
         """Take what happens inside for no use of the module's weights by user code."""
         return contextlib.nullcontext() if self._access is None else self._access.paused()
 

@@ -129,11 +129,8 @@ class ModuleWeights:
         return renumbered
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, _T]], timeout: float | None = None) -> _T:
-        session, _ = self._active_run
-        session.hold_still()
-        session.renew()
-        timeout = self._limits.call_timeout if timeout is None else timeout
-        return self._call(gather, session.version, timeout=timeout, max_bytes=self._limits.max_message_bytes)
+        _ = self._active_run  # or there is nobody to gather from
+        return self._access.gather(gather, timeout=timeout)
 
     def _call(
         self,

@@ -251,7 +251,13 @@ class Trainer:
         inputs = encoded((rows,), self._codecs.activations)
         mode = replaced(MODE, input_grad=self.num_input_only > 0)
         microbatch = Microbatch(
-            key=key, num_rows=ROWS, inputs=inputs, extras=extras, mode=mode, weight=grant.weight, first_trained=0
+            key=key,
+            num_rows=ROWS,
+            inputs=inputs,
+            extras=extras,
+            modes=[mode] * len(extras),
+            weight=grant.weight,
+            first_trained=0,
         )
         return MicrobatchRun(self.link, microbatch)
 

@@ -90,7 +90,7 @@ def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def check_transforms(tensors: Iterable[Tensor], own: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+def check_transforms(tensors: Iterable[Tensor], own: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
     """Refuse a call within a transform that has to see into the stages, and one with `found` weights for its `own`."""
     if len(own) != len(found) or any(weight is not other for weight, other in zip(own, found, strict=True)):
         raise ConfigError(

@@ -89,7 +89,7 @@ class MicrobatchRun:
         self._num_backwards += 1
         calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients
-        wants_input_gradient, again = self.microbatch.mode.input_grad, self._num_backwards > 1
+        wants_input_gradient, again = self.microbatch.input_grad, self._num_backwards > 1
         backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
         with context.under_way():
             try:
@@ -105,8 +105,8 @@ class MicrobatchRun:
     def want_no_gradient(self) -> None:
         """Compute once more for what the forward changes, whether it had a graph or not."""
         own = self.microbatch
-        mode, *modes = (replaced(mode, grad=True, input_grad=False) for mode in (own.mode, *own.modes))
-        self.microbatch = self._calls.microbatch = replace(own, mode=mode, modes=modes)
+        modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
+        self.microbatch = self._calls.microbatch = replace(own, modes=modes)
         self._num_backwards += 1  # all is sent along, for there may be no graph
 
     def release(self) -> None:

@@ -100,7 +100,9 @@ class Pipeline:
         self.leftovers = Leftovers({name: module for named in self._named_modules for name, module in named})
         self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
-        self._weights = self._found_weights()
+        self._weights = [weight for stage in config.stages for weight in stage.parameters()]
+        self._registers = [module._parameters for stage in config.stages for module in stage.modules()]
+        self._registered = self._found_weights()
         self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(config.stages)
         self._states = [TrainerStates(stage) for stage in config.stages]
@@ -119,7 +121,7 @@ class Pipeline:
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
         states = [states.read() for states in self._states]
-        check_transforms(tensors, self._weights, self._found_weights())
+        check_transforms(tensors, self._registered, self._found_weights())
         grad = torch.is_grad_enabled()
         check_global()
         self._hooks = [told(named) for named in self._named_modules]
@@ -155,8 +157,9 @@ class Pipeline:
         """Give evaluations of a trainer beside the lead numbers, and so names, that no other trainer's have."""
         self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
 
-    def _found_weights(self) -> list[nn.Parameter]:
-        return [weight for stage in self.config.stages for weight in stage.parameters()]
+    def _found_weights(self) -> list[nn.Parameter | None]:
+        """Return what blocks hold by now, without a walk through their modules."""
+        return [weight for register in self._registers for weight in register.values()]
 
     def expect_backward(self, *, clears_gradients: bool) -> None:
         """Expect the backward of a batch, before which Lightning clears gradients, or leaves them."""
@@ -240,7 +243,6 @@ class Pipeline:
                 stage.extras_for(part.kwargs) | said
                 for stage, said in zip(self.config.stages, self._hooks, strict=True)
             ],
-            mode=modes[0],
             modes=modes,
             weight=self.batch.grant.weight if self.batch is not None and not key.evaluation else 1.0,
             first_trained=self.first_trained,

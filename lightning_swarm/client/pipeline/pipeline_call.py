@@ -11,9 +11,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
-from lightning_swarm.client.pipeline.differentiation import (
-    reaches_weights,
-)
+from lightning_swarm.client.pipeline.differentiation import reaches_weights
 from lightning_swarm.client.pipeline.leftovers import Collected
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
@@ -209,7 +207,7 @@ class PipelineCall:
             self._pipeline.runtime.run(batch.confirm())
             return no_gradients  # there is nothing around the pipeline that wants one
         batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
-        if not first.mode.input_grad:
+        if not first.input_grad:
             return no_gradients
         return self._joined(found)
 

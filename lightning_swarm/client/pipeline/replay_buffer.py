@@ -24,14 +24,14 @@ class Microbatch:
     num_rows: int
     inputs: tuple[Any, ...]  # positional inputs of the first stage, as they travel
     extras: Sequence[dict[str, Any]]  # for each stage, the keyword arguments that it takes
-    mode: ComputeMode  # the trainer's
-    modes: Sequence[ComputeMode] = ()  # for each stage, with the modes of its modules; empty: `mode` for all
+    modes: Sequence[ComputeMode]  # for each stage, with the modes of its modules; in all else they are alike
     weight: float  # of its batch
     first_trained: int = 0  # stages before this one train nothing, and get no gradient unless the input wants one
 
-    def mode_of(self, stage: int) -> ComputeMode:
-        """Return the mode in which a stage computes the microbatch."""
-        return self.modes[stage] if self.modes else self.mode
+    @property
+    def input_grad(self) -> bool:
+        """True if the pipeline's own input wants a gradient."""
+        return self.modes[0].input_grad
 
 
 @dataclass(frozen=True, kw_only=True)

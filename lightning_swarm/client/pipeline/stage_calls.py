@@ -79,7 +79,7 @@ class StageCalls:
         """The first stage that computes gradients; if none does, a number above the last stage's."""
         if self.holders is not None:
             return min(self.holders)
-        if self.microbatch.mode.input_grad:
+        if self.microbatch.input_grad:
             return 0
         return self.microbatch.first_trained if self.microbatch.key.adds else self.last_stage + 1
 
@@ -131,7 +131,7 @@ class StageCalls:
         request = ForwardRequest(
             key=microbatch.key,
             stage_index=stage,
-            mode=microbatch.mode_of(stage),
+            mode=microbatch.modes[stage],
             source=self._ticket(stage - 1, "forward") if stage else None,
             structure=structure,
             keep=stage >= self.gradient_end,
@@ -156,7 +156,7 @@ class StageCalls:
         request = BackwardRequest(
             key=microbatch.key,
             stage_index=stage,
-            mode=microbatch.mode_of(stage),
+            mode=microbatch.modes[stage],
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,

@@ -82,11 +82,18 @@ class StageModule(nn.Module):
 
     def named_stage_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return full names and parameters, each once, in the LightningModule's order."""
-        return [(name, getattr(owner, key)) for name, owner, key in self._slots.parameters]
+        return [(name, _held(owner._parameters, owner, key)) for name, owner, key in self._slots.parameters]
 
     def named_stage_tensors(self) -> dict[str, Tensor]:
         """Return parameters, then buffers, persistent or not, by full names."""
-        return {name: getattr(owner, key) for name, owner, key in (*self._slots.parameters, *self._slots.buffers)}
+        buffers = ((name, _held(owner._buffers, owner, key)) for name, owner, key in self._slots.buffers)
+        return {**dict(self.named_stage_parameters()), **dict(buffers)}
+
+
+def _held(register: Mapping[str, Any], owner: nn.Module, key: str) -> Any:
+    """Return a module's tensor from its register, which is quicker to ask than the module."""
+    tensor = register.get(key)
+    return getattr(owner, key) if tensor is None else tensor
 
 
 class TensorIndex(msgspec.Struct, frozen=True):

@@ -38,7 +38,9 @@ def make_context(swarm: Swarm) -> PipelineContext:
 
 def make_run(context: PipelineContext, x: torch.Tensor, index: int = 0) -> MicrobatchRun:
     extras: list[dict[str, Any]] = [{} for _ in context.routers]
-    microbatch = Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=MODE, weight=1.0)
+    microbatch = Microbatch(
+        key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, modes=[MODE] * len(extras), weight=1.0
+    )
     return MicrobatchRun(context, microbatch)
 
 

@@ -60,7 +60,9 @@ class Route:
         extras: list[dict[str, Any]] = [{} for _ in self.context.routers]
         return MicrobatchRun(
             self.context,
-            Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=mode, weight=1.0),
+            Microbatch(
+                key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, modes=[mode] * len(extras), weight=1.0
+            ),
         )
 
     async def through(self, index: int) -> torch.Tensor:

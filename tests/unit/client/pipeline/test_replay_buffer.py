@@ -20,7 +20,7 @@ NUM_BYTES = 2 * rows(0).nbytes
 
 def copy(name: CallKey, *inputs: Any, extras: dict[str, Any] | None = None, gradients: Any = None) -> ReplayCopy:
     microbatch = Microbatch(
-        key=name, num_rows=2, inputs=inputs or (rows(1),), extras=[extras or {}, {}], mode=MODE, weight=0.5
+        key=name, num_rows=2, inputs=inputs or (rows(1),), extras=[extras or {}, {}], modes=[MODE, MODE], weight=0.5
     )
     return ReplayCopy(microbatch=microbatch, gradients=[rows(2)] if gradients is None else gradients, route=ROUTE)
 
