@@ -241,13 +241,12 @@ class Session:
         self.pipeline.end_batch()
         return closing
 
-    def catch_up_delayed(self) -> None:
-        """Between two batches, with delayed steps: apply the record that came within the last one."""
+    def follow_records(self) -> None:
+        """Between two batches: compute with the weights of the records that came, which nobody here waited for."""
         imminent = self._steps.generation.imminent
         if imminent is not None:
             self._runtime.run(self._steps.wait_for_record(imminent))
-        if self.delays:
-            self._follow_version()
+        self._follow_version()
 
     def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has; its total weight is `window`, or what adds up."""
@@ -278,7 +277,7 @@ class Session:
         if self.pipeline.batch is not None:
             self.catch_up()
         else:
-            self.catch_up_delayed()
+            self.follow_records()
 
     def _follow_version(self) -> None:
         """Compute with the newest weights: records may have come."""

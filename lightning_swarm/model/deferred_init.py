@@ -19,6 +19,7 @@ from lightning_swarm.core.readable import few
 from lightning_swarm.model.init_record import InitRecord, StorageView
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
+from lightning_swarm.model.unsaved_buffers import unsaved_buffers
 
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
@@ -46,7 +47,7 @@ class InitialWeights:
             has_values = isinstance(value, Tensor) and not value.is_meta
             return self._record.stand_in(value, lambda: value) if has_values else value
 
-        state_dict = module.state_dict()
+        state_dict = {**module.state_dict(), **unsaved_buffers(module)}
         on_meta = {name for name, value in state_dict.items() if isinstance(value, Tensor) and value.is_meta}
         self._trained = None
         with self.recording(device) if on_meta else contextlib.nullcontext():

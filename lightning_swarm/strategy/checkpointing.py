@@ -23,9 +23,11 @@ from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
+from lightning_swarm.model.unsaved_buffers import restore_buffers, unsaved_buffers
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.framework import FRAMEWORKS, callbacks_named
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
+from lightning_swarm.strategy.rollback.loop_state import UNSAVED
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 if TYPE_CHECKING:
@@ -202,10 +204,11 @@ class Checkpoints:
             return {}  # the lead saves, and keeps weights
         with strategy.paused_access():
             own: dict[str, Any] = module.state_dict()
+            unsaved = unsaved_buffers(module)
         states = strategy._rollback.states
         if states is not None and states.taking:
             written = strategy._access.pending if strategy._access is not None else {}
-            return states.without_weights(own, model_state.first_names(module), written)
+            return states.without_weights(own, unsaved, model_state.first_names(module), written)
         if strategy._weights is None:
             return own
         if self._is_sharded:
@@ -306,9 +309,10 @@ class Checkpoints:
             return  # the lead hands them out
         restore_boundary(module, checkpoint["state_dict"])
         if strategy._session is None:  # the run is still to begin, with these weights
-            weights = checkpoint["state_dict"]
-            with strategy._initial_weights.restoring(module, weights, strategy.root_device) as state:
-                default({**checkpoint, "state_dict": state})
+            weights, unsaved = checkpoint["state_dict"], checkpoint.get(UNSAVED, {})
+            with strategy._initial_weights.restoring(module, {**weights, **unsaved}, strategy.root_device) as state:
+                default({**checkpoint, "state_dict": {name: state[name] for name in weights}})
+                restore_buffers(module, {name: state[name] for name in unsaved})
             return
         checks.check_in_memory(module, "weights are loaded in the middle of a run")
         if strategy._session.is_shared:

@@ -322,10 +322,11 @@ class SwarmOptimization:
         if self._ends_step(close=closing):
             self._step()
         else:
-            self._session.catch_up_delayed()
+            self._session.follow_records()
         if self._counters.ends_epoch:
             self._catch_up()
         self._count_others()
+        self._session.follow_records()
 
     def _ends_step(self, *, close: bool) -> bool:
         """True if the batch waits for the end of a step that closes with it."""

@@ -97,7 +97,8 @@ class ModuleWeights:
         names, parameter_names = self._saved_names, self._parameter_names
 
         def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
-            return optimizer_state.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
+            with self._access.paused():
+                return optimizer_state.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
 
         def write(folder: Path) -> list[WrittenValue]:
             session.hold_still()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.core.errors import PeerError, StepError
@@ -170,6 +170,47 @@ def test_the_only_server_of_a_stage_dies(at: int) -> None:
     assert killing.steps == [*range(at + 1), *range(back, STEPS)], "callbacks see steps again from the snapshot's on"
     assert stages_of(fit) == {"peer-0": (0, 1)}, "the survivor holds both"
     assert_same(fit, killing, plain())
+
+
+class Scaled(nn.Module):
+    """Scales by a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heat", torch.ones(()), persistent=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = x * self.heat
+        return scaled
+
+
+class Annealed(DigitsMLP):
+    """Anneals such buffers, in a block and beside the pipeline, by what they were before."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(optimizer="adamw"))
+        self.net.insert(3, Scaled())
+        self.register_buffer("shift", torch.zeros(()), persistent=False)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[3].heat.mul_(0.9)  # type: ignore[operator, union-attr]
+        self.shift += 0.1
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] + self.shift, batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_buffers_that_no_state_dict_holds_go_back_too(at: int) -> None:
+    killing = Killing([at], [[1]])
+    fit = Fit(killing, Annealed)
+    assert killing.num_killed == 1
+    assert len(fit.went_back_to()) == 1
+    assert_same(fit, killing, plain(Annealed))
+    assert fit.module.net[3].heat.item() == pytest.approx(0.9**STEPS)  # type: ignore[operator, union-attr]
 
 
 class TiedGPT(TinyGPTWithLosses):

@@ -412,7 +412,7 @@ def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> N
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_batch_without_a_loss_counts_nowhere_though_its_backward_ran() -> None:
-    """What was added of it is discarded, and what stood in the same sums is replayed."""
+    """Only the backward that Lightning runs adds to a step, so there is nothing to discard."""
 
     class Undecided(DigitsMLP):
         def __init__(self, seen: Seen) -> None:
@@ -432,9 +432,7 @@ def test_a_batch_without_a_loss_counts_nowhere_though_its_backward_ran() -> None
     trainers.assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
     assert len(seen.withdrawn) > 2
     assert not seen.withdrawn & {place for places in seen.steps for place in places}
-    events = [event.kind for peer in seen.peers for event in peer.events.newest]
-    assert "discard" in events
-    assert "replay" in events
+    assert not [event for peer in seen.peers for event in peer.events.newest if event.kind in ("discard", "replay")]
 
 
 class KillAll(L.Callback):

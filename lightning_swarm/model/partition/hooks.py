@@ -7,7 +7,9 @@ import dis
 import functools
 import inspect
 import itertools
-from collections import OrderedDict
+import logging
+import queue
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final
@@ -26,6 +28,12 @@ OBSERVED: Final = "observed calls"
 
 _OWN: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm")
 _GIVING_NONE: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
+_CONTAINERS: Final = (set, dict, list, deque, queue.Queue, queue.SimpleQueue, logging.Logger)
+_OF_CONTAINERS: Final = {
+    *("add", "discard", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "put", "put_nowait"),
+    *("log", "debug", "info", "warning", "error", "exception", "critical"),
+}
+"""Methods of those that return None. Tensors have some of the same names, so the object counts, too."""
 _REMEDY: Final = "Return what it is for from the block."
 
 
@@ -54,7 +62,33 @@ def observes(hook: Any) -> bool:
         for before, after in pairs
     ) or any(one.opname == "RETURN_CONST" and one.argval is not None for one in code)
     keeps = any(one.opname in ("STORE_ATTR", "STORE_GLOBAL") for one in code)
-    return not returns_value or keeps or not _GIVING_NONE.isdisjoint(function.__code__.co_names)
+    return not returns_value or keeps or not _GIVING_NONE.isdisjoint(function.__code__.co_names) or _notes(hook, code)
+
+
+def _notes(hook: Any, code: Sequence[dis.Instruction]) -> bool:
+    """Return whether code calls a method of a container or a logger that it finds, or only prints."""
+    function = getattr(hook, "__func__", hook)
+    if not isinstance(function, FunctionType):
+        return False
+    found = inspect.getclosurevars(function)
+    known = {**found.builtins, **found.globals, **found.nonlocals}
+    owner = getattr(hook, "__self__", None)
+    if owner is not None:
+        known[function.__code__.co_varnames[0]] = owner
+    at: Any = None
+    for one in code:
+        if one.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")):
+            at = known.get(one.argval)
+            if at is print and function.__name__ == "<lambda>":
+                return True
+        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if isinstance(at, _CONTAINERS) and one.argval in _OF_CONTAINERS:
+                return True
+            at = inspect.getattr_static(at, one.argval, None)
+            at = None if isinstance(at, property) else at
+        elif one.opname not in ("PUSH_NULL", "CACHE", "PRECALL"):
+            at = None
+    return False
 
 
 def _of_user(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:

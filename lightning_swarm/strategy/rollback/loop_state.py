@@ -29,6 +29,9 @@ from lightning_swarm.strategy.rollback.data_position import BatchPosition
 _log = logging.getLogger(__name__)
 
 _SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+UNSAVED: Final = "unsaved_buffers"
+"""Entry of a checkpoint: the buffers that no state dict holds, which a run that goes on needs, too."""
+
 _LOGGING: Final = ("_first_loop_iter", "_current_fx")  # by which Lightning knows that an epoch's averages begin anew
 
 
@@ -93,6 +96,7 @@ class LoopStates:
         self._is_lead = is_lead
         self._kept: Sequence[ResumePoint] = ()  # replaced, not changed: the swarm's event loop reads it
         self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # while a state is taken, by their `id`
+        self._unsaved: dict[str, Any] = {}
         self._warned = False
 
     @property
@@ -134,7 +138,7 @@ class LoopStates:
     def save(self, version: int, completed: Collection[int], position: BatchPosition, pending: Pending) -> None:
         """Keep the state of the loop, which is between two batches and has counted to `version`."""
         # Nothing of it comes from the servers: hooks that work on weights find tensors without values.
-        self._stand_ins = {}
+        self._stand_ins, self._unsaved = {}, {}
         try:
             state = self._take(position, pending)
             # Without a grant for a batch since then, the state before is the same, but older.
@@ -158,6 +162,7 @@ class LoopStates:
         module = trainer.lightning_module
         with torch.no_grad():
             dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        dumped[UNSAVED] = self._unsaved
         memo = {key: gap for key, (_, gap) in self._stand_ins.items()}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         kept = copy.deepcopy(dumped, dict(memo))
@@ -184,12 +189,22 @@ class LoopStates:
         )
 
     def without_weights(
-        self, own: dict[str, Any], names: Mapping[str, str], written: Mapping[str, Tensor]
+        self,
+        own: dict[str, Any],
+        unsaved: Mapping[str, Tensor],
+        names: Mapping[str, str],
+        written: Mapping[str, Tensor],
     ) -> dict[str, Any]:
         """The module's state dict with gaps; `names` are the first name of each tensor by all of its names.
 
-        What user code has `written`, the servers may not have: it is kept with the loop.
+        What user code has `written`, the servers may not have: it is kept with the loop. So are `unsaved` buffers.
         """
+        self._unsaved = self._with_gaps(unsaved, names, written)
+        return self._with_gaps(own, names, written)
+
+    def _with_gaps(
+        self, own: Mapping[str, Any], names: Mapping[str, str], written: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
         assert self._stand_ins is not None
         state = dict(own)
         for name, tensor in own.items():
