@@ -10,7 +10,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Final
 
@@ -61,6 +61,7 @@ def leaving_on_signals(leave: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_OLDEST: Final = 2  # generation of the garbage collector
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
 _ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads other than the main one get memory in such pieces
 # The largest mmap threshold that glibc before 2.35 takes, and the largest that any version sets by itself.
@@ -72,12 +73,8 @@ class ProcessSettings:
     """Changes how this process collects garbage and, with `keeps_memory`, frees memory, until `close`."""
 
     def __init__(self, *, keeps_memory: bool) -> None:
-        self._froze = gc.get_freeze_count() == 0  # else other code manages this
-        if self._froze:
-            # To go through everything that torch and others brought would stop every thread for a third of a second,
-            # and each peer that waits for this one.
-            gc.collect()  # do not keep what is garbage already
-            gc.freeze()
+        self._froze = False
+        gc.callbacks.append(self._freeze)
         # The kernel would clear each page before it hands it out again: a step needs the memory of the step before.
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None
         if not self._keep(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
@@ -85,11 +82,20 @@ class ProcessSettings:
 
     def close(self) -> None:
         """Undo the changes, and give free memory back."""
+        gc.callbacks.remove(self._freeze)
         if self._froze:
             gc.unfreeze()
         # The thresholds that glibc sets by itself once something large is freed, and its default pad.
         if self._libc is not None and self._keep(_OLD_MAX_BYTES, 2 * _OLD_MAX_BYTES, 128 << 10):
             self._libc.malloc_trim(0)
+
+    # To go through everything that torch and others brought stops every thread for a third of a second, and each peer
+    # that waits for this one. What the first such collection of a run leaves is no garbage: none goes through it again.
+    def _freeze(self, phase: str, info: Mapping[str, int]) -> None:
+        is_full = phase == "stop" and info["generation"] == _OLDEST
+        if is_full and gc.get_freeze_count() == 0:  # else other code manages this
+            self._froze = True
+            gc.freeze()
 
     def _keep(self, mmap_bytes: int, trim_bytes: int, pad_bytes: int) -> bool:
         """Set glibc's thresholds, and return whether it accepts them."""

@@ -262,6 +262,7 @@ class GradientSums:
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),
                     tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
+                    tensors=stage.fingerprints() if request.each_tensor else UNSET,
                 )
             )
         return reports, stale

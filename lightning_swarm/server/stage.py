@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ProtocolError, TicketGone
 from lightning_swarm.core.moving_average import MovingAverage
-from lightning_swarm.model.fingerprint import Fingerprint
+from lightning_swarm.model.fingerprint import Fingerprint, fingerprint
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.protocol import serialization
@@ -303,6 +303,13 @@ class Stage:
         """The fingerprint of weights, buffers and optimizer state at this version."""
         before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
+
+    def fingerprints(self) -> dict[str, int]:
+        """A fingerprint of each weight and buffer, and of each parameter's optimizer state."""
+        held = {name: [tensor] for name, tensor in self.module.named_stage_tensors().items()}
+        state = {f"optimizer state of {name}": own for name, own in self.optimizer.state().items()}
+        held.update((name, serialization.flatten(own)[1]) for name, own in state.items())
+        return {name: fingerprint(tensors) for name, tensors in held.items()}
 
     def look_ahead(self) -> bool:
         """Take a piece of the fingerprint after a step, while idle; returns whether more is left."""

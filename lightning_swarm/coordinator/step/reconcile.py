@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_swarm.coordinator.step.replay_plan import (
     named_receipts,
     plan_replays,
     read_ledger,
+    replicas_differ,
     reported_loads,
     touched_parameters,
     version_hash,
@@ -241,6 +243,8 @@ class SumReconciliation:
                 continue
             self._outage.stage_found(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
+            if replicas_differ(ledgers):
+                ledgers = await self._with_each_tensor(ledgers)
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
             plan = self._plan(ledgers)
@@ -263,6 +267,7 @@ class SumReconciliation:
         named: list[NamedReceipts] | None = None,
         struck: list[int] | None = None,
         expected: Closing | None = None,
+        each_tensor: bool = False,
     ) -> FreezeRequest:
         return FreezeRequest(
             generation=self._generation,
@@ -272,6 +277,7 @@ class SumReconciliation:
             struck=struck,
             joining=self._joining(),
             expected=expected,
+            each_tensor=each_tensor,
         )
 
     async def _freeze(self, round_: int) -> Ledgers:
@@ -288,6 +294,20 @@ class SumReconciliation:
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
+
+    async def _with_each_tensor(self, ledgers: Ledgers) -> Ledgers:
+        """Ask servers again whose replicas differ, for a hash of each tensor; those that do not answer keep theirs."""
+        request = self._request(next(self._rounds), each_tensor=True)
+        replies = await self._servers.freeze(dict.fromkeys(self.step_servers.peers, request))
+        found: Ledgers = []
+        for index, stage in enumerate(ledgers):
+            found.append(dict(stage))
+            for member in stage:
+                reply = replies.get(member.peer_id)
+                if isinstance(reply, FreezeReply):
+                    with contextlib.suppress(SwarmError):
+                        found[-1][member] = read_ledger(reply, member, index)
+        return found
 
     async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
         replies = {}

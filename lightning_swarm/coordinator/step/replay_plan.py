@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.core.errors import StepError
@@ -18,6 +18,8 @@ from lightning_swarm.protocol.messages.calls import Receipt, unpack
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import FreezeReply, NamedReceipts, StageLedger
 from lightning_swarm.protocol.messages.wire import union
+
+_MAX_NAMED: Final = 5
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,25 @@ def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: i
     if len(hashes) != 1:
         raise StepError(
             f"step {step}: the {len(ledgers)} replicas of stage {stage_index} must have equal weights, buffers and "
-            "optimizer state, and have come to differ. Either a block writes to its weights or buffers in its forward "
-            "(`max_norm` of an embedding does), or their servers round differently: have those of a stage on machines "
-            "of one kind, with one build of torch. Have a block change nothing but its output."
+            f"optimizer state, and have come to differ{_in_what(ledgers)}. Either a block writes to its weights or "
+            "buffers in its forward (`max_norm` of an embedding does), or it reads what is not the same on all peers, "
+            "such as a clock, a file or a random generator of its own, or their servers round differently: have those "
+            "of a stage on machines of one kind, with one build of torch. Have a block change nothing but its output."
         )
     return hashes.pop()
+
+
+def _in_what(ledgers: Collection[ServerLedger]) -> str:
+    """Name the tensors that differ, if the servers told a hash of each."""
+    told = [ledger.report.tensors or {} for ledger in ledgers]
+    differing = sorted(name for name in set().union(*told) if len({hashes.get(name) for hashes in told}) > 1)
+    more = f" and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
+    return f" in {', '.join(map(repr, differing[:_MAX_NAMED]))}{more}" if differing else ""
+
+
+def replicas_differ(ledgers: Ledgers) -> bool:
+    """Tell whether a stage's replicas have come to differ."""
+    return any(len({ledger.report.version_hash for ledger in stage.values()}) > 1 for stage in ledgers)
 
 
 def check_tied(ledgers: Ledgers, *, step: int) -> None:

@@ -47,6 +47,7 @@ class FreezeRequest(WireMessage, frozen=True):
     struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
     joining: bool = False  # a server may join with the record: also send hashes of stages with a single replica
     expected: Closing | None = None  # what the sums should be: the server begins to average them at once
+    each_tensor: bool = False  # replicas differ: also send a hash of each tensor, to say in which
 
 
 class FenceRequest(WireMessage, frozen=True):
@@ -90,6 +91,7 @@ class StageLedger(WireMessage, frozen=True):
     queued: NotNegative = 0.0  # waiting jobs, on average
     busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
+    tensors: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of each tensor, if asked for
 
 
 class FreezeReply(WireMessage, frozen=True):

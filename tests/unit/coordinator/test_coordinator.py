@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any
 
 import pytest
@@ -401,7 +402,19 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     swarm.servers[B].steps.sums.ledgers[1]._receipts.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
     stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
-    assert_undecided(swarm, "replicas of stage 1 must have equal weights")
+    name = next(name for name, own in stage.optimizer._stepped.items() if own is stage.trainable[0])
+    assert_undecided(
+        swarm, f"replicas of stage 1 must have equal weights.* to differ in 'optimizer state of {re.escape(name)}'"
+    )
+
+
+def test_weights_that_differ_are_named(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c")
+    name, weight = next(iter(swarm.servers[C].steps.stage(1).module.named_stage_tensors().items()))
+    with torch.no_grad():
+        weight[0] += 1e-6
+    with pytest.raises(StepError, match=rf"have come to differ in '{re.escape(name)}'\. "):
+        swarm.run(swarm.step(rows(1), rows(2)))
 
 
 def test_a_replica_that_says_no_hash_of_its_weights_fails_the_step(
