@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -20,7 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.network import Transport
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.role import Role
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.compression import Codecs
@@ -66,7 +67,7 @@ class TrainerRole:
             stages=[stage for stage in stages if not stage.spec.on_trainers],
             shared=self._config.shared,
             microbatch_size=run.manifest.settings.microbatch_size,
-            num_microbatches=_num_microbatches([len(router.peers) for router in context.routers]),
+            num_microbatches=partial(_num_microbatches, context.routers, self._transport.peer_id),
             max_in_flight=self._config.limits.max_in_flight,
             device=device,
             codecs=Codecs.of(run.manifest.settings.compression),
@@ -126,7 +127,8 @@ class TrainerRole:
         self._copies.close()
 
 
-def _num_microbatches(num_servers: Sequence[int]) -> int:
-    widest = max(num_servers)
-    alone = widest == len(num_servers) == 1
-    return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(num_servers), widest)
+def _num_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
+    """Return how many microbatches keep all servers busy: one, where all is computed one after the other."""
+    widest = max(len(router.peers) for router in routers)
+    alone = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))
+    return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(routers), widest)

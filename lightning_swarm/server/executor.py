@@ -187,6 +187,7 @@ class ThreadExecutor(Executor):
                 loop.call_soon_threadsafe(_finish, job.future, result, error, busy_s)
             except RuntimeError:  # the loop was closed meanwhile: nobody waits for the result any more
                 return
+            del job, result, error, loop  # what they refer to shall not live until the next job
 
 
 def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:

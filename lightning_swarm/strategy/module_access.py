@@ -176,6 +176,13 @@ class ModuleAccess:
                 if not same(self._own[name], before)
             }
 
+    def _forget_unwritten(self, written: Collection[str]) -> None:
+        """Compare no more, step after step, what was used and not written. A further use is noticed again."""
+        if self._before.keys() - written:
+            with self.paused():
+                kept = {*written, *aliased(self._own)}
+            self._before = {name: before for name, before in self._before.items() if name in kept}
+
     def carry(self, *, pending_samples: int) -> None:
         """Have the servers go on with what user code wrote, from the step on that begins."""
         session, local = self._session, self._session.local_layers
@@ -184,6 +191,7 @@ class ModuleAccess:
         written = self.pending
         if self._lent and not written:
             self._take_back()
+        self._forget_unwritten(written)
         if not written:
             return
         if pending_samples:

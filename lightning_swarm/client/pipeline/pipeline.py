@@ -74,7 +74,7 @@ class PipelineConfig:
     stages: Sequence[StageModule]  # of this trainer's copy of the model, without the layers that trainers compute
     shared: tuple[str, ...]  # names of extras that go whole to every microbatch
     microbatch_size: int | None  # in rows; None: each batch is cut in `num_microbatches` parts
-    num_microbatches: int
+    num_microbatches: Callable[[], int]  # as many as the servers of the open step need
     max_in_flight: int  # microbatches under way at once
     device: torch.device  # of the trainer's tensors
     codecs: Codecs = PLAIN  # by which tensors travel
@@ -228,7 +228,7 @@ class Pipeline:
 
     def microbatch_size(self, rows: int) -> int:
         """Return the rows of a microbatch for a batch of `rows`."""
-        return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
+        return self.config.microbatch_size or -(-rows // self.config.num_microbatches())
 
     def microbatch_run(
         self, key: CallKey, structure: serialization.Structure, part: MicrobatchInput, modes: Sequence[ComputeMode]
