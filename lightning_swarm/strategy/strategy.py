@@ -69,7 +69,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         boundary: Layers to insert where the model is cut, so that fewer features travel; they are trained with the
             model. `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers already is cut at them.
         microbatch_size: Samples per microbatch, the unit that is routed through the pipeline. None: each batch is cut
-            into enough microbatches to keep the stages busy. Run-wide.
+            into enough microbatches to keep the stages busy, and not at all while this peer's server has all stages
+            alone. Run-wide.
         shared: Names of keyword arguments of the pipelined module that every microbatch gets whole.
         target_batch_size: Samples per optimizer step, independent of the size of a batch. None: steps are counted as
             Lightning does, with `accumulate_grad_batches`.
