@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.attribute_values import Comparison, fits, is_plain, kept, packed, same, unpacked
 from lightning_swarm.model.module_contents import Contents
+from lightning_swarm.model.outside_values import OutsideValues
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates
@@ -202,6 +203,7 @@ class TrainerStates:
         self._changes = _Changes(self._modules)
         self._titles = {one.title: one for one in self._modules}
         self._contents = Contents((one.title, *item) for one in self._modules for item in _attributes(one.own))
+        self._outside = OutsideValues((one.title, one.module) for one in self._modules)
         kinds = {one for watched in self._modules for one in _classes(type(watched.module))}
         values = {kind: {k: v for k, v in _attributes(vars(kind)) if is_plain(v)} for kind in kinds}
         kinds = {kind for kind in kinds if values[kind]}
@@ -212,6 +214,7 @@ class TrainerStates:
 
     def read(self) -> tuple[bool, ModuleStates | None]:
         """Return whether the stage is in train mode, any part of it, and what differs; refuse what cannot travel."""
+        self._outside.check()
         for title, name, value in self._contents.changed():
             one, attribute = self._titles[title], name.partition(".")[0]
             # An attribute that was set anew is compared below.

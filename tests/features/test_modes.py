@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
@@ -56,3 +56,33 @@ class Replaced(Frozen):
 def test_replaced_modules() -> None:
     with pytest.raises(ConfigError, match="blocks must stay what they are during a run"):
         run_swarm(Replaced, loader(digits()), max_steps=STEPS)
+
+
+HEAT = [1.0]
+
+
+class Heated(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x * HEAT[0]
+
+
+class GlobalHeat(Frozen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, Heated())
+        HEAT[0] = 1.0
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        HEAT[0] = 0.9**batch_idx
+
+
+@feature(
+    "globals, variables around functions and other objects that blocks read, when they change during `fit`",
+    REFUSED,
+    "other peers have their own: give it to the block as an argument, or keep it as one of its attributes",
+)
+def test_globals_that_blocks_read() -> None:
+    with pytest.raises(ConfigError, match=r"`HEAT`, a global of .*test_modes that the code of '2' reads"):
+        run_swarm(GlobalHeat, loader(digits()), max_steps=STEPS)

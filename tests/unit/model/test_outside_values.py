@@ -1,0 +1,188 @@
+"""What the code of blocks reads elsewhere, and changes of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.outside_values import OutsideValues
+
+HEAT: list[float] = [1.0]
+FACTOR = 1.0
+CALLS = 0
+
+
+class Settings:
+    heat = 1.0
+
+    def __init__(self) -> None:
+        self.mode = "soft"
+
+
+SETTINGS = Settings()
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = 1.0
+        self.unread = 1.0
+
+
+class ByList(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x * HEAT[0]
+
+
+class ByFunction(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+class ByObject(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x if SETTINGS.mode == "soft" else x * Settings.heat
+
+
+class ByClass(nn.Module):
+    rate = 1.0
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x * type(self).rate
+
+
+class ByReference(nn.Module):
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.owner = owner
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        owner = self.owner() if isinstance(self.owner, weakref.ref) else self.owner[0]
+        heated: Tensor = x * owner.heat
+        return heated
+
+
+class ByVariable(nn.Module):
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = scale
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x)
+
+
+class Counting(nn.Module):
+    """Sets a global itself, as libraries do to warn once."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS  # noqa: PLW0603
+        CALLS += 1
+        return x + 0.0 * np.pi
+
+
+def around() -> tuple[nn.Module, Callable[[float], None]]:
+    heat = 1.0
+
+    def change(value: float) -> None:
+        nonlocal heat
+        heat = value
+
+    return ByVariable(lambda x: x * heat), change
+
+
+def set_global(value: float) -> None:
+    globals()["FACTOR"] = value
+
+
+def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
+    owner, other = Owner(), Owner()
+    by_variable, change = around()
+    return {
+        "a list": (ByList(), lambda value: HEAT.__setitem__(0, value), "`HEAT`, a global of"),
+        "a function's global": (ByFunction(), set_global, "`FACTOR`, a global of"),
+        "an object": (
+            ByObject(),
+            lambda value: setattr(SETTINGS, "mode", str(value)),
+            "`mode`, an attribute of Settings",
+        ),
+        "a class": (ByObject(), lambda value: setattr(Settings, "heat", value), "`heat`, an attribute of Settings"),
+        "its own class": (ByClass(), lambda value: setattr(ByClass, "rate", value), "`rate`, an attribute of class"),
+        "a module in a list": (ByReference([owner]), lambda value: setattr(owner, "heat", value), "attribute of Owner"),
+        "a weak reference": (
+            ByReference(weakref.ref(other)),
+            lambda value: setattr(other, "heat", value),
+            "`heat`, an attribute of Owner",
+        ),
+        "a variable": (by_variable, change, "`heat`, a variable around"),
+    }
+
+
+@pytest.mark.parametrize("case", cases())
+def test_a_change_is_refused(case: str) -> None:
+    module, change, message = cases()[case]
+    change(1.0)
+    values = OutsideValues([("net.0", module)])
+    values.check()
+    change(2.0)
+    with pytest.raises(ConfigError, match=message):
+        values.check()
+    change(1.0)
+
+
+def test_what_is_not_read_may_change() -> None:
+    owner = Owner()
+    values = OutsideValues([("a", ByReference([owner])), ("b", Counting()), ("c", nn.Linear(2, 2))])
+    owner.unread, owner.training = 2.0, False
+    Counting()(torch.zeros(1))
+    values.check()
+
+
+@pytest.mark.parametrize("tensor", [nn.Parameter(torch.ones(1)), None])
+def test_a_tensor_outside_of_the_block_is_refused(tensor: nn.Parameter | None) -> None:
+    owner = Owner()
+    del owner.heat
+    if tensor is None:
+        owner.register_buffer("heat", torch.ones(1))
+    else:
+        owner.heat = tensor  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the code of 'net\.0' reads \['heat'\] of Owner, which is not in the block"):
+        OutsideValues([("net.0", ByReference([owner]))])
+
+
+def test_the_trainers_state_is_refused() -> None:
+    class Module(nn.Module):
+        _trainer = None
+
+    class Block(nn.Module):
+        def __init__(self, owner: nn.Module) -> None:
+            super().__init__()
+            self.owner = [owner]
+
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            stepped: Tensor = x * self.owner[0].global_step  # type: ignore[operator]
+            return stepped
+
+    owner = Module()
+    vars(owner)["_trainer"] = None
+    with pytest.raises(ConfigError, match=r"reads \['global_step'\] of Module"):
+        OutsideValues([("net.0", Block(owner))])
