@@ -9,6 +9,7 @@ import dis
 import functools
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -29,6 +30,8 @@ _LIBRARIES: Final = {
 }
 _OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
 _HOLDERS: Final = (list, tuple, dict, set)
+_KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
+_FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
 _MAX_DEPTH: Final = 4  # of functions that call each other
 
 _NOTHING: Final = object()
@@ -61,23 +64,30 @@ class _Cells:
 class _Reads:
     """The names that a function reads, and those inside of it."""
 
-    globals: frozenset[str]  # and those that it sets are its own affair
+    globals: frozenset[str]  # what it sets itself is left out, here and below
     attributes: frozenset[str]
     a_class: bool
+    fills_containers: bool  # such as a cache: then they are left out, too
 
 
 @functools.lru_cache(4096)
 def _reads(code: CodeType) -> _Reads:
-    globals_, stored, attributes = set(), set(), set()
+    names: defaultdict[str, set[Any]] = defaultdict(set)
     for part in _nested(code):
+        before = ""
         for one in dis.get_instructions(part):
-            if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                globals_.add(one.argval)
-            elif one.opname in ("STORE_GLOBAL", "STORE_NAME"):
-                stored.add(one.argval)
-            elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                attributes.add(one.argval)
-    return _Reads(frozenset(globals_ - stored), frozenset(attributes), "type" in globals_ or "__class__" in attributes)
+            kind = _KINDS.get(one.opname, one.opname)
+            names[kind].add(one.argval)
+            if kind == "LOAD_ATTR" and one.argval in _FILLING and before in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR"):
+                names["STORE_SUBSCR"].add(one.argval)
+            before = kind
+    globals_, attributes = names["LOAD_GLOBAL"] - names["STORE_GLOBAL"], names["LOAD_ATTR"] - names["STORE_ATTR"]
+    return _Reads(
+        globals=frozenset(globals_),
+        attributes=frozenset(attributes),
+        a_class="type" in globals_ or "__class__" in attributes,
+        fills_containers="STORE_SUBSCR" in names,
+    )
 
 
 def _around(function: FunctionType) -> dict[str, CellType]:
@@ -92,8 +102,9 @@ class OutsideValues:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Note the values, by the modules' titles; refuse what other peers cannot have."""
         found: dict[tuple[int, str], _Source] = {}
-        for title, module in modules:
-            for source in _sources(title, module):
+        held = {id(module): (title, module) for title, module in modules}
+        for title, module in held.values():
+            for source in _sources(title, module, held):
                 found.setdefault((id(source.values), ",".join(sorted(source.first))), source)
         self._sources = [source for source in found.values() if source.first]
         self._comparison = Comparison([one.values for one in self._sources], [one.first for one in self._sources])
@@ -112,7 +123,7 @@ class OutsideValues:
                     )
 
 
-def _sources(title: str, module: nn.Module) -> Iterator[_Source]:
+def _sources(title: str, module: nn.Module, held: Collection[int]) -> Iterator[_Source]:
     functions = _functions(module)
     reads = [_reads(function.__code__) for function in functions]
     names = frozenset().union(*(one.attributes for one in reads))
@@ -123,17 +134,24 @@ def _sources(title: str, module: nn.Module) -> Iterator[_Source]:
     for name, value in vars(module).items():
         if name not in OF_TORCH:
             for item in _referred(value):
-                yield from _of_object(title, module, item, names)
+                if id(item) not in held:
+                    yield from _of_object(title, module, item, names)
     for function, read in zip(functions, reads, strict=True):
         own, cells = function.__globals__, _around(function)
-        globals_ = {name: own[name] for name in read.globals if name in own}
+        globals_ = {name: own[name] for name in read.globals if name in own and _is_left_alone(own[name], read)}
         yield _Source(title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
-        around = {name: _Cells(cells)[name] for name in cells}
+        around = {name: value for name in cells if _is_left_alone(value := _Cells(cells)[name], read)}
         if around:
             yield _Source(title, f"a variable around `{function.__qualname__}`", _Cells(cells), _plain(around))
         for item in (*globals_.values(), *around.values()):
             for value in (item, *_referred(item)):
-                yield from _of_object(title, module, value, read.attributes)
+                if id(value) not in held:
+                    yield from _of_object(title, module, value, read.attributes)
+
+
+def _is_left_alone(value: Any, read: _Reads) -> bool:
+    """Tell whether code only reads a value. A container that it may fill itself, such as a cache, is its own affair."""
+    return not (read.fills_containers and isinstance(value, _HOLDERS))
 
 
 def _of_object(title: str, module: nn.Module, value: Any, names: Collection[str]) -> Iterator[_Source]:

@@ -148,12 +148,49 @@ def test_a_change_is_refused(case: str) -> None:
     change(1.0)
 
 
+MASKS: dict[int, Tensor] = {}
+SIZES: list[int] = []
+
+
+class Caching(nn.Module):
+    """Fills containers that all modules share."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in MASKS:
+            MASKS[len(x)] = torch.ones(len(x))
+            SIZES.append(len(x))
+            SETTINGS.newest = len(x)  # type: ignore[attr-defined]
+        return x * MASKS[len(x)]
+
+
 def test_what_is_not_read_may_change() -> None:
     owner = Owner()
-    values = OutsideValues([("a", ByReference([owner])), ("b", Counting()), ("c", nn.Linear(2, 2))])
+    values = OutsideValues(
+        [("a", ByReference([owner])), ("b", Counting()), ("c", nn.Linear(2, 2)), ("d", Caching()), ("e", ByObject())]
+    )
     owner.unread, owner.training = 2.0, False
     Counting()(torch.zeros(1))
+    Caching()(torch.zeros(3))
+    assert MASKS
+    assert SIZES
     values.check()
+
+
+def test_a_module_of_the_same_stage_may_be_referred_to() -> None:
+    class Tied(nn.Module):
+        def __init__(self, other: nn.Linear) -> None:
+            super().__init__()
+            self.other = (other,)
+
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.other[0].weight
+
+    linear = nn.Linear(2, 2)
+    OutsideValues([("a", linear), ("b", Tied(linear))]).check()
+    with pytest.raises(ConfigError, match=r"the code of 'b' reads \['weight'\] of Linear"):
+        OutsideValues([("b", Tied(linear))])
 
 
 @pytest.mark.parametrize("tensor", [nn.Parameter(torch.ones(1)), None])
