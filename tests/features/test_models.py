@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
@@ -218,6 +219,27 @@ class Centred(DigitsMLP):
 def test_mixed_rows() -> None:
     with pytest.raises(ConfigError, match="each sample of a batch by itself"):
         run_swarm(Centred, loader(digits()), max_steps=2)
+
+
+class Chance(DigitsMLP):
+    class Scale(nn.Module):
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            return x * random.random()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(self.Scale())
+
+
+@feature(
+    "random numbers in blocks that are not torch's (`random`, `numpy.random`), clocks and counters",
+    REFUSED,
+    "at the first batch that is cut: draw them from torch",
+)
+def test_other_random_numbers() -> None:
+    with pytest.raises(ConfigError, match="give equal rows equal outputs"):
+        run_swarm(Chance, loader(digits()), max_steps=2)
 
 
 class Kept(DigitsMLP):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 Blocks = Callable[[Tensor, bool], Any]
 
 ROWS, SIZE = 12, 3
+COUNTER = itertools.count(1)
 BATCH = torch.randn(ROWS, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 TRAIN = ComputeMode(training=True, grad=True)
 
@@ -75,6 +79,21 @@ MIXING: dict[str, Blocks] = {
 @pytest.mark.parametrize("blocks", MIXING.values(), ids=MIXING.keys())
 def test_mixed_rows_are_refused(blocks: Blocks) -> None:
     with pytest.raises(ConfigError, match=r"each sample of a batch by itself.*microbatch_size"):
+        check(blocks)
+
+
+REPEATED: dict[str, Blocks] = {
+    "Python's random numbers": lambda x, _: x * random.random(),
+    "NumPy's random numbers, beside torch's": lambda x, training: (
+        nn.functional.dropout(x, 0.2, training) * np.random.rand()  # noqa: NPY002
+    ),
+    "a counter": lambda x, _: x * next(COUNTER),
+}
+
+
+@pytest.mark.parametrize("blocks", REPEATED.values(), ids=REPEATED.keys())
+def test_what_differs_when_it_is_repeated_is_refused(blocks: Blocks) -> None:
+    with pytest.raises(ConfigError, match=r"give equal rows equal outputs.*Draw random numbers from torch"):
         check(blocks)
 
 
