@@ -22,9 +22,11 @@ BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thre
 @pytest.fixture
 def _nothing_frozen() -> Iterator[None]:
     gc.disable()  # nothing is collected but where a test says so
+    others, gc.callbacks[:] = gc.callbacks[:], []  # of peers that other tests left
     gc.unfreeze()
     yield
     gc.freeze()  # as all tests have it
+    gc.callbacks[:] = others
     gc.enable()
 
 
