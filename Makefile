@@ -85,7 +85,7 @@ docs: $(STAMP) ## build the documentation into runs/docs
 	@$(BIN)/sphinx-build -q -W --keep-going -d $(CACHE)/sphinx docs runs/docs
 
 # Those that are to take less than 20 minutes together.
-BENCHMARKS := decisions throughput streaming allreduce hops steps startup recovery overhead
+BENCHMARKS := decisions throughput streaming allreduce hops steps alone startup recovery overhead
 
 bench: $(STAMP) ## run the benchmarks; one of them: .venv/bin/python -m benchmarks.recovery
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
