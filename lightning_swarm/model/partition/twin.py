@@ -18,7 +18,7 @@ _TENSORS: Final = ("_parameters", "_buffers")
 def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
     """Copy a model and its blocks; parameters and buffers are still the model's own objects."""
     inside = {id(module): module for block in blocks.modules for module in block.modules()}
-    modules = {id(module): module for module in (blocks.root, *model.modules())} | inside
+    modules = {id(module): module for module in (*model.modules(), blocks.root)} | inside
     trainer = getattr(model, "_trainer", None)
     # What blocks and hooks refer to outside of blocks is the user's own, as what they leave there is for the user.
     known: dict[int, Any] = {id(value): value for value in (trainer, *modules.values(), *_tensors(modules.values()))}
