@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_swarm.model.attribute_values import SCALARS, Comparison
 
 _FEW_BYTES: Final = 512  # of tensors and arrays whose values are compared, too
-_NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm", "numpy", "builtins")
 
 
@@ -83,7 +83,7 @@ def _settings(value: Any) -> dict[Any, Any]:
     if isinstance(value, dict):
         return value
     own = getattr(value, "__dict__", None)
-    if isinstance(value, _NO_SETTINGS) or type(own) is not dict:
+    if isinstance(value, NO_SETTINGS) or type(own) is not dict:
         return {}
     home = type(value).__module__.partition(".")[0]
     return {} if home in _LIBRARIES else own

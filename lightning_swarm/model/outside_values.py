@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.attribute_values import SCALARS, Comparison, is_plain, kept
+from lightning_swarm.model.module_contents import NO_SETTINGS
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 
 # Their globals are their own affair, such as whether a warning was shown.
@@ -134,7 +135,8 @@ def _sources(title: str, module: nn.Module, held: Collection[int]) -> Iterator[_
     for name, value in vars(module).items():
         if name not in OF_TORCH:
             for item in _referred(value):
-                if id(item) not in held:
+                # `Contents` watches the settings of an object that an attribute holds itself.
+                if id(item) not in held and (item is not value or isinstance(value, NO_SETTINGS)):
                     yield from _of_object(title, module, item, names)
     for function, read in zip(functions, reads, strict=True):
         own, cells = function.__globals__, _around(function)
@@ -144,7 +146,7 @@ def _sources(title: str, module: nn.Module, held: Collection[int]) -> Iterator[_
         if around:
             yield _Source(title, f"a variable around `{function.__qualname__}`", _Cells(cells), _plain(around))
         for item in (*globals_.values(), *around.values()):
-            for value in (item, *_referred(item)):
+            for value in _referred(item):
                 if id(value) not in held:
                     yield from _of_object(title, module, value, read.attributes)
 
@@ -199,14 +201,14 @@ def _is_comparable(value: Any) -> bool:
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """The objects in a container or behind a weak reference; nothing for anything else but an object itself."""
+    """The objects in a container or behind a weak reference; anything else is what it is."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, _HOLDERS):
         yield from value
     elif isinstance(value, weakref.ref):
         yield value()
-    elif not isinstance(value, (nn.Module, type, ModuleType)) and type(value) not in SCALARS:
+    else:
         yield value
 
 

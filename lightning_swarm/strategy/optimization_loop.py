@@ -326,7 +326,7 @@ class SwarmOptimization:
         if self._counters.ends_epoch:
             self._catch_up()
         self._count_others()
-        self._session.follow_records()
+        self._session.follow_records()  # the next hooks find weights of all steps that are counted
 
     def _ends_step(self, *, close: bool) -> bool:
         """True if the batch waits for the end of a step that closes with it."""

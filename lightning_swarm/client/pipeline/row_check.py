@@ -88,11 +88,12 @@ class RowCheck:
         tolerance = self._tolerance(together, mode)
         if deviation <= tolerance:
             return True
-        (_, once), (_, again), (_, drawn_anew) = self._evaluate([(probes[0], 0), (probes[0], 0), (probes[0], 1)], mode)
-        if _deviation(once, again) > tolerance:
+        # Both draw the same numbers, and others than before.
+        (_, drawn_anew), (_, again) = self._evaluate([(probes[0], 1), (probes[0], 1)], mode)
+        if (change := _deviation(drawn_anew, again)) > tolerance:
             raise ConfigError(
                 "blocks must give equal rows equal outputs, for a microbatch may be computed again on another peer: "
-                f"outputs {_text(_deviation(once, again))} when the same rows were computed twice. Draw random numbers "
+                f"outputs {_text(change)} when the same rows were computed twice. Draw random numbers "
                 "from torch, not from `random` or `numpy.random`, and read no clock, file or counter in a block."
             )
         draws = _deviation(together, drawn_anew) > tolerance

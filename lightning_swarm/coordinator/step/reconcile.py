@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -244,7 +243,9 @@ class SumReconciliation:
             self._outage.stage_found(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
             if replicas_differ(ledgers):
-                ledgers = await self._with_each_tensor(ledgers)
+                # Ask again, to say in which tensors. For a server that does not answer now its first ledger stands.
+                named = await self._freeze(next(self._rounds), each_tensor=True)
+                ledgers = [{**stage, **again} for stage, again in zip(ledgers, named, strict=True)]
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
             plan = self._plan(ledgers)
@@ -280,10 +281,11 @@ class SumReconciliation:
             each_tensor=each_tensor,
         )
 
-    async def _freeze(self, round_: int) -> Ledgers:
+    async def _freeze(self, round_: int, *, each_tensor: bool = False) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
         # If nothing is amiss, servers need not wait for the closing to average. A late step waits for an idle link.
-        request = self._request(round_, expected=None if self._late else self._closing(round_))
+        expected = None if self._late or each_tensor else self._closing(round_)
+        request = self._request(round_, expected=expected, each_tensor=each_tensor)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
         found: Ledgers = [{} for _ in self._run.rosters]
@@ -294,20 +296,6 @@ class SumReconciliation:
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
-
-    async def _with_each_tensor(self, ledgers: Ledgers) -> Ledgers:
-        """Ask servers again whose replicas differ, for a hash of each tensor; those that do not answer keep theirs."""
-        request = self._request(next(self._rounds), each_tensor=True)
-        replies = await self._servers.freeze(dict.fromkeys(self.step_servers.peers, request))
-        found: Ledgers = []
-        for index, stage in enumerate(ledgers):
-            found.append(dict(stage))
-            for member in stage:
-                reply = replies.get(member.peer_id)
-                if isinstance(reply, FreezeReply):
-                    with contextlib.suppress(SwarmError):
-                        found[-1][member] = read_ledger(reply, member, index)
-        return found
 
     async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
         replies = {}

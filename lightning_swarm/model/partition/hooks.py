@@ -62,14 +62,16 @@ def observes(hook: Any) -> bool:
         for before, after in pairs
     ) or any(one.opname == "RETURN_CONST" and one.argval is not None for one in code)
     keeps = any(one.opname in ("STORE_ATTR", "STORE_GLOBAL") for one in code)
-    return not returns_value or keeps or not _GIVING_NONE.isdisjoint(function.__code__.co_names) or _notes(hook, code)
+    return (
+        not returns_value
+        or keeps
+        or not _GIVING_NONE.isdisjoint(function.__code__.co_names)
+        or _notes(hook, function, code)
+    )
 
 
-def _notes(hook: Any, code: Sequence[dis.Instruction]) -> bool:
-    """Return whether code calls a method of a container or a logger that it finds, or only prints."""
-    function = getattr(hook, "__func__", hook)
-    if not isinstance(function, FunctionType):
-        return False
+def _notes(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -> bool:
+    """Return whether a hook's code calls a method of a container or a logger that it finds, or only prints."""
     found = inspect.getclosurevars(function)
     known = {**found.builtins, **found.globals, **found.nonlocals}
     owner = getattr(hook, "__self__", None)

@@ -28,10 +28,10 @@ from lightning_swarm.strategy.rollback.data_position import BatchPosition
 
 _log = logging.getLogger(__name__)
 
-_SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 UNSAVED: Final = "unsaved_buffers"
 """Entry of a checkpoint: the buffers that no state dict holds, which a run that goes on needs, too."""
 
+_SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _LOGGING: Final = ("_first_loop_iter", "_current_fx")  # by which Lightning knows that an epoch's averages begin anew
 
 

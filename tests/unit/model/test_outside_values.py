@@ -113,6 +113,20 @@ def set_global(value: float) -> None:
     globals()["FACTOR"] = value
 
 
+class ByHidden(nn.Module):
+    owner: Owner
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.owner.heat
+
+
+def hidden(owner: Owner) -> ByHidden:
+    block = ByHidden()
+    vars(block)["owner"] = owner  # no submodule
+    return block
+
+
 def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
     owner, other = Owner(), Owner()
     by_variable, change = around()
@@ -127,6 +141,7 @@ def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
         "a class": (ByObject(), lambda value: setattr(Settings, "heat", value), "`heat`, an attribute of Settings"),
         "its own class": (ByClass(), lambda value: setattr(ByClass, "rate", value), "`rate`, an attribute of class"),
         "a module in a list": (ByReference([owner]), lambda value: setattr(owner, "heat", value), "attribute of Owner"),
+        "a hidden module": (hidden(owner), lambda value: setattr(owner, "heat", value), "attribute of Owner"),
         "a weak reference": (
             ByReference(weakref.ref(other)),
             lambda value: setattr(other, "heat", value),
