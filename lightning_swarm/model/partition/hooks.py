@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.partition.stages import Named
 
 HOOKS: Final = "hooks on modules"
@@ -42,7 +43,7 @@ def is_users(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.partition(".")[0] not in _OWN
+    return not is_of(_OWN, home)
 
 
 def observes(hook: Any) -> bool:
