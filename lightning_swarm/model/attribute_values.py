@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from lightning_swarm.core.errors import ProtocolError
 
 SCALARS: Final = frozenset({type(None), bool, int, float, str})
 _SEQUENCES: Final = frozenset({list, tuple})
+_CONTAINERS: Final = _SEQUENCES | {dict, set}
 _MAX_LENGTH: Final = 4096  # of a text or of a sequence
 _MAX_DEPTH: Final = 4
 
@@ -75,8 +77,25 @@ class Comparison:
             return False
 
 
-def kept(value: Any) -> Any:
-    """What a value is compared with later: a copy of a container that may change in place."""
-    if type(value) is list:
-        return [kept(item) for item in value]
-    return value.copy() if type(value) in (dict, set) else value
+def kept(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """What a value is compared with later: a copy of a container that may change in place, and of those in it."""
+    kind = type(value)
+    if not depth or kind not in _CONTAINERS:
+        return value
+    if kind is dict:
+        return {key: kept(item, depth - 1) for key, item in value.items()}
+    return kind(kept(item, depth - 1) for item in value)
+
+
+def is_comparable(value: object) -> bool:
+    """Return whether a value is made of numbers and texts, in containers of limited depth and size."""
+    found = list(islice(_are_scalars(value, _MAX_DEPTH), _MAX_LENGTH + 1))
+    return len(found) <= _MAX_LENGTH and all(found)
+
+
+def _are_scalars(value: Any, depth: int) -> Iterator[bool]:
+    if depth and type(value) in _CONTAINERS:
+        for item in chain(value, value.values()) if type(value) is dict else value:
+            yield from _are_scalars(item, depth - 1)
+    else:
+        yield type(value) in SCALARS

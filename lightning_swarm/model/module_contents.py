@@ -9,10 +9,12 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lightning_swarm.model.attribute_values import SCALARS, Comparison
+from lightning_swarm.core.module_names import is_of
+from lightning_swarm.model.attribute_values import Comparison, is_comparable, kept, same
 
 _FEW_BYTES: Final = 512  # of tensors and arrays whose values are compared, too
 NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_UNSET: Final[tuple[object, ...]] = (None, [], (), {}, set())
 _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm", "numpy", "builtins")
 
 
@@ -40,11 +42,11 @@ class Contents:
         self._objects: list[_Held] = []
         for title, name, value in found:
             settings = _settings(value)
-            # What is None at first may be filled in by a library when a model runs.
+            # What is None or empty at first may be filled in when a model runs.
             first = {
-                key: item
+                key: kept(item)
                 for key, item in settings.items()
-                if item is not None and type(item) in SCALARS and str(key)[:1] != "_"
+                if str(key)[:1] != "_" and is_comparable(item) and item not in _UNSET
             }
             if first:
                 self._objects.append(_Held(title, name, settings, first))
@@ -58,13 +60,9 @@ class Contents:
                 found += [
                     (held.title, f"{held.name}.{key}", held.value.get(key))
                     for key, value in held.first.items()
-                    if key not in held.value or _differs(held.value[key], value)
+                    if key not in held.value or not same(held.value[key], value)
                 ]
         return found
-
-
-def _differs(value: Any, first: Any) -> bool:
-    return value is not first and (type(value) not in SCALARS or bool(value != first))
 
 
 def _array_state(value: Any) -> Any:
@@ -85,5 +83,4 @@ def _settings(value: Any) -> dict[Any, Any]:
     own = getattr(value, "__dict__", None)
     if isinstance(value, NO_SETTINGS) or type(own) is not dict:
         return {}
-    home = type(value).__module__.partition(".")[0]
-    return {} if home in _LIBRARIES else own
+    return {} if is_of(_LIBRARIES, type(value).__module__) else own

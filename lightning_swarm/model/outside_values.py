@@ -5,37 +5,23 @@ Other peers have values of their own there, and hear of no change. So a change i
 
 from __future__ import annotations
 
-import dis
 import functools
-import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.attribute_values import SCALARS, Comparison, is_plain, kept
+from lightning_swarm.model.attribute_values import Comparison, is_comparable, kept
+from lightning_swarm.model.code_reads import Cells, Reads, cells_of, functions_of, is_users, methods_of, reads
 from lightning_swarm.model.module_contents import NO_SETTINGS
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 
-# Their globals are their own affair, such as whether a warning was shown.
-_LIBRARIES: Final = {
-    *sys.stdlib_module_names - {"__main__"},
-    *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_swarm"),
-    *("transformers", "timm", "diffusers", "accelerate", "peft", "bitsandbytes", "einops", "numpy", "scipy"),
-    *("xformers", "flash_attn", "triton", "sklearn"),
-}
 _OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
 _HOLDERS: Final = (list, tuple, dict, set)
-_KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
-_FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
-_MAX_DEPTH: Final = 4  # of functions that call each other
-
-_NOTHING: Final = object()
 
 
 @dataclass(frozen=True)
@@ -48,53 +34,46 @@ class _Source:
     first: dict[str, Any]
 
 
-class _Cells:
-    """The variables around a function, as a mapping."""
+@dataclass(frozen=True)
+class _Block:
+    """A module in a block, and what its code reads."""
 
-    def __init__(self, cells: Mapping[str, CellType]) -> None:
-        self._cells = cells
+    title: str
+    module: nn.Module
+    functions: list[FunctionType]
+    names: frozenset[str]  # of attributes
+    modes_of: frozenset[str]
+    held: Collection[int]  # ids of the stage's modules and of their tensors
 
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:  # it is empty
-            return _NOTHING
+    @classmethod
+    def of(cls, title: str, module: nn.Module, held: Collection[int]) -> _Block:
+        """Look at a module's code."""
+        functions = functions_of(module)
+        found = [reads(function.__code__) for function in functions]
+        names, modes_of = (
+            frozenset[str]().union(*(getattr(one, name) for one in found)) for name in ("attributes", "modes_of")
+        )
+        return cls(title, module, functions, names, modes_of, held)
+
+    def read_of(self, value: Any) -> set[str]:
+        """The names that it reads of an object that is not its own, which may well be those of its own attributes."""
+        module = self.module
+        own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *OF_TORCH}
+        names = self.names - own
+        if isinstance(value, nn.Module) and self.modes_of - module._modules.keys():
+            names |= {"training"}
+        inside = [reads(function.__code__).attributes for function in methods_of(value, names)]
+        return set(names).union(*inside) - (OF_TORCH - {"training"})
 
 
 @dataclass(frozen=True)
-class _Reads:
-    """The names that a function reads, and those inside of it."""
+class _Weight:
+    """A frozen parameter that is not in the stage, and how often it had been written when it was found."""
 
-    globals: frozenset[str]  # what it sets itself is left out, here and below
-    attributes: frozenset[str]
-    a_class: bool
-    fills_containers: bool  # such as a cache: then they are left out, too
-
-
-@functools.lru_cache(4096)
-def _reads(code: CodeType) -> _Reads:
-    names: defaultdict[str, set[Any]] = defaultdict(set)
-    for part in _nested(code):
-        before = ""
-        for one in dis.get_instructions(part):
-            kind = _KINDS.get(one.opname, one.opname)
-            names[kind].add(one.argval)
-            if kind == "LOAD_ATTR" and one.argval in _FILLING and before in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR"):
-                names["STORE_SUBSCR"].add(one.argval)
-            before = kind
-    globals_, attributes = names["LOAD_GLOBAL"] - names["STORE_GLOBAL"], names["LOAD_ATTR"] - names["STORE_ATTR"]
-    return _Reads(
-        globals=frozenset(globals_),
-        attributes=frozenset(attributes),
-        a_class="type" in globals_ or "__class__" in attributes,
-        fills_containers="STORE_SUBSCR" in names,
-    )
-
-
-def _around(function: FunctionType) -> dict[str, CellType]:
-    """The variables around a function, by name."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if name != "__class__"}
+    title: str
+    name: str
+    parameter: nn.Parameter
+    version: int
 
 
 class OutsideValues:
@@ -102,80 +81,100 @@ class OutsideValues:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Note the values, by the modules' titles; refuse what other peers cannot have."""
+        titles = {id(module): (title, module) for title, module in modules}
+        tensors = (t for _, m in titles.values() for t in (*m._parameters.values(), *m._buffers.values()))
+        held = {*titles, *map(id, tensors)}
         found: dict[tuple[int, str], _Source] = {}
-        held = {id(module): (title, module) for title, module in modules}
-        for title, module in held.values():
-            for source in _sources(title, module, held):
-                found.setdefault((id(source.values), ",".join(sorted(source.first))), source)
+        blocks = [_Block.of(title, module, held) for title, module in titles.values()]
+        self._weights = [
+            one for block in blocks for name, value in _read_by(block) for one in _weights(block, name, value)
+        ]
+        for block in blocks:
+            for source in _sources(block):
+                found.setdefault((id(source.values), ",".join(sorted(map(str, source.first)))), source)
         self._sources = [source for source in found.values() if source.first]
         self._comparison = Comparison([one.values for one in self._sources], [one.first for one in self._sources])
 
     def check(self) -> None:
         """Refuse what was changed."""
+        for weight in self._weights:
+            if weight.parameter._version != weight.version:
+                _refuse(
+                    weight.title, weight.name, "weights that its stage does not hold and", "Register it in the block."
+                )
         if self._comparison.holds():
             return
         for one in self._sources:
             for name, first in one.first.items():
                 if not Comparison([one.values], [{name: first}]).holds():
-                    raise ConfigError(
-                        "what blocks read must come to every peer: as an argument, or as a plain attribute of a block, "
-                        f"which travels with each call. `{name}`, {one.place} that the code of {one.title!r} reads, "
-                        "was changed during the run. Keep it as an attribute of the block."
-                    )
+                    own = "Read the block's own." if name == "training" else "Keep it as an attribute of the block."
+                    _refuse(one.title, name, one.place, own)
 
 
-def _sources(title: str, module: nn.Module, held: Collection[int]) -> Iterator[_Source]:
-    functions = _functions(module)
-    reads = [_reads(function.__code__) for function in functions]
-    names = frozenset().union(*(one.attributes for one in reads))
-    for kind in type(module).__mro__ if any(one.a_class for one in reads) else ():
-        if _is_users(kind.__module__):
-            values = {name: value for name, value in vars(kind).items() if name in names}
-            yield _Source(title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
-    for name, value in vars(module).items():
+def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
+    raise ConfigError(
+        "what blocks read must come to every peer: as an argument, or as a plain attribute of a block, which travels "
+        f"with each call. `{name}`, {place} that the code of {title!r} reads, was changed during the run. {remedy}"
+    )
+
+
+def _sources(block: _Block) -> Iterator[_Source]:
+    read = [reads(function.__code__) for function in block.functions]
+    for kind in type(block.module).__mro__ if any(one.a_class for one in read) else ():
+        if is_users(kind.__module__):
+            values = {name: value for name, value in vars(kind).items() if name in block.names}
+            yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
+    for name, value in vars(block.module).items():
         if name not in OF_TORCH:
             for item in _referred(value):
                 # `Contents` watches the settings of an object that an attribute holds itself.
-                if id(item) not in held and (item is not value or isinstance(value, NO_SETTINGS)):
-                    yield from _of_object(title, module, item, names)
-    for function, read in zip(functions, reads, strict=True):
-        own, cells = function.__globals__, _around(function)
-        globals_ = {name: own[name] for name in read.globals if name in own and _is_left_alone(own[name], read)}
-        yield _Source(title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
-        around = {name: value for name in cells if _is_left_alone(value := _Cells(cells)[name], read)}
-        if around:
-            yield _Source(title, f"a variable around `{function.__qualname__}`", _Cells(cells), _plain(around))
-        for item in (*globals_.values(), *around.values()):
-            for value in _referred(item):
-                if id(value) not in held:
-                    yield from _of_object(title, module, value, read.attributes)
+                if item is not value or isinstance(value, NO_SETTINGS):
+                    yield from _of_object(block, item, block.read_of(item))
+    for function, one in zip(block.functions, read, strict=True):
+        yield from _of_function(block, function, one)
 
 
-def _is_left_alone(value: Any, read: _Reads) -> bool:
+def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
+    """What a function reads of globals, and of the variables around it."""
+    own, cells = function.__globals__, cells_of(function)
+    globals_ = {name: own[name] for name in read.globals if name in own and _is_left_alone(own[name], read)}
+    yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
+    around = {name: value for name in cells if _is_left_alone(value := Cells(cells)[name], read)}
+    if around:
+        place = f"a variable around `{function.__qualname__}`"
+        yield _Source(block.title, place, Cells(cells), _plain(around))
+    for name, value in (*globals_.items(), *around.items()):
+        if type(value) is dict and not is_comparable(value):
+            yield _Source(block.title, f"an entry of `{name}`", value, _plain(value))
+        for item in _referred(value):
+            yield from _of_object(block, item, block.read_of(item))
+
+
+def _is_left_alone(value: Any, read: Reads) -> bool:
     """Tell whether code only reads a value. A container that it may fill itself, such as a cache, is its own affair."""
     return not (read.fills_containers and isinstance(value, _HOLDERS))
 
 
-def _of_object(title: str, module: nn.Module, value: Any, names: Collection[str]) -> Iterator[_Source]:
+def _of_object(block: _Block, value: Any, names: Collection[str]) -> Iterator[_Source]:
     """What code that reads attributes of these names reads of an object that is not the block's."""
     own: Mapping[str, Any]
     if isinstance(value, ModuleType):
-        own = vars(value) if _is_users(value.__name__) else {}
+        own = vars(value) if is_users(value.__name__) else {}
     elif isinstance(value, type):
-        own = vars(value) if _is_users(value.__module__) else {}
-    elif value is module or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
+        own = vars(value) if is_users(value.__module__) else {}
+    elif id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
         own = {}
     else:
-        is_users = isinstance(value, nn.Module) or _is_users(type(value).__module__)
-        own = getattr(value, "__dict__", {}) if is_users else {}
+        may_change = isinstance(value, nn.Module) or is_users(type(value).__module__)
+        own = getattr(value, "__dict__", {}) if may_change else {}
     if not own:
         return
-    of_module = {*vars(module), *module._parameters, *module._buffers, *module._modules, *OF_TORCH}
-    names = [name for name in names if name not in of_module]
     what = value.__name__ if isinstance(value, type | ModuleType) else type(value).__name__
     if isinstance(value, nn.Module):
-        _refuse_unreachable(title, what, value, names)
-    yield _Source(title, f"an attribute of {what}", own, _plain({name: own[name] for name in names if name in own}))
+        _refuse_unreachable(block.title, what, value, names)
+    yield _Source(
+        block.title, f"an attribute of {what}", own, _plain({name: own[name] for name in names if name in own})
+    )
 
 
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
@@ -189,58 +188,54 @@ def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collecti
         )
 
 
+def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
+    """The names and values that a block's code finds: attributes, globals, and variables around functions."""
+    yield from ((name, value) for name, value in vars(block.module).items() if name in block.names)
+    for function in block.functions:
+        for name in reads(function.__code__).globals:
+            yield name, function.__globals__.get(name)
+        cells = cells_of(function)
+        yield from ((name, Cells(cells)[name]) for name in cells)
+
+
+def _weights(block: _Block, name: str, value: Any) -> Iterator[_Weight]:
+    """The frozen parameters that code reads and the stage does not hold; refuses those that train."""
+    for item in _referred(value):
+        for parameter in _parameters(item, block.module):
+            if id(parameter) in block.held:
+                continue
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"blocks must hold what they compute with: the code of {block.title!r} reads `{name}` "
+                    f"({type(item).__name__}), whose weights train and are not in its stage. Register it in the block, "
+                    "or give the block what it computes as an argument."
+                )
+            yield _Weight(block.title, name, parameter, parameter._version)
+
+
+def _parameters(item: Any, block: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters that code may compute with if it has this object; a block calls no module that it is in itself."""
+    if isinstance(item, nn.Module):
+        return () if any(one is block for one in item.modules()) else item.parameters()
+    return (item,) if isinstance(item, nn.Parameter) else ()
+
+
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that can be compared, as they are now."""
-    return {name: kept(value) for name, value in values.items() if name[:2] != "__" and _is_comparable(value)}
-
-
-def _is_comparable(value: Any) -> bool:
-    if type(value) is dict:
-        return all(type(key) in SCALARS and is_plain(item) for key, item in value.items())
-    return is_plain(value) or (type(value) is set and all(map(is_plain, value)))
+    return {name: kept(value) for name, value in values.items() if str(name)[:2] != "__" and is_comparable(value)}
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """The objects in a container or behind a weak reference; anything else is what it is."""
+    """The objects in a container, behind a weak reference or a bound function; anything else is what it is."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, _HOLDERS):
         yield from value
     elif isinstance(value, weakref.ref):
         yield value()
+    elif isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (*value.args, *value.keywords.values(), *_referred(value.func))
     else:
         yield value
-
-
-def _functions(module: nn.Module) -> list[FunctionType]:
-    """The functions of users' classes and attributes that a module may run, and those that they call."""
-    found: dict[CodeType, FunctionType] = {}
-    for kind in type(module).__mro__:
-        for value in vars(kind).values() if _is_users(kind.__module__) else ():
-            _collect(getattr(value, "fget", None) or getattr(value, "__func__", None) or value, found, _MAX_DEPTH)
-    for name, value in vars(module).items():
-        if name not in OF_TORCH:
-            _collect(getattr(value, "__func__", value), found, _MAX_DEPTH)
-    return list(found.values())
-
-
-def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> None:
-    if not isinstance(value, FunctionType) or value.__code__ in found or not depth or not _is_users(value.__module__):
-        return
-    found[value.__code__] = value
-    cells = _around(value)
-    called = [value.__globals__.get(name) for name in _reads(value.__code__).globals]
-    for one in (*called, *(_Cells(cells)[name] for name in cells)):
-        _collect(getattr(one, "__func__", one), found, depth - 1)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
-
-
-def _is_users(module_name: Any) -> bool:
-    return isinstance(module_name, str) and module_name.partition(".")[0] not in _LIBRARIES

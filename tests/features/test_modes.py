@@ -81,8 +81,38 @@ class GlobalHeat(Frozen):
 @feature(
     "globals, variables around functions and other objects that blocks read, when they change during `fit`",
     REFUSED,
-    "other peers have their own: give it to the block as an argument, or keep it as one of its attributes",
+    "other peers have their own: give it to the block as an argument, or keep it as one of its attributes; containers "
+    "are compared up to four levels deep, and with up to 4096 values",
 )
 def test_globals_that_blocks_read() -> None:
     with pytest.raises(ConfigError, match=r"`HEAT`, a global of .*test_modes that the code of '2' reads"):
         run_swarm(GlobalHeat, loader(digits()), max_steps=STEPS)
+
+
+class Borrowing(nn.Module):
+    """Computes with a layer that is registered elsewhere."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.borrowed = [layer]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.borrowed[0](x)
+
+
+class Borrows(Frozen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.Linear(8, 8)
+        self.net.insert(2, Borrowing(self.around))
+
+
+@feature(
+    "weights that train, and that a block reaches by a list, a variable or a bound method only",
+    REFUSED,
+    "when the run begins: register them in the block; weights may be tied across stages",
+)
+def test_borrowed_weights() -> None:
+    with pytest.raises(ConfigError, match=r"the code of '2' reads `borrowed` \(Linear\), whose weights train"):
+        run_swarm(Borrows, loader(digits()), max_steps=STEPS, pipeline="net")

@@ -18,7 +18,8 @@ def held() -> dict[str, Any]:
         "tensor": torch.tensor([1.0, float("nan")]),
         "large": torch.zeros(1000),
         "array": np.zeros(3),
-        "config": SimpleNamespace(rate=0.5, nan=float("nan"), layers=[1, 2], module=torch.nn.Tanh()),
+        "config": SimpleNamespace(rate=0.5, nan=float("nan"), layers=[1, 2], module=torch.nn.Tanh(), cache={}),
+        "settings": {"by_layer": {"first": [0.5]}},
         "function": len,
         "number": 3,
     }
@@ -29,6 +30,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "large": lambda own: own["large"].add_(1),
     "array": lambda own: own["array"].fill(1),
     "config.rate": lambda own: setattr(own["config"], "rate", 0.25),
+    "config.layers": lambda own: own["config"].layers.append(3),
+    "settings.by_layer": lambda own: own["settings"]["by_layer"]["first"].clear(),
 }
 
 
@@ -45,5 +48,5 @@ def test_what_is_new_in_a_config_is_not_read_by_blocks() -> None:
     own = held()
     contents = Contents(("block", *item) for item in own.items())
     own["config"].step = 3
-    own["config"].layers = [3]
+    own["config"].cache["step"] = 3
     assert contents.changed() == []

@@ -16,6 +16,8 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.outside_values import OutsideValues
 
 HEAT: list[float] = [1.0]
+NESTED: dict[str, Any] = {"heat": [1.0, {"of": 1.0}], "names": ("a", ["b"])}
+MIXED: dict[str, Any] = {"heat": 1.0, "function": torch.tanh}
 FACTOR = 1.0
 CALLS = 0
 
@@ -40,11 +42,28 @@ class Owner(nn.Module):
         self.heat = 1.0
         self.unread = 1.0
 
+    def heated(self, x: Tensor) -> Tensor:
+        return x * self.heat if self.training else x
+
 
 class ByList(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         return x * HEAT[0]
+
+
+class ByNested(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        heated: Tensor = x * NESTED["heat"][1]["of"]
+        return heated if NESTED["names"][1][0] == "b" else x
+
+
+class ByEntry(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        heated: Tensor = MIXED["function"](x) * MIXED["heat"]
+        return heated
 
 
 class ByFunction(nn.Module):
@@ -121,8 +140,21 @@ class ByHidden(nn.Module):
         return x * self.owner.heat
 
 
-def hidden(owner: Owner) -> ByHidden:
-    block = ByHidden()
+class ByMethod(ByHidden):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.owner.heated(x)
+
+
+class ByMode(ByHidden):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        owner = self.owner
+        return x * owner.heat if owner.training else x
+
+
+def hidden(owner: Owner, kind: type[ByHidden] = ByHidden) -> ByHidden:
+    block = kind()
     vars(block)["owner"] = owner  # no submodule
     return block
 
@@ -132,6 +164,24 @@ def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
     by_variable, change = around()
     return {
         "a list": (ByList(), lambda value: HEAT.__setitem__(0, value), "`HEAT`, a global of"),
+        "a dict of lists": (ByNested(), lambda value: NESTED["heat"][1].update(of=value), "`NESTED`, a global of"),
+        "a list in a tuple": (
+            ByNested(),
+            lambda value: NESTED["names"][1].__setitem__(0, "b" if value == 1.0 else "c"),
+            "`NESTED`, a global of",
+        ),
+        "a dict with functions": (ByEntry(), lambda value: MIXED.update(heat=value), "`heat`, an entry of `MIXED`"),
+        "a method": (hidden(owner, ByMethod), lambda value: setattr(owner, "heat", value), "attribute of Owner"),
+        "a mode": (
+            hidden(owner, ByMode),
+            lambda value: setattr(owner, "training", value == 1.0),
+            r"`training`, an attribute of Owner .* Read the block's own",
+        ),
+        "a bound method": (
+            ByVariable(owner.heated),
+            lambda value: setattr(owner, "heat", value),
+            "`heat`, an attribute of Owner",
+        ),
         "a function's global": (ByFunction(), set_global, "`FACTOR`, a global of"),
         "an object": (
             ByObject(),
@@ -204,8 +254,37 @@ def test_a_module_of_the_same_stage_may_be_referred_to() -> None:
 
     linear = nn.Linear(2, 2)
     OutsideValues([("a", linear), ("b", Tied(linear))]).check()
-    with pytest.raises(ConfigError, match=r"the code of 'b' reads \['weight'\] of Linear"):
+    with pytest.raises(ConfigError, match=r"the code of 'b' reads `other` \(Linear\), whose weights train"):
         OutsideValues([("b", Tied(linear))])
+    with pytest.raises(ConfigError, match=r"the code of 'b' reads \['weight'\] of Linear"):
+        OutsideValues([("b", Tied(linear.requires_grad_(False)))])
+
+
+class Calls(nn.Module):
+    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.other = [other]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other[0](x)
+
+
+def test_weights_that_a_block_does_not_hold_are_refused() -> None:
+    linear = nn.Linear(2, 2)
+    for block in (Calls(linear), ByVariable(linear.forward), ByVariable(lambda x: x + linear(x))):
+        with pytest.raises(ConfigError, match=r"the code of 'b' reads `\w+` \(Linear\), whose weights train"):
+            OutsideValues([("b", block)])
+        OutsideValues([("a", linear), ("b", block)]).check()
+
+
+def test_frozen_weights_that_a_block_does_not_hold_must_stay() -> None:
+    linear = nn.Linear(2, 2).requires_grad_(False)
+    values = OutsideValues([("b", Calls(linear))])
+    values.check()
+    linear.weight.mul_(0.9)
+    with pytest.raises(ConfigError, match=r"`other`, weights that its stage does not hold and that the code of 'b'"):
+        values.check()
 
 
 @pytest.mark.parametrize("tensor", [nn.Parameter(torch.ones(1)), None])
@@ -216,7 +295,8 @@ def test_a_tensor_outside_of_the_block_is_refused(tensor: nn.Parameter | None) -
         owner.register_buffer("heat", torch.ones(1))
     else:
         owner.heat = tensor  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"the code of 'net\.0' reads \['heat'\] of Owner, which is not in the block"):
+    found = r"\['heat'\] of Owner, which is not in the block" if tensor is None else r"`owner` \(Owner\), whose weights"
+    with pytest.raises(ConfigError, match=rf"the code of 'net\.0' reads {found}"):
         OutsideValues([("net.0", ByReference([owner]))])
 
 
