@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.copying import copied, copied_hooks
+from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.protocol import serialization
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -68,12 +69,15 @@ class OptimizerTemplate:
             made.state.update(_first_state(made, needed=self._needs_state))
         return made
 
-    def check_separable(self) -> None:
-        """Refuse an optimizer that steps a parameter by gradients of others, too: a stage has only its own."""
+    def check_steps(self, *, separable: bool) -> None:
+        """Refuse an optimizer that needs gradients at other weights, or, if `separable`, those of other parameters."""
         pair = sorted(self._parameters, key=lambda name: self._parameters[name].numel())[:2]
         pair.sort(key=list(self._parameters).index)  # the first one draws the same random numbers alone
         try:
-            apart = torch.equal(self._tried(pair), self._tried(pair[:1]))
+            alone = self._tried(pair[:1])
+            apart = not separable or torch.equal(self._tried(pair), alone)
+        except ConfigError:
+            raise
         except Exception:  # noqa: BLE001 - it cannot be tried on these; it may well step where it is wanted
             return
         if not apart:
@@ -95,7 +99,9 @@ class OptimizerTemplate:
                 torch.manual_seed(step)
                 for place, parameter in enumerate(made.values()):
                     parameter.grad = torch.full_like(parameter, 0.1 + step + 10 * place)
-                optimizer.step(lambda: 0.0)
+                closure = GradientClosure([*made.values()], type(optimizer).__name__)
+                optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
+                closure.check()
         return made[names[0]].detach()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.model.optimizer_state import GROUP, as_saved, set_hyperparameters
 from lightning_swarm.model.optimizer_template import copy_overrides, override_manager
 from lightning_swarm.protocol import serialization
@@ -82,7 +82,7 @@ class StageOptimizer:
         ) is not None:  # overrides by place, where parameters stand now
             manager.index2config.clear()
             manager.register_parameters(groups)
-        closure = _Closure(stepped)
+        closure = GradientClosure(stepped, type(self.torch_optimizer).__name__)
         self.torch_optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
         closure.check()
         for group, old, written in zip(groups, before, self._written, strict=True):
@@ -145,46 +145,6 @@ class StageOptimizer:
         """Have no state."""
         self.torch_optimizer.state.clear()
         self._written = [{} for _ in self.torch_optimizer.param_groups]
-
-
-_SAMPLE: Final = 256
-
-
-class _Closure:
-    """What Lightning hands to `step`: it gives the parameters their gradients, at the weights before the step."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._gradients = [parameter.grad for parameter in parameters]
-        self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None][-1:]
-        self._called = False
-        for parameter in parameters:
-            parameter.grad = None  # hooks before the step do not see the gradient
-        self._before = self._seen()
-
-    def _seen(self) -> list[Any]:
-        # Writes to `data` are not counted, so a few values are compared, too.
-        values = [parameter.detach().flatten()[:_SAMPLE].clone() for parameter in self._with_gradient]
-        return [*((parameter.data_ptr(), parameter._version) for parameter in self._parameters), *values]
-
-    def __call__(self) -> None:
-        pairs = zip(self._before, self._seen(), strict=True)
-        if not all(torch.equal(old, new) if isinstance(old, Tensor) else old == new for old, new in pairs):
-            raise ConfigError(
-                "an optimizer must step from one gradient, at the weights before the step: got one that changes them "
-                "and calls its closure then. Use one that does not, such as SGD or AdamW."
-            )
-        self._called = True
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-
-    def check(self) -> None:
-        """Refuse an optimizer that stepped without its gradients, as Lightning does."""
-        if not self._called:
-            raise ConfigError(
-                "an optimizer's `step` must call the closure that it is given, got one that did not. Have it begin "
-                "with `loss = closure()`."
-            )
 
 
 def _is_written(key: str, value: object) -> bool:

@@ -239,11 +239,11 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     return optimizer
 
 
-def check_separable(optimizer: Optimizer, module: LightningModule) -> None:
-    """Refuse an optimizer that cannot step the parameters of one stage without those of others."""
+def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: bool) -> None:
+    """Refuse an optimizer that servers cannot step: with several stages, each without the parameters of others."""
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched") or "step" not in vars(optimizer):
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        OptimizerTemplate(optimizer, names).check_separable()
+        OptimizerTemplate(optimizer, names).check_steps(separable=in_stages)
 
 
 def _check_attributes(optimizer: Optimizer) -> None:

@@ -135,8 +135,9 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
-    if fitting and sum(bool(stage.spec.parameters) for stage in stages) > 1:
-        checks.check_separable(strategy.optimizers[0], module)
+    if fitting:
+        in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
+        checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
     strategy._session = strategy._start_run(trainer, model, selection)
     strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
     strategy._undo.callback(strategy._access.close)

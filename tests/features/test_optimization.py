@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
-from tests.parity.harness import run_plain, run_swarm
+from tests.parity.harness import QUIET, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make_optimizer, sentences
 
 
@@ -197,6 +198,50 @@ def test_closures() -> None:
             return OldStyle(self.parameters(), lr=0.1, momentum=0.9)
 
     fit_both(Trains, max_steps=STEPS)
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps by the gradient at weights that are changed in its direction."""
+
+    @override
+    def step(self, closure: Any) -> Any:
+        closure()
+        parameters = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        before = [one.detach().clone() for one in parameters]
+        with torch.no_grad():
+            for one in parameters:
+                one.add_(one.grad, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for one, old in zip(parameters, before, strict=True):
+                one.copy_(old)
+        return super().step()
+
+
+class Unmoved(torch.optim.SGD):
+    @override
+    def step(self, closure: Any) -> Any:
+        return super().step()
+
+
+@feature(
+    "optimizers that compute gradients at weights of their own (sharpness-aware: `SAM`), or call no closure",
+    REFUSED,
+    "when the run begins: `SGD`, `AdamW`, `StochasticWeightAveraging`",
+)
+@pytest.mark.parametrize(("kind", "message"), [(Sharpness, "Sharpness changes weights"), (Unmoved, "Unmoved did not")])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_closures_at_other_weights(kind: type[torch.optim.SGD], message: str, num_stages: int) -> None:
+    class Trains(DigitsMLP):
+        @override
+        def configure_optimizers(self) -> Any:
+            return kind(self.parameters(), lr=0.1)
+
+    strategy = InMemoryStrategy(num_stages=num_stages)
+    trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1}, strategy=strategy)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(Trains(), loader(digits()))
 
 
 @feature("learning rates that a callback sets", WORKS, "each step takes the hyperparameters of the lead's optimizer")

@@ -1,0 +1,55 @@
+"""The closure that optimizers get: Lightning's runs `training_step` and backward, ours has the gradient by then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+
+_SAMPLE: Final = 256
+
+
+class GradientClosure:
+    """What is handed to `step`: it gives the parameters their gradients, at the weights before the step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], kind: str) -> None:
+        """Take the gradients of `parameters` away until it is called; `kind` is the optimizer's class."""
+        self._parameters = parameters
+        self._kind = kind
+        self._gradients = [parameter.grad for parameter in parameters]
+        self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None][-1:]
+        self._called = False
+        for parameter in parameters:
+            parameter.grad = None  # hooks before the step do not see the gradient
+        self._before = self._seen()
+
+    def _seen(self) -> list[Any]:
+        # Writes to `data` are not counted, so a few values are compared, too.
+        values = [parameter.detach().flatten()[:_SAMPLE].clone() for parameter in self._with_gradient]
+        return [*((parameter.data_ptr(), parameter._version) for parameter in self._parameters), *values]
+
+    def __call__(self) -> None:
+        """Give the parameters their gradients; refuse to, at other weights."""
+        pairs = zip(self._before, self._seen(), strict=True)
+        if not all(torch.equal(old, new) if isinstance(old, Tensor) else old == new for old, new in pairs):
+            raise ConfigError(
+                "an optimizer must step from one gradient, at the weights before the step, for the "
+                f"batches have passed all stages by then: {self._kind} changes weights and calls its closure again, as "
+                "sharpness-aware optimizers do. Use one that does not, such as SGD or AdamW; for flat minima there are "
+                "`StochasticWeightAveraging` and `EMAWeightAveraging`."
+            )
+        self._called = True
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def check(self) -> None:
+        """Refuse an optimizer that stepped without its gradients, as Lightning does."""
+        if not self._called:
+            raise ConfigError(
+                f"an optimizer's `step` must call the closure that it is given, and that of {self._kind} did not. Have "
+                "it begin with `loss = closure()`."
+            )
