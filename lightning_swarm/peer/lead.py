@@ -18,7 +18,7 @@ from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.model.partition import StageModule, batch_norms
+from lightning_swarm.model.partition import StageModule
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import host_of
@@ -37,7 +37,6 @@ from lightning_swarm.server.stage_builder import PeerModel
 _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
-_MAX_NAMED: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +195,6 @@ class Lead:
         if self._former is not None:
             spec = continued(spec, self._former)
         self.stages, self._initial_weights = stages, model.origin
-        if spec.selection is not None and self._former is None and (norms := batch_norms(model.blocks)):
-            _warn_of_batch_norms(norms, self._config.settings.microbatch_size)
         run = self._runtime.run(self._admit(spec, model, me, servers))
         self._hand_out(run, timeout=self._config.limits.start_timeout)
         self._runtime.run(self._directory.announce_run(run.manifest.coordinator))
@@ -358,16 +355,3 @@ class Lead:
     def _current(self) -> RunState:
         assert self.run is not None
         return self.run
-
-
-def _warn_of_batch_norms(names: Sequence[str], size: int | None) -> None:
-    _log.warning(
-        "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (%s) by the "
-        "statistics of this microbatch, as in a plain loop over batches of that size, not by those of the whole batch; "
-        "its running statistics count each microbatch once, in order. For statistics over more samples raise "
-        "`microbatch_size`; GroupNorm and LayerNorm know no batch, and train as on one machine.",
-        len(names),
-        ", ".join(names[:_MAX_NAMED]),
-        ", ..." if len(names) > _MAX_NAMED else "",
-        f"of {size} samples" if size is not None else "a part of the batch, for `microbatch_size` is None",
-    )

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.testing import FaultPlan, Phase
-from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
+from tests.parity.harness import QUIET, Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import digits, loader
 from tests.parity.test_joining import Joining
 
@@ -224,6 +224,35 @@ def test_one_warning_says_what_they_mean(caplog: pytest.LogCaptureFixture) -> No
     (said,) = [one.message for one in caplog.records if "BatchNorm" in one.message]
     assert said.startswith("BatchNorm is in blocks of the pipeline, in 5 places (0.2, 1.norms.0,")
     assert "each microbatch (of 3 samples) by the statistics of this microbatch" in said
+
+
+class InEval(ResNet):
+    """Its norms are fixed, what trains of them included, as their statistics come from elsewhere."""
+
+    @override
+    def train(self, mode: bool = True) -> InEval:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.train()
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+def test_no_warning_of_norms_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:
+    plain = run_plain(InEval, loader(digits()), max_steps=3)
+    assert_exact(run_swarm(InEval, loader(digits()), max_steps=3), plain)
+    assert not [one.message for one in caplog.records if "BatchNorm" in one.message]
+
+
+def test_no_warning_of_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = L.Trainer(**{**QUIET, "devices": 1, "max_steps": 2}, strategy=InMemoryStrategy(num_stages=2))
+    trainer.fit(ResNet().double(), loader(digits()))
+    assert not [one.message for one in caplog.records if "BatchNorm" in one.message]
 
 
 class Twice(ResNet):

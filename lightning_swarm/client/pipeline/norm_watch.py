@@ -1,23 +1,26 @@
-"""Which calls change the running statistics of batch norms, and a warning of those that no step counts."""
+"""Which calls change the running statistics of batch norms, and warnings of what differs from plain Lightning."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Final
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _log = logging.getLogger(__name__)
+_MAX_NAMED: Final = 5
 
 
 class NormWatch:
     """Watches calls of a pipeline that may have batch norms in its blocks."""
 
-    def __init__(self, stages: Iterable[nn.Module]) -> None:
-        modules = [module for stage in stages for module in stage.modules()]
-        self._norms = [module for module in modules if isinstance(module, _BatchNorm)]
-        self._has_warned = False
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Find the batch norms among the modules of blocks, by name."""
+        self._names = {module: name for name, module in modules if isinstance(module, _BatchNorm)}
+        self._norms = list(self._names)
+        self._has_warned = self._has_warned_of_parts = False
 
     @property
     def has_norms(self) -> bool:
@@ -31,6 +34,24 @@ class NormWatch:
         if not in_batch:
             self._warn("outside of a `training_step`", "Call `eval()` before")
         return in_batch
+
+    def cut(self, size: int) -> None:
+        """Note that a batch is cut into microbatches of `size`."""
+        # Those in eval mode use their running statistics, on which nothing depends but what they hold.
+        names = [name for norm, name in self._names.items() if norm.training or norm.running_mean is None]
+        if names and not self._has_warned_of_parts:
+            self._has_warned_of_parts = True
+            _log.warning(
+                "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (of "
+                "%d samples) by the statistics of this microbatch, as in a plain loop over batches of that size, not "
+                "by those of the whole batch; its running statistics count each microbatch once, in order. For "
+                "statistics over more samples raise `microbatch_size`; GroupNorm and LayerNorm know no batch, and "
+                "train as on one machine.",
+                len(names),
+                ", ".join(names[:_MAX_NAMED]),
+                ", ..." if len(names) > _MAX_NAMED else "",
+                size,
+            )
 
     def batch_without_loss(self) -> None:
         """Note that a batch whose `training_step` returned no loss counts nowhere."""

@@ -104,7 +104,7 @@ class Pipeline:
         self._registers = [module._parameters for stage in config.stages for module in stage.modules()]
         self._registered = self._found_weights()
         self.marks = GradientMarks(self._weights)
-        self.norms = NormWatch(config.stages)
+        self.norms = NormWatch(one for named in self._named_modules for one in named)
         self._states = [TrainerStates(stage) for stage in config.stages]
         self._row_check = RowCheck(
             self._evaluate,
@@ -138,6 +138,8 @@ class Pipeline:
             size = self.microbatch_size(rows)
             if 0 < size < rows:
                 self._row_check.check(arguments, mode, rows=rows, size=size)
+                if self.batch is not None:
+                    self.norms.cut(size)
             call = PipelineCall(
                 self, arguments, modes, split(arguments, rows=rows, size=size, shared=self.config.shared)
             )

@@ -4,7 +4,6 @@ from lightning_swarm.model.partition.blocks import Blocks, find_blocks
 from lightning_swarm.model.partition.call_binding import CALLS, BlockCall, Pick, argument_of, bind
 from lightning_swarm.model.partition.checks import guard
 from lightning_swarm.model.partition.split import (
-    batch_norms,
     build_stages,
     choose_ranges,
     insert_boundaries,
@@ -22,7 +21,6 @@ __all__ = [
     "Pick",
     "StageModule",
     "argument_of",
-    "batch_norms",
     "bind",
     "build_stages",
     "choose_ranges",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import (
@@ -96,16 +95,6 @@ def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
     """Count the parameter elements of each block; a parameter that a block holds twice counts once."""
     checks.check_initialised(blocks.named_modules())
     return tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks.modules)
-
-
-def batch_norms(blocks: Blocks) -> list[str]:
-    """Name the layers of blocks that normalise by statistics over the batch, which here is the microbatch."""
-    return [name for name, one in blocks.named_modules() if isinstance(one, _BatchNorm) and not _is_frozen(one)]
-
-
-def _is_frozen(norm: nn.Module) -> bool:
-    """True if a norm is in eval mode, and nothing in it trains: it normalises by its running statistics."""
-    return not norm.training and not any(parameter.requires_grad for parameter in norm.parameters())
 
 
 def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
