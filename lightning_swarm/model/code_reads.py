@@ -13,6 +13,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, Final
 
 from torch import nn
+from torch.autograd import Function
 
 from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.partition.leftovers import OF_TORCH
@@ -26,6 +27,7 @@ _LIBRARIES: Final = {
 }
 _KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
 _FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
+_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")
 _MAX_DEPTH: Final = 4  # of functions that call each other
 NOTHING: Final = object()
 
@@ -131,13 +133,30 @@ def _collected(values: Iterable[Any]) -> list[FunctionType]:
 
 def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> None:
     """Add a function, and those that it calls by a global or a variable around it."""
+    for function in _called(value):
+        if function.__code__ in found or not depth or not is_users(function.__module__):
+            continue
+        found[function.__code__] = function
+        cells = cells_of(function)
+        called = [function.__globals__.get(name) for name in reads(function.__code__).globals]
+        for one in (*called, *(Cells(cells)[name] for name in cells)):
+            _collect(one, found, depth - 1)
+
+
+def _called(value: Any) -> Iterator[FunctionType]:
+    """The functions that a call of a value runs, or the use of a property."""
     if isinstance(value, functools.partial | functools.cached_property | property):
         value = value.fget if isinstance(value, property) else value.func
     value = getattr(value, "__func__", value)
-    if not isinstance(value, FunctionType) or value.__code__ in found or not depth or not is_users(value.__module__):
+    if isinstance(value, FunctionType):
+        yield value
         return
-    found[value.__code__] = value
-    cells = cells_of(value)
-    called = [value.__globals__.get(name) for name in reads(value.__code__).globals]
-    for one in (*called, *(Cells(cells)[name] for name in cells)):
-        _collect(one, found, depth - 1)
+    kind = value if isinstance(value, type) else type(value)
+    if not is_users(kind.__module__) or isinstance(value, nn.Module):
+        return  # a module is one of a stage, or has weights
+    names = _OF_FUNCTIONS if issubclass(kind, Function) else ("__init__",) if kind is value else ("__call__",)
+    for name in names:
+        function = inspect.getattr_static(kind, name, None)
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            yield function

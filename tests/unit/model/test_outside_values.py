@@ -140,6 +140,32 @@ class ByHidden(nn.Module):
         return x * self.owner.heat
 
 
+class Reversal(torch.autograd.Function):
+    heat = 1.0
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -HEAT[0] * Reversal.heat * grad
+
+
+class ByGradient(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Reversal.apply(x)
+        return found
+
+
+class Heater:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * FACTOR
+
+
 class ByMethod(ByHidden):
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -182,6 +208,17 @@ def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
             lambda value: setattr(owner, "heat", value),
             "`heat`, an attribute of Owner",
         ),
+        "a function's gradient": (
+            ByGradient(),
+            lambda value: setattr(Reversal, "heat", value),
+            "`heat`, an attribute of Reversal",
+        ),
+        "what a function's gradient reads": (
+            ByGradient(),
+            lambda value: HEAT.__setitem__(0, value),
+            "`HEAT`, a global of",
+        ),
+        "what a callable reads": (ByVariable(Heater()), set_global, "`FACTOR`, a global of"),
         "a function's global": (ByFunction(), set_global, "`FACTOR`, a global of"),
         "an object": (
             ByObject(),
