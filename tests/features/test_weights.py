@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from tests.features.both import STEPS, Trained, fit_both
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, run_swarm
-from tests.parity.models import digits, loader
+from tests.parity.models import DigitsMLP, digits, loader
 from tests.parity.test_written_weights import Hook, Momentum, clamp, load
 
 
@@ -75,6 +76,38 @@ class Distilled(Trained):
 @feature("copies of the pipelined module, made in hooks", WORKS, "the trainer computes a copy, with the copy's weights")
 def test_copies_of_the_pipelined_module() -> None:
     fit_both(Distilled, max_steps=STEPS)
+
+
+class Pruned(Trained):
+    """Prunes at each epoch's start."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        prune.l1_unstructured(self.net[0], "weight", amount=0.2)
+        prune.remove(self.net[0], "weight")
+
+
+@feature(
+    "`torch.nn.utils.prune` in hooks, with `prune.remove` after it",
+    WORKS,
+)
+def test_pruning() -> None:
+    fit_both(Pruned, max_epochs=2)
+
+
+@feature(
+    "masks of `torch.nn.utils.prune` and parametrizations that hooks put on weights of blocks",
+    REFUSED,
+    "at the next batch: put them on in `__init__`, or call `prune.remove` in the same hook",
+)
+def test_masks_that_hooks_leave() -> None:
+    class Masked(DigitsMLP):
+        @override
+        def on_train_batch_end(self, *_: Any) -> None:
+            prune.l1_unstructured(self.net[0], "weight", amount=0.2)
+
+    with pytest.raises(ConfigError, match=r"'net\.0\.weight' was replaced"):
+        run_swarm(Masked, loader(digits()), max_steps=STEPS)
 
 
 @feature(

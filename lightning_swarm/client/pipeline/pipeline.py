@@ -101,7 +101,8 @@ class Pipeline:
         self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
         self._evaluations = itertools.count()
         self._weights = [weight for stage in config.stages for weight in stage.parameters()]
-        self._registers = [module._parameters for stage in config.stages for module in stage.modules()]
+        registers = [module._parameters for stage in config.stages for module in stage.modules()]
+        self._registers = [(register, list(register)) for register in registers]
         self._registered = self._found_weights()
         self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(one for named in self._named_modules for one in named)
@@ -161,7 +162,12 @@ class Pipeline:
 
     def _found_weights(self) -> list[nn.Parameter | None]:
         """Return what blocks hold by now, without a walk through their modules."""
-        return [weight for register in self._registers for weight in register.values()]
+        # By name, for code that takes a weight out and puts it back, as pruning does, leaves another order.
+        return [
+            register.get(name)
+            for register, names in self._registers
+            for name in (names if len(names) == len(register) else register)
+        ]
 
     def expect_backward(self, *, clears_gradients: bool) -> None:
         """Expect the backward of a batch, before which Lightning clears gradients, or leaves them."""
