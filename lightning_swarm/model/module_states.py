@@ -96,6 +96,12 @@ def leave(module: nn.Module, name: str) -> None:
     first.left.add(name)
 
 
+def is_left(module: nn.Module, name: str) -> bool:
+    """Tell whether an attribute is one that forwards, or the swarm itself, set on a module."""
+    known = _known.get(id(module))
+    return known is not None and known[0]() is module and name in known[1].left
+
+
 def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the modes and plain attributes of a model's modules, by their names."""
     return {

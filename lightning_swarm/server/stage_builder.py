@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import few
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
+from lightning_swarm.model.constants import constants, differing
 from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
@@ -85,6 +87,7 @@ class PeerModel:
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
+                constants=constants(stage.named_block_modules()) or UNSET,
             )
             for blocks, stage, roster in zip([*ranges, range(0)], self.build_stages(ranges), rosters, strict=False)
         ]
@@ -109,6 +112,11 @@ class PeerModel:
             if own.parameters != theirs.parameters:
                 here, there = ({(name, tuple(s), dtype) for name, s, dtype in one.parameters} for one in (own, theirs))
                 raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")
+            if names := differing(own.constants or {}, theirs.constants or {}):
+                raise _other_model(
+                    f"{few(sorted(names))} in blocks, which no weight or buffer holds, and so no peer gets, has other "
+                    "values here. Make it a buffer, by `register_buffer`, or draw it after `seed_everything`"
+                )
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -403,6 +404,27 @@ def test_another_model_is_refused_by_the_field() -> None:
     assert isinstance(refusal, ConfigError)
     assert "stage 0 differs in ['net.0.bias']" in str(refusal)
     assert "Start all peers with the same script" in str(refusal)
+
+
+class Projected(DigitsMLP):
+    """A layer keeps random numbers that no buffer holds."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(Recipe())
+        vars(self.net[0])["noise"] = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_other_numbers_in_attributes_are_refused(seed: int) -> None:
+    joining = Joining(module=Projected(seed))
+    joined = int(seed == 0)
+    run = run_swarm(
+        Projected, loader(digits()), callbacks=[joining], num_joiners=joined, latency_s=0.001, max_steps=STEPS
+    )
+    assert len(run.strategy.refusals) == 1 - joined
+    for refusal in run.strategy.refusals:
+        assert "0.noise in blocks, which no weight or buffer holds" in str(refusal)
+        assert "Make it a buffer" in str(refusal)
 
 
 def test_another_optimizer_is_refused() -> None:

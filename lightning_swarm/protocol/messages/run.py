@@ -183,6 +183,7 @@ class StageManifest(WireMessage, frozen=True):
     roster: list[Member]
     on_trainers: bool = False  # only for the last stage: the layers around the pipeline, where no microbatch goes
     statistics: Count | msgspec.UnsetType = msgspec.UNSET  # numbers in its batch norms' statistics; unset: none
+    constants: dict[str, list[float]] | msgspec.UnsetType = msgspec.UNSET  # see `model.constants`; unset: none
 
 
 def ranges_of(stages: Iterable[StageManifest]) -> list[range]:
