@@ -145,6 +145,7 @@ class Session:
         if self.local_layers is not None:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         taken = self.pipeline.begin_batch(grant)
+        self._name_version()
         # Not `num_trainers`: a peer that has a place may not be a trainer yet.
         if not self.is_shared and self._steps.open > self._steps.version:
             taken.begin = partial(self._steps.begin_batch, grant)
@@ -281,9 +282,16 @@ class Session:
 
     def _follow_version(self) -> None:
         """Compute with the newest weights: records may have come."""
-        self.pipeline.version = self._steps.version
+        self._name_version()
         if self.local_layers is not None:
             self.local_layers.refresh(self._steps.version)
+
+    def _name_version(self) -> None:
+        """Have calls that add to no step use the newest weights; with delayed steps, within a batch, that batch's."""
+        batch = self.pipeline.batch
+        self.pipeline.version = self._steps.version
+        if batch is not None and self.delays:
+            self.pipeline.version = self.run.weights_version(batch.grant.step)
 
     @property
     def completed_leases(self) -> Sequence[int]:

@@ -261,7 +261,7 @@ class ComputeHandlers:
             raise NotMember(f"stage {stage_index} has no weights yet")
         if not key.evaluation:
             self._sums.check_counts(stage, key)
-        if key.step < stage.version:
+        if key.step < (stage.oldest if key.evaluation else stage.version):
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
         return stage
 

@@ -232,10 +232,15 @@ class Stage:
         if version != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}, not at {version}")
 
+    @property
+    def oldest(self) -> int:
+        """The oldest version whose weights are here."""
+        return self.version - (self._versions is not None and self._versions.has_before)
+
     @contextlib.contextmanager
     def at(self, version: int) -> Iterator[None]:
         """Hold the weights of a version inside: the newest, or, where they are kept, those before."""
-        if version == self.version - 1 and self._versions is not None and self._versions.has_before:
+        if version == self.oldest < self.version and self._versions is not None:
             with self._versions.before():
                 yield
             return
