@@ -6,10 +6,11 @@ import dis
 import functools
 import inspect
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any, Final
 
 from torch import nn
@@ -30,6 +31,8 @@ _FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", 
 _OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")
 _MAX_DEPTH: Final = 4  # of functions that call each other
 NOTHING: Final = object()
+NAMESPACES: Final = (Namespace, SimpleNamespace)
+"""Classes of the standard library whose objects hold settings of users."""
 
 
 def is_users(module_name: object) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.attribute_values import Comparison, is_comparable, kept, same
+from lightning_swarm.model.code_reads import NAMESPACES, is_users
 
 _FEW_BYTES: Final = 512  # of tensors and arrays whose values are compared, too
 NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_MAX_DEPTH: Final = 3  # of objects in objects
+_MAX_ITEMS: Final = 64  # of an object, in which others are looked for
 _UNSET: Final[tuple[object, ...]] = (None, [], (), {}, set())
 _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm", "numpy", "builtins")
 
@@ -40,8 +44,7 @@ class Contents:
             if (first := _array_state(value)) is not None
         ]
         self._objects: list[_Held] = []
-        for title, name, value in found:
-            settings = _settings(value)
+        for title, name, settings in (one for item in found for one in _nested(*item)):
             # What is None or empty at first may be filled in when a model runs.
             first = {
                 key: kept(item)
@@ -74,6 +77,15 @@ def _array_state(value: Any) -> Any:
         return value._version, value.detach().resolve_conj().flatten().tolist().__repr__() if few else None
     is_array = type(value).__module__ == "numpy" and getattr(value, "nbytes", _FEW_BYTES + 1) <= _FEW_BYTES
     return value.tobytes() if is_array else None
+
+
+def _nested(title: str, name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str, dict[Any, Any]]]:
+    """The settings in an attribute, and those of users' objects in them."""
+    settings = _settings(value)
+    yield title, name, settings
+    for key, item in islice(settings.items(), _MAX_ITEMS) if depth else ():
+        if str(key)[:1] != "_" and (isinstance(item, NAMESPACES) or is_users(type(item).__module__)):
+            yield from _nested(title, f"{name}.{key}", item, depth - 1)
 
 
 def _settings(value: Any) -> dict[Any, Any]:

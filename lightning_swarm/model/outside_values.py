@@ -16,12 +16,22 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.attribute_values import Comparison, is_comparable, kept
-from lightning_swarm.model.code_reads import Cells, Reads, cells_of, functions_of, is_users, methods_of, reads
+from lightning_swarm.model.code_reads import (
+    NAMESPACES,
+    Cells,
+    Reads,
+    cells_of,
+    functions_of,
+    is_users,
+    methods_of,
+    reads,
+)
 from lightning_swarm.model.module_contents import NO_SETTINGS
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 
 _OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
 _HOLDERS: Final = (list, tuple, dict, set)
+_MAX_DEPTH: Final = 3  # of objects in objects
 
 
 @dataclass(frozen=True)
@@ -155,26 +165,34 @@ def _is_left_alone(value: Any, read: Reads) -> bool:
     return not (read.fills_containers and isinstance(value, _HOLDERS))
 
 
-def _of_object(block: _Block, value: Any, names: Collection[str]) -> Iterator[_Source]:
+def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
     """What code that reads attributes of these names reads of an object that is not the block's."""
-    own: Mapping[str, Any]
-    if isinstance(value, ModuleType):
-        own = vars(value) if is_users(value.__name__) else {}
-    elif isinstance(value, type):
-        own = vars(value) if is_users(value.__module__) else {}
-    elif id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
-        own = {}
-    else:
-        may_change = isinstance(value, nn.Module) or is_users(type(value).__module__)
-        own = getattr(value, "__dict__", {}) if may_change else {}
+    own = _attributes(block, value)
     if not own:
         return
     what = value.__name__ if isinstance(value, type | ModuleType) else type(value).__name__
     if isinstance(value, nn.Module):
         _refuse_unreachable(block.title, what, value, names)
+    # Behind `hparams` there is `_hparams`.
+    found = {name: own[key] for name in names for key in (name, f"_{name}") if key in own}
     yield _Source(
         block.title, f"an attribute of {what}", own, _plain({name: own[name] for name in names if name in own})
     )
+    for name, item in found.items() if depth else ():
+        if isinstance(item, dict) and not is_comparable(item):
+            yield _Source(block.title, f"an entry of `{name}`", item, _plain(item))
+        elif not isinstance(item, nn.Module):
+            yield from _of_object(block, item, names, depth - 1)
+
+
+def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
+    """The attributes of an object that may hold settings; a library's own objects hold none."""
+    if isinstance(value, ModuleType | type):
+        return vars(value) if is_users(value.__name__ if isinstance(value, ModuleType) else value.__module__) else {}
+    if id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
+        return {}
+    may_change = isinstance(value, (nn.Module, *NAMESPACES)) or is_users(type(value).__module__)
+    return getattr(value, "__dict__", {}) if may_change else {}
 
 
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:

@@ -18,7 +18,9 @@ def held() -> dict[str, Any]:
         "tensor": torch.tensor([1.0, float("nan")]),
         "large": torch.zeros(1000),
         "array": np.zeros(3),
-        "config": SimpleNamespace(rate=0.5, nan=float("nan"), layers=[1, 2], module=torch.nn.Tanh(), cache={}),
+        "config": SimpleNamespace(
+            rate=0.5, nan=float("nan"), layers=[1, 2], module=torch.nn.Tanh(), cache={}, model=SimpleNamespace(rate=0.5)
+        ),
         "settings": {"by_layer": {"first": [0.5]}},
         "function": len,
         "number": 3,
@@ -31,6 +33,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "array": lambda own: own["array"].fill(1),
     "config.rate": lambda own: setattr(own["config"], "rate", 0.25),
     "config.layers": lambda own: own["config"].layers.append(3),
+    "config.model.rate": lambda own: setattr(own["config"].model, "rate", 0.25),
     "settings.by_layer": lambda own: own["settings"]["by_layer"]["first"].clear(),
 }
 

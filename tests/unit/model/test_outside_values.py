@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from argparse import Namespace
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -133,7 +136,7 @@ def set_global(value: float) -> None:
 
 
 class ByHidden(nn.Module):
-    owner: Owner
+    owner: Any
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -166,6 +169,28 @@ class Heater:
         return x * FACTOR
 
 
+ARGUMENTS = Namespace(model=SimpleNamespace(heat=1.0))
+
+
+class ByArguments(nn.Module):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        heated: Tensor = x * ARGUMENTS.model.heat
+        return heated
+
+
+class Hyper(L.LightningModule):
+    def __init__(self, heat: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters({"heat": heat, "kind": torch.tanh})
+
+
+class ByHyper(ByHidden):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.owner.hparams["heat"] if "heat" in self.owner.hparams else x
+
+
 class ByMethod(ByHidden):
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -179,14 +204,14 @@ class ByMode(ByHidden):
         return x * owner.heat if owner.training else x
 
 
-def hidden(owner: Owner, kind: type[ByHidden] = ByHidden) -> ByHidden:
+def hidden(owner: nn.Module, kind: type[ByHidden] = ByHidden) -> ByHidden:
     block = kind()
     vars(block)["owner"] = owner  # no submodule
     return block
 
 
 def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
-    owner, other = Owner(), Owner()
+    owner, other, hyper = Owner(), Owner(), Hyper()
     by_variable, change = around()
     return {
         "a list": (ByList(), lambda value: HEAT.__setitem__(0, value), "`HEAT`, a global of"),
@@ -207,6 +232,16 @@ def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
             ByVariable(owner.heated),
             lambda value: setattr(owner, "heat", value),
             "`heat`, an attribute of Owner",
+        ),
+        "an object in a namespace": (
+            ByArguments(),
+            lambda value: setattr(ARGUMENTS.model, "heat", value),
+            "`heat`, an attribute of SimpleNamespace",
+        ),
+        "hyperparameters": (
+            hidden(hyper, ByHyper),
+            lambda value: hyper.hparams.update(heat=value),
+            "`heat`, an entry of `hparams`",
         ),
         "a function's gradient": (
             ByGradient(),
