@@ -76,16 +76,6 @@ class _Block:
         return set(names).union(*inside) - (OF_TORCH - {"training"})
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A frozen parameter that is not in the stage, and how often it had been written when it was found."""
-
-    title: str
-    name: str
-    parameter: nn.Parameter
-    version: int
-
-
 class OutsideValues:
     """Notices changes of what the code of a stage's modules reads elsewhere."""
 
@@ -96,10 +86,8 @@ class OutsideValues:
         held = {*titles, *map(id, tensors)}
         found: dict[tuple[int, str], _Source] = {}
         blocks = [_Block.of(title, module, held) for title, module in titles.values()]
-        self._weights = [
-            one for block in blocks for name, value in _read_by(block) for one in _weights(block, name, value)
-        ]
         for block in blocks:
+            _refuse_weights(block)
             for source in _sources(block):
                 found.setdefault((id(source.values), ",".join(sorted(map(str, source.first)))), source)
         self._sources = [source for source in found.values() if source.first]
@@ -107,11 +95,6 @@ class OutsideValues:
 
     def check(self) -> None:
         """Refuse what was changed."""
-        for weight in self._weights:
-            if weight.parameter._version != weight.version:
-                _refuse(
-                    weight.title, weight.name, "weights that its stage does not hold and", "Register it in the block."
-                )
         if self._comparison.holds():
             return
         for one in self._sources:
@@ -216,19 +199,16 @@ def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
         yield from ((name, Cells(cells)[name]) for name in cells)
 
 
-def _weights(block: _Block, name: str, value: Any) -> Iterator[_Weight]:
-    """The frozen parameters that code reads and the stage does not hold; refuses those that train."""
-    for item in _referred(value):
-        for parameter in _parameters(item, block.module):
-            if id(parameter) in block.held:
-                continue
-            if parameter.requires_grad:
+def _refuse_weights(block: _Block) -> None:
+    """Refuse weights that a block's code reads and its stage does not hold: each peer would have its own."""
+    for name, value in _read_by(block):
+        for item in _referred(value):
+            if any(id(parameter) not in block.held for parameter in _parameters(item, block.module)):
                 raise ConfigError(
                     f"blocks must hold what they compute with: the code of {block.title!r} reads `{name}` "
-                    f"({type(item).__name__}), whose weights train and are not in its stage. Register it in the block, "
-                    "or give the block what it computes as an argument."
+                    f"({type(item).__name__}), whose weights are not in its stage. Register it in the block, or give "
+                    "the block what it computes as an argument."
                 )
-            yield _Weight(block.title, name, parameter, parameter._version)
 
 
 def _parameters(item: Any, block: nn.Module) -> Iterable[nn.Parameter]:

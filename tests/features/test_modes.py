@@ -109,10 +109,10 @@ class Borrows(Frozen):
 
 
 @feature(
-    "weights that train, and that a block reaches by a list, a variable or a bound method only",
+    "weights that a block reaches by a list, a variable or a bound method only",
     REFUSED,
     "when the run begins: register them in the block; weights may be tied across stages",
 )
 def test_borrowed_weights() -> None:
-    with pytest.raises(ConfigError, match=r"the code of '2' reads `borrowed` \(Linear\), whose weights train"):
+    with pytest.raises(ConfigError, match=r"the code of '2' reads `borrowed` \(Linear\), whose weights are not"):
         run_swarm(Borrows, loader(digits()), max_steps=STEPS, pipeline="net")
