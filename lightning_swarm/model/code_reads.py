@@ -109,6 +109,13 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
     return {name: cell for name, cell in cells if name != "__class__"}
 
 
+def defaults_of(function: FunctionType) -> dict[str, Any]:
+    """The values that arguments have if they are not given, by name."""
+    values, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
 def functions_of(module: nn.Module) -> list[FunctionType]:
     """The functions of users' classes and attributes that a module may run, and those that they call."""
     own = [value for name, value in vars(module).items() if name not in OF_TORCH]

@@ -21,6 +21,7 @@ from lightning_swarm.model.code_reads import (
     Cells,
     Reads,
     cells_of,
+    defaults_of,
     functions_of,
     is_users,
     methods_of,
@@ -136,7 +137,9 @@ def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator
     if around:
         place = f"a variable around `{function.__qualname__}`"
         yield _Source(block.title, place, Cells(cells), _plain(around))
-    for name, value in (*globals_.items(), *around.items()):
+    defaults = {name: value for name, value in defaults_of(function).items() if _is_left_alone(value, read)}
+    yield _Source(block.title, f"a default of `{function.__qualname__}`", defaults, _plain(defaults))
+    for name, value in (*globals_.items(), *around.items(), *defaults.items()):
         if type(value) is dict and not is_comparable(value):
             yield _Source(block.title, f"an entry of `{name}`", value, _plain(value))
         for item in _referred(value):

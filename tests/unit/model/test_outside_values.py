@@ -169,6 +169,13 @@ class Heater:
         return x * FACTOR
 
 
+class ByDefault(nn.Module):
+    @override
+    def forward(self, x: Tensor, heat: Any = HEAT, *, other: Any = HEAT) -> Tensor:
+        heated: Tensor = x * heat[0] * other[0]
+        return heated
+
+
 ARGUMENTS = Namespace(model=SimpleNamespace(heat=1.0))
 
 
@@ -232,6 +239,11 @@ def cases() -> dict[str, tuple[nn.Module, Callable[[float], None], str]]:
             ByVariable(owner.heated),
             lambda value: setattr(owner, "heat", value),
             "`heat`, an attribute of Owner",
+        ),
+        "a default": (
+            ByDefault(),
+            lambda value: HEAT.__setitem__(0, value),
+            "`heat`, a default of `ByDefault",
         ),
         "an object in a namespace": (
             ByArguments(),
