@@ -1,7 +1,8 @@
 """The proof: in float64, over 50 steps, a swarm trains as one machine does.
 
 Models, cuts, servers, optimizers, schedules, clipping and windows are combined pairwise: any two values meet in some
-cell of the table.
+cell of the table. Each value has a cell that goes all the 50 steps; the other cells, which differ from those only in
+what meets, go a third of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tests.parity.harness import (
     run_swarm,
 )
 from tests.parity.models import MODELS, NUM_STEPS, DigitsMLP, Net, Recipe, digits, loader
+
+NUM_STEPS_OF_OTHERS = 18
 
 CLIP_NORMS = {"digits": 1.0, "gpt": 0.5, "gpt-losses": 0.5, "trees": 0.25}
 
@@ -56,6 +59,7 @@ class Cell:
     schedule: Literal["constant", "onecycle", "cosine"]
     clip: bool
     window: Window
+    num_steps: int = NUM_STEPS_OF_OTHERS
 
     def __str__(self) -> str:
         clip = "clip" if self.clip else "free"
@@ -64,43 +68,43 @@ class Cell:
 
 
 TABLE = [
-    # model, stages, servers, optimizer, schedule, clip, window
+    # model, stages, servers, optimizer, schedule, clip, window; how many steps
     Cell("digits", 1, 1, "adamw", "constant", False, batches(3)),
-    Cell("gpt", 1, 1, "sgd", "onecycle", True, batches(1)),
+    Cell("gpt", 1, 1, "sgd", "onecycle", True, batches(1), NUM_STEPS),
     Cell("gpt-losses", 1, 1, "adamw", "cosine", True, samples(20)),
     Cell("trees", 1, 1, "sgd", "cosine", False, batches(2)),
     Cell("digits", 1, 2, "adamw", "onecycle", False, batches(1)),
     Cell("gpt", 1, 2, "adamw", "constant", True, batches(2)),
     Cell("gpt-losses", 1, 2, "sgd", "constant", False, samples(20)),
-    Cell("trees", 1, 2, "adamw", "cosine", True, batches(3)),
+    Cell("trees", 1, 2, "adamw", "cosine", True, batches(3), NUM_STEPS),
     Cell("digits", 1, 4, "sgd", "cosine", True, batches(3)),
     Cell("gpt", 1, 4, "adamw", "onecycle", False, samples(20)),
     Cell("gpt-losses", 1, 4, "adamw", "onecycle", True, batches(2)),
-    Cell("trees", 1, 4, "sgd", "constant", True, batches(1)),
+    Cell("trees", 1, 4, "sgd", "constant", True, batches(1), NUM_STEPS),
     Cell("digits", 2, 1, "sgd", "cosine", True, batches(1)),
     Cell("gpt", 2, 1, "adamw", "onecycle", False, batches(2)),
     Cell("gpt-losses", 2, 1, "sgd", "constant", False, batches(3)),
-    Cell("trees", 2, 1, "adamw", "onecycle", False, samples(20)),
+    Cell("trees", 2, 1, "adamw", "onecycle", False, samples(20), NUM_STEPS),
     Cell("digits", 2, 3, "adamw", "onecycle", False, samples(20)),
     Cell("gpt", 2, 3, "sgd", "cosine", True, batches(3)),
     Cell("gpt-losses", 2, 3, "adamw", "constant", True, batches(2)),
-    Cell("trees", 2, 3, "adamw", "onecycle", False, batches(1)),
-    Cell("digits", 3, 2, "adamw", "onecycle", True, batches(1)),
+    Cell("trees", 2, 3, "adamw", "onecycle", False, batches(1), NUM_STEPS),
+    Cell("digits", 3, 2, "adamw", "onecycle", True, batches(1), NUM_STEPS),
     Cell("gpt", 3, 2, "sgd", "cosine", False, batches(2)),
     Cell("gpt-losses", 3, 2, "adamw", "constant", False, samples(20)),
     Cell("trees", 3, 2, "sgd", "onecycle", False, batches(3)),
     Cell("digits", 3, 4, "adamw", "constant", False, batches(2)),
-    Cell("gpt", 3, 4, "sgd", "cosine", True, batches(1)),
+    Cell("gpt", 3, 4, "sgd", "cosine", True, batches(1), NUM_STEPS),
     Cell("gpt-losses", 3, 4, "adamw", "onecycle", False, batches(3)),
     Cell("trees", 3, 4, "adamw", "constant", False, samples(20)),
     Cell("digits", 4, 3, "sgd", "constant", True, batches(2)),
     Cell("gpt", 4, 3, "adamw", "cosine", False, samples(20)),
-    Cell("gpt-losses", 4, 3, "adamw", "onecycle", False, batches(1)),
+    Cell("gpt-losses", 4, 3, "adamw", "onecycle", False, batches(1), NUM_STEPS),
     Cell("trees", 4, 3, "sgd", "onecycle", True, batches(3)),
     Cell("digits", 4, 4, "sgd", "onecycle", False, samples(20)),
     Cell("gpt", 4, 4, "adamw", "constant", True, batches(1)),
     Cell("gpt-losses", 4, 4, "adamw", "cosine", True, batches(3)),
-    Cell("trees", 4, 4, "sgd", "onecycle", False, batches(2)),
+    Cell("trees", 4, 4, "sgd", "onecycle", False, batches(2), NUM_STEPS),
 ]
 
 
@@ -112,14 +116,14 @@ def test_a_swarm_trains_as_one_machine_does(cell: Cell) -> None:
     assert (len(set(plain.learning_rates)) > 1) == (cell.schedule != "constant")
     assert max(plain.losses) - min(plain.losses) > 0.01 * plain.losses[0], "nothing was learned"
     assert (swarm.num_clipped > 0) == cell.clip
-    assert len(swarm.records) == plain.global_steps[-1] >= NUM_STEPS
+    assert len(swarm.records) == plain.global_steps[-1] >= cell.num_steps
     assert [record.squared_norm**0.5 for record in swarm.records] == pytest.approx(plain.norms, rel=1e-10)
     assert all(record.outcome == "apply" for record in swarm.records)
     assert not swarm.rerouted, "something was done twice, or found a busy peer"
 
 
 def _run_both(cell: Cell) -> tuple[Run, SwarmRun]:
-    recipe = Recipe(optimizer=cell.optimizer, schedule=cell.schedule)
+    recipe = Recipe(optimizer=cell.optimizer, schedule=cell.schedule, total_steps=cell.num_steps + 10)
     model, data = MODELS[cell.model]
     clip = CLIP_NORMS[cell.model] if cell.clip else None
 
@@ -140,9 +144,10 @@ def _run_both(cell: Cell) -> tuple[Run, SwarmRun]:
 
     target = cell.window.target_batch_size
     if target is None:
-        limits: dict[str, Any] = {"max_steps": NUM_STEPS, "accumulate_grad_batches": cell.window.num_batches}
+        limits: dict[str, Any] = {"max_steps": cell.num_steps, "accumulate_grad_batches": cell.window.num_batches}
         return run_plain(make_module, loader(data()), gradient_clip_val=clip, **limits), swarm(**limits)
-    max_epochs = 22  # 154 batches, three a step: a remainder is left at the end of most epochs, and of the last one
+    # Seven batches an epoch, three a step: a remainder is left at the end of most epochs, and of the last one.
+    max_epochs = cell.num_steps * 3 // 7 + 1
     reference = run_plain_loop(
         make_module, loader(data()), target_batch_size=target, max_epochs=max_epochs, gradient_clip_val=clip
     )
@@ -196,7 +201,7 @@ def test_other_optimizers(make_optimizer: Any) -> None:
 
 def test_any_two_values_meet_in_the_table() -> None:
     def values(cell: Cell) -> list[object]:
-        model, num_stages, num_servers, *rest = (getattr(cell, field.name) for field in fields(cell))
+        model, num_stages, num_servers, *rest, _ = (getattr(cell, field.name) for field in fields(cell))
         return [model, (num_stages, num_servers), *rest]
 
     rows = [values(cell) for cell in TABLE]
@@ -204,6 +209,9 @@ def test_any_two_values_meet_in_the_table() -> None:
     for first, second in itertools.combinations(range(len(rows[0])), 2):
         wanted = set(itertools.product({row[first] for row in rows}, {row[second] for row in rows}))
         assert {(row[first], row[second]) for row in rows} == wanted
+    for column in range(len(rows[0])):
+        whole = {row[column] for row, cell in zip(rows, TABLE, strict=True) if cell.num_steps == NUM_STEPS}
+        assert whole == {row[column] for row in rows}, "none of those with this value goes the whole way"
     wirings = {(cell.num_stages, cell.num_servers) for cell in TABLE}
     assert {stages for stages, _ in wirings} == {servers for _, servers in wirings} == {1, 2, 3, 4}
     assert any(servers < stages for stages, servers in wirings), "no server has two stages"
