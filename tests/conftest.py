@@ -8,7 +8,6 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-from lightning.fabric.utilities import registry
 
 _FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py")
 """The files that take longest. Each worker begins with one of them."""
@@ -26,6 +25,8 @@ def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays, and so does what is installed, which each Trainer looks through."""
+    from lightning.fabric.utilities import registry  # takes seconds, which who only deals out tests can do without
+
     registry.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[attr-defined, assignment]
     gc.collect()
     gc.freeze()
