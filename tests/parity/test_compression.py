@@ -9,9 +9,10 @@ import pytest
 from lightning_swarm.protocol import compression as wire_compression
 from lightning_swarm.protocol.settings import CodecName, Compression
 from tests.parity.harness import Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
-from tests.parity.models import NUM_STEPS, DigitsMLP, Net, digits, loader
+from tests.parity.models import DigitsMLP, Net, digits, loader
 from tests.wire import wired
 
+NUM_STEPS = 16
 MICROBATCH = 3
 CUTS = (3, 6)
 """Where the stages of three begin, as `split` says it below."""

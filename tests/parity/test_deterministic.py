@@ -22,7 +22,7 @@ from tests.parity.test_joining import Joining
 from tests.parity.test_rollback import Fit, Killing
 from tests.parity.test_tied import TiedGPT
 
-STEPS = 8
+STEPS = 6
 
 
 def digits_net() -> DigitsMLP:
@@ -38,7 +38,7 @@ def train(
         "max_epochs": -1,
         "gradient_clip_val": 0.5,
         "precision": "32-true",
-        "microbatch_size": 1,
+        "microbatch_size": 2,
         "latency_s": 0.001,
         "exact_sums": True,
     }
@@ -188,10 +188,10 @@ def test_what_cannot_be_added_up_skips_its_step(make: Callable[[], Any]) -> None
 @pytest.mark.parametrize(
     ("make", "data", "options"),
     [
-        (TinyGPT, sentences, {"microbatch_size": 2}),
-        (TiedGPT, sentences, {"microbatch_size": 2}),
-        (lambda: NanoGPT(Recipe()), sentences, {"microbatch_size": 2, "pipeline": "transformer.h"}),
-        (ResNet, digits, {"microbatch_size": 2, "gradient_clip_val": 0.2}),
+        (TinyGPT, sentences, {}),
+        (TiedGPT, sentences, {}),
+        (lambda: NanoGPT(Recipe()), sentences, {"pipeline": "transformer.h"}),
+        (ResNet, digits, {"gradient_clip_val": 0.2}),
         (lambda: DigitsMLP(dropout=0.3), digits, {}),
         (digits_net, digits, {"delay_optimizer_step": True}),
         (digits_net, digits, {"accumulate_grad_batches": 3, "max_steps": 4}),

@@ -94,8 +94,8 @@ def moved(records: Sequence[Record]) -> list[tuple[int, str, int]]:
 
 def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there() -> None:
     timeline = Timeline()
-    run = swarm(20, timeline)
-    assert_exact(run, plain(20))
+    run = swarm(15, timeline)
+    assert_exact(run, plain(15))
     first = [[int(peer[-1]) for peer in stage] for stage in run.held.by_stage(run.records[0])]
     assert first == [[2, 5], [1, 4], [0, 3, 6]]
     moves = moved(run.records)
@@ -111,7 +111,7 @@ def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there
 
 def test_nobody_moves_if_nobody_shall() -> None:
     timeline = Timeline()
-    run = swarm(6, timeline, rebalancing="none")
+    run = swarm(4, timeline, rebalancing="none")
     assert moved(run.records) == []
     assert timeline.rate(2) < 2.5
 
