@@ -33,6 +33,11 @@ class Calls:
         if not method.startswith(OF_TENSORS):
             self.largest[method] = max(self.largest[method], len(request), len(answer))
 
+    @property
+    def is_on_wires(self) -> bool:
+        """See `WireTap`."""
+        return False
+
     def damages(self, *_: object, answer: bytes | None, is_answer: bool) -> bool:
         """See `WireTap`."""
         return False

@@ -23,6 +23,11 @@ _PIPE_BYTES: Final = 1 << 20
 class WireTap(Tap, Protocol):
     """A tap that can also damage messages on the wire."""
 
+    @property
+    def is_on_wires(self) -> bool:
+        """False: it damages nothing any more, and need not be shown what goes over wires."""
+        ...
+
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, /, *, answer: bytes | None, is_answer: bool
     ) -> bool:
@@ -57,6 +62,11 @@ class MemoryNetwork:
         self.tap = tap
         for transport in self._peers.values():
             transport.tap = tap
+
+    @property
+    def wire_tap(self) -> WireTap | None:
+        """The tap, while it may damage something."""
+        return self.tap if self.tap is not None and self.tap.is_on_wires else None
 
     def transport(self, name: str | None = None) -> MemoryTransport:
         """Add a peer with the id `name`. A peer that was killed or closed may return under its name."""
@@ -226,7 +236,7 @@ class MemoryTransport(BaseTransport):
             self._break_off()
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        network, tap = self._network, self._network.tap
+        network, tap = self._network, self._network.wire_tap
         network.find(peer)
         body = decode(request).body if tap else b""
         if tap and tap.damages(self._peer_id, peer, method, body, answer=None, is_answer=False):
@@ -257,7 +267,7 @@ class MemoryTransport(BaseTransport):
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         remote = self._network.find(peer)
         request, answer = _Wire(self._network, self._peer_id, peer), _Wire(self._network, peer, self._peer_id)
-        if tap := self._network.tap:
+        if tap := self._network.wire_tap:
             exchange = (self._peer_id, peer, method, message.body)
             request.damaged = tap.damages(*exchange, answer=None, is_answer=False)
             answer.damaged = tap.damages(*exchange, answer=None, is_answer=True)

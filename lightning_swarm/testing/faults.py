@@ -108,8 +108,7 @@ _AVERAGING_PHASES: Final = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE
 _AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.r\d+\.\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MessagePoint:
+class MessagePoint(msgspec.Struct, frozen=True, kw_only=True):
     """A message at one point of its way."""
 
     phases: tuple[Phase, ...]  # empty if this point has no name
@@ -212,9 +211,14 @@ class Fault:
     fired: int = field(default=0, init=False)  # how often it has struck
     _seen: int = field(default=0, init=False)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has struck as often as it shall."""
+        return self.times is not None and self.fired >= self.times
+
     def strikes(self, message: MessagePoint) -> bool:
         """Count a message, and return whether the fault strikes with it."""
-        if (self.times is not None and self.fired >= self.times) or not self._matches(message):
+        if self.is_over or not self._matches(message):
             return False
         self._seen += 1
         if self._seen < self.when.get("nth", 1):

@@ -91,6 +91,11 @@ class Saboteur:
         if message.phases:
             await self._strike(message, has_come=True)
 
+    @property
+    def is_on_wires(self) -> bool:
+        """See `WireTap`."""
+        return any(fault.kind in _BYTE_FAULTS and not fault.is_over for fault in self._plan.faults)
+
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, answer: bytes | None, is_answer: bool
     ) -> bool:
