@@ -18,7 +18,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.model.watched import aliased, is_watched, same, watch
+from lightning_swarm.model.watched import aliased, is_watched, same, unwatched, watch
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
 
@@ -119,7 +119,7 @@ class ModuleAccess:
         """Make what the module holds of the stages useless until user code reads it: for tests."""
         if self._before:
             return  # what user code wrote is still to be carried
-        with torch.no_grad(), self.paused():
+        with torch.no_grad(), unwatched():
             for tensor in self._own.values():
                 if not tensor.is_meta and tensor.is_floating_point():
                     tensor.fill_(float("nan"))
