@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from lightning_swarm.testing import InMemoryStrategy
 
 SMALL = ["--max-steps=3", "--width=16", "--num-layers=4", "--batch-size=5", "--precision=64-true"]
 
+read = cache(paragraphs)
+"""The same texts for all models."""
+
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> LanguageModel:
     made: list[LanguageModel] = []
@@ -24,6 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> LanguageModel:
 
     monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, *arguments])
     monkeypatch.setattr(train, "LanguageModel", make)
+    monkeypatch.setattr(train, "paragraphs", read)
     train.main()
     [model] = made
     return model
