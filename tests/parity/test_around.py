@@ -78,7 +78,7 @@ def both(
     ids=str,
 )
 def test_curve_equals_the_plain_trainers(options: dict[str, Any]) -> None:
-    steps = 24 // options.get("accumulate_grad_batches", 1)
+    steps = 12 // options.get("accumulate_grad_batches", 1)
     swarm, plain = both(scheduled, max_steps=steps, gradient_clip_val=0.45, **options)
     assert 0 < swarm.num_clipped < steps, "the norm of all stages did not decide anything"
     if "accumulate_grad_batches" not in options:  # else the plain ones are noted after each batch
@@ -277,8 +277,8 @@ def test_what_trains_may_change_around_the_pipeline_too() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_curve_is_close_in_bfloat16(precision: Any) -> None:
-    plain = run_plain(NanoGPT, loader(sentences()), max_steps=20, precision=precision)
-    swarm = run_swarm(NanoGPT, loader(sentences()), max_steps=20, precision=precision, **LIST)
+    plain = run_plain(NanoGPT, loader(sentences()), max_steps=10, precision=precision)
+    swarm = run_swarm(NanoGPT, loader(sentences()), max_steps=10, precision=precision, **LIST)
     assert_same_curve(swarm, plain, loss=1e-2)
 
 

@@ -18,7 +18,7 @@ from lightning_swarm.core.errors import ConfigError, StageError
 from tests.parity.harness import Run, SwarmRun, assert_exact, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 
-STEPS = 10
+STEPS = 8
 
 
 def layers(*more: nn.Module) -> list[nn.Module]:

@@ -107,8 +107,8 @@ def test_the_curve_of_the_same_model_on_one_machine(
         return inserted(model(), boundary, after)
 
     data = loader(sentences())
-    plain = run_plain(with_layers, data, max_steps=15)
-    run = run_swarm(model, data, num_stages=3, num_servers=4, boundary=boundary, max_steps=15, **swarm)
+    plain = run_plain(with_layers, data, max_steps=9)
+    run = run_swarm(model, data, num_stages=3, num_servers=4, boundary=boundary, max_steps=9, **swarm)
     assert_exact(run, plain)
     assert list(boundary_layers(run.module)) == after
     before = with_layers().double().state_dict()

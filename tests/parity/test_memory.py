@@ -12,7 +12,7 @@ from lightning_swarm.core.limits import Limits
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, Trees, digits, loader, records, sentences
 
-STEPS = 15
+STEPS = 9
 MIDDLING_BYTES = 3_000
 """Holds some of the inputs and graphs that a server has under way, but not all."""
 

@@ -31,7 +31,7 @@ from tests.parity.trainers import assert_exact as assert_exact_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
-STEPS = 12
+STEPS = 9
 DRAWS: list[float] = []
 """What is drawn right after a model was built."""
 

@@ -18,7 +18,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 
-STEPS = 15
+STEPS = 9
 
 
 def with_dropout() -> DigitsMLP:
