@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,9 +18,10 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.module_states import ServerStates
-from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.partition import CALLS, StageModule, argument_of
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
+from lightning_swarm.model.partition.written_inputs import WRITTEN, InputWatch
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
@@ -121,6 +122,7 @@ class _Found:
     output: Any
     passed: Any  # what the stages before have left
     observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
+    written: Any  # into the arguments of the first block
     graph_bytes: int
     has_drawn: bool
     seen: Tensor | None  # by batch norms
@@ -177,6 +179,8 @@ class Computation:
         self._watch.take(found.changes, left)
         for name, calls in found.observed.items():
             left.add(name, OBSERVED, calls)
+        if found.written is not None:
+            left.add(self._module.spec.block_names[0], WRITTEN, found.written)
         structure, outputs = serialization.flatten((found.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
@@ -205,17 +209,20 @@ class Computation:
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall
-    ) -> tuple[Any, Any, dict[str, list[Any]], int]:
-        """The blocks' output, what the stages before have left, observed calls, and the bytes of the graph."""
+    ) -> tuple[Any, Any, dict[str, list[Any]], Any, int]:
+        """The output, what stages before left, observed calls, writes to arguments, and the bytes of the graph."""
         mode, extras = call.mode, dict(call.extras)
         said = extras.pop(HOOKS, None)
         extra_structure, extra_tensors = serialization.flatten(extras)
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
-        inputs, passed = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
+        copies = [leaf.clone() for leaf in leaves]
+        inputs, passed = serialization.unflatten(structure, copies)
+        arguments = InputWatch(inputs, copies) if self._module.spec.index == 0 else None
         module = self._module.uncompiled if call.is_probe else self._module
-        run = partial(module, inputs, serialization.unflatten(extra_structure, shared))
+        given = serialization.unflatten(extra_structure, shared)
+        run = partial(module, inputs, given)
         own_leaves = leaves[: len(leaves) - len(serialization.leaves(passed))]
         with recording(self._named_modules, said) as observed:
             if mode.grad and self.costs is None:
@@ -224,7 +231,8 @@ class Computation:
                 output = run()
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
-        return output, passed, observed, graph_bytes
+        _check_extras(self._module, given, extras)
+        return output, passed, observed, arguments.written() if arguments is not None else None, graph_bytes
 
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
@@ -322,6 +330,17 @@ class Computation:
             input_number_bytes=number_bytes(inputs),
             output_number_bytes=number_bytes(outputs),
         )
+
+
+def _check_extras(module: StageModule, extras: Mapping[str, Any], sent: Mapping[str, Any]) -> None:
+    """Refuse a forward that wrote into a keyword argument which later stages read: each got its own copy."""
+    for name in extras if CALLS in extras else extras.keys() & module.read_later:
+        for tensor, before in zip(serialization.leaves(extras[name]), serialization.leaves(sent[name]), strict=True):
+            if tensor._version and not torch.equal(tensor.cpu(), before.cpu()):
+                raise ConfigError(
+                    "blocks must not write into keyword arguments that others read, for each stage has its own copy: "
+                    f"a forward of stage {module.spec.index} wrote into `{argument_of(name)}`. Have the block clone it."
+                )
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:

@@ -14,6 +14,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.module_states import leave
 from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
 from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
+from lightning_swarm.model.partition.written_inputs import WRITTEN
 from lightning_swarm.protocol import serialization
 
 Rule: TypeAlias = Literal["rows", "mean", "sum", "same"]
@@ -105,8 +106,12 @@ class Leftovers:
             sizes=sizes,
         )
 
-    def place(self, collected: Collected, tensors: Sequence[Tensor]) -> None:
-        """Set the attributes of the trainer's modules, with `tensors` in the place of those collected."""
+    def place(self, collected: Collected, tensors: Sequence[Tensor]) -> serialization.Tree | None:
+        """Set the attributes of the trainer's modules, with `tensors` in the place of those collected.
+
+        Returns what was written into the call's arguments, or None.
+        """
+        written = None
         by_site: dict[Site, list[Tensor]] = {}
         for (module, name, _), tensor in zip(collected.tensors, tensors, strict=True):
             by_site.setdefault((module, name), []).append(tensor)
@@ -114,13 +119,18 @@ class Leftovers:
             value = serialization.unflatten(structure, by_site.get(site, []))
             if site[1] == OBSERVED:
                 call_observing(site[0], self.modules[site[0]], value)
+            elif site[1] == WRITTEN:
+                written = value
             else:
                 self._set(site, value)
         for site, reason in collected.refused.items():
             if site[1] == OBSERVED:
                 raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not to be had: {reason}")
+            if site[1] == WRITTEN:
+                raise ConfigError(f"what block {site[0]!r} writes into its arguments is not to be had: {reason}")
             text = f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"
             self._set(site, UnavailableObject(text) if site in collected.objects else Unavailable.because(text))
+        return written
 
     def _set(self, site: Site, value: object) -> None:
         self.sites.add(site)
@@ -129,7 +139,7 @@ class Leftovers:
 
     def _check_sites(self, sites: Sequence[Site]) -> None:
         for module, name in sites:
-            if name == OBSERVED and module in self.modules:
+            if name in (OBSERVED, WRITTEN) and module in self.modules:
                 continue
             if module not in self.modules or not name.isidentifier() or name in OF_TORCH:
                 raise ProtocolError(f"a server left {name[:80]!r} of {module[:80]!r}, which no forward can leave")

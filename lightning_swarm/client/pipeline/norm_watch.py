@@ -9,6 +9,8 @@ from typing import Final
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_swarm.core.errors import ConfigError
+
 _log = logging.getLogger(__name__)
 _MAX_NAMED: Final = 5
 
@@ -29,11 +31,15 @@ class NormWatch:
 
     def changes(self, *, in_batch: bool) -> bool:
         """True if a call changes running statistics in the step of a batch."""
-        if not any(norm.training and norm.running_mean is not None for norm in self._norms):
-            return False
-        if not in_batch:
-            self._warn("outside of a `training_step`", "Call `eval()` before")
-        return in_batch
+        changing = next((norm for norm in self._norms if norm.training and norm.running_mean is not None), None)
+        if changing is not None and not in_batch:
+            raise ConfigError(
+                "running statistics of `BatchNorm` in blocks change in `training_step` only: got a call of the "
+                f"pipelined module in another hook, with {self._names[changing]!r} in train mode. Call `eval()` "
+                "before; to estimate the statistics anew, as `update_bn` does, call a copy (`copy.deepcopy`) and load "
+                "its state."
+            )
+        return changing is not None
 
     def cut(self, size: int) -> None:
         """Note that a batch is cut into microbatches of `size`."""
@@ -55,15 +61,9 @@ class NormWatch:
 
     def batch_without_loss(self) -> None:
         """Note that a batch whose `training_step` returned no loss counts nowhere."""
-        if self._norms:
-            self._warn("in a `training_step` without a loss", "Return a loss of zero")
-
-    def _warn(self, where: str, remedy: str) -> None:
-        if not self._has_warned:
+        if self._norms and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "BatchNorm in the pipeline was called in train mode %s: its running statistics do not count that, and "
-                "plain Lightning's would. %s.",
-                where,
-                remedy,
+                "BatchNorm in the pipeline was called in train mode in a `training_step` without a loss: its running "
+                "statistics do not count that, and plain Lightning's would. Return a loss of zero.",
             )

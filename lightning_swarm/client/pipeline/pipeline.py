@@ -154,7 +154,7 @@ class Pipeline:
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
-        return call.placed(outputs)
+        return call.placed(outputs, args, tensors)
 
     def number_evaluations(self, trainer: str) -> None:
         """Give evaluations of a trainer beside the lead numbers, and so names, that no other trainer's have."""

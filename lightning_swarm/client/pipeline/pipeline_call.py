@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.differentiation import reaches_weights
+from lightning_swarm.client.pipeline.left_values import Unavailable
 from lightning_swarm.client.pipeline.leftovers import Collected
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
@@ -25,6 +26,7 @@ from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.model.partition.leftovers import Left
 from lightning_swarm.model.partition.leftovers import part as split_left
+from lightning_swarm.model.partition.written_inputs import write_back
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded
@@ -129,12 +131,14 @@ class PipelineCall:
         results = self._run([run.forward() for run in runs], runs[0].microbatch.inputs)
         return self._decoded(results)[1], self._sizes[:2]
 
-    def placed(self, tensors: Sequence[Tensor]) -> Any:
-        """Put what forwards left on the trainer's modules, and return the output."""
+    def placed(self, tensors: Sequence[Tensor], args: tuple[Any, ...], own: Sequence[Tensor]) -> Any:
+        """Put what forwards left on the trainer's modules, and into the arguments, whose tensors are `own`."""
         if self._collected is None:
             return serialization.unflatten(self._output_structure, tensors)
         num_left = len(self._collected.tensors)
-        self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :])
+        written = self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :])
+        if written is not None:
+            write_back(args, own, written, _not_here)
         return serialization.unflatten(self._output_structure, tensors[: len(tensors) - num_left])
 
     def release(self) -> None:
@@ -255,6 +259,13 @@ class PipelineCall:
         through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
         coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(coroutines))[0])
+
+
+def _not_here(what: str) -> Unavailable:
+    return Unavailable.because(
+        f"what blocks put into lists and dicts of their arguments stays on the servers: {what}. Use what the last "
+        "block returns, or have the first block copy the container before it changes it."
+    )
 
 
 def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:

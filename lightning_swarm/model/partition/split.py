@@ -123,6 +123,8 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
             tuple(slot for key, slot in buffers.items() if key in inside),
         )
         stages.append(StageModule(spec_of(index, names[index], slots), run, slots, outside))
+    for index, stage in enumerate(stages):
+        stage.read_later = frozenset[str]().union(*(later.keywords for later in stages[index + 1 :]))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
     if around:  # parameters in no block are in one more stage, on the trainers
         slots = TensorIndex(around, ())

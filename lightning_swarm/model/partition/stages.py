@@ -50,6 +50,7 @@ class StageModule(nn.Module):
         self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
         self.keywords = frozenset[str]().union(*map(accepted_keywords, blocks))
+        self.read_later = frozenset[str]()  # keywords that blocks of later stages name
         # Slots, not tensors: moving a model off meta or to a device replaces its parameter objects.
         self._slots = slots
 
