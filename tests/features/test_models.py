@@ -124,7 +124,7 @@ class Normalizing(DigitsMLP):
     "`BatchNorm` in blocks",
     PARTLY,
     "as in a plain loop over the microbatches: each is normalised by its own statistics, and a warning says so; the "
-    "running ones count each microbatch once",
+    "running ones count each microbatch once, in `training_step` only: calls in train mode in other hooks are refused",
 )
 def test_batch_norm_in_blocks() -> None:
     runs = [
@@ -219,6 +219,28 @@ class Centred(DigitsMLP):
 def test_mixed_rows() -> None:
     with pytest.raises(ConfigError, match="each sample of a batch by itself"):
         run_swarm(Centred, loader(digits()), max_steps=2)
+
+
+class InPlace(DigitsMLP):
+    """Its first block works in place on the batch, which the loss reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, nn.ReLU(inplace=True))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        batch[0] -= 0.3
+        return F.cross_entropy(self.net(batch[0]), batch[1]) * (1 + batch[0].mean())
+
+
+@feature(
+    "a first block that works in place on the batch (`nn.ReLU(inplace=True)`)",
+    WORKS,
+    "the caller's tensor holds what the block wrote; of lists and dicts, what the block replaced cannot be read",
+)
+def test_a_first_block_in_place() -> None:
+    fit_both(InPlace, max_steps=STEPS)
 
 
 class Chance(DigitsMLP):

@@ -5,6 +5,7 @@ The reference is the plain Trainer with a module whose network goes over each ba
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -139,10 +140,39 @@ class WithoutLoss(ResNet):
         return None if batch_idx == 1 else loss
 
 
+class Reestimated(ResNet):
+    """Estimates the statistics of the trained weights, as `update_bn` does for averages."""
+
+    @override
+    def on_train_end(self) -> None:
+        torch.optim.swa_utils.update_bn([torch.ones(4, 64, dtype=torch.float64)], self.net)
+
+
+@pytest.mark.parametrize("module", [InAHook, Reestimated])
+def test_statistics_change_in_training_step_only(module: type[ResNet]) -> None:
+    with pytest.raises(ConfigError, match=r"in another hook, with '0\.2' in train mode.*a copy"):
+        run_swarm(module, loader(digits()), **options(microbatch_size=MICROBATCH))
+
+
+class ByCopy(ResNet):
+    """Estimates the statistics anew at each epoch's end, by a copy."""
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        copied = copy.deepcopy(self.net)
+        images = torch.linspace(0, 1, 6 * 64, dtype=torch.float64).reshape(6, 64)
+        torch.optim.swa_utils.update_bn([images[:3], images[3:].flip(1)], copied)
+        self.net.load_state_dict(copied.state_dict())
+
+
+def test_statistics_are_estimated_by_a_copy() -> None:
+    plain = run_plain(partial(ByCopy, MICROBATCH), loader(digits()), **options())
+    assert_exact(run_swarm(ByCopy, loader(digits()), **options(microbatch_size=MICROBATCH)), plain)
+
+
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("module", [InAHook, WithoutLoss])
-def test_a_warning_says_which_forwards_do_not_count(module: type[ResNet], caplog: pytest.LogCaptureFixture) -> None:
-    run_swarm(module, loader(digits()), **options(microbatch_size=MICROBATCH))
+def test_a_warning_says_which_forwards_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    run_swarm(WithoutLoss, loader(digits()), **options(microbatch_size=MICROBATCH))
     assert "running statistics do not count that" in caplog.text
 
 

@@ -51,6 +51,8 @@ def write_back(
             for step in path:
                 owner = owner[step]
             _replace(owner, key, unavailable(f"the first block replaced {key!r} in a {type(owner).__name__}"))
+    except ConfigError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"a server wrote into arguments that the call does not have: {error!r}") from error
 
