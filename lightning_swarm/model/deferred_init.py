@@ -84,6 +84,8 @@ class InitialWeights:
         """Initialise the tensors that are in no block: the trainer itself computes with them."""
         inside = {id(tensor) for block in blocks.modules for tensor in (*block.parameters(), *block.buffers())}
         outside = [(name, tensor) for name, tensor in _tensors(module) if tensor.is_meta and id(tensor) not in inside]
+        if not outside:
+            return  # what compiled modules have in the place of a dict cannot be updated
         # One new tensor for each, however many modules share it.
         made: dict[int, Any] = {}
         for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):

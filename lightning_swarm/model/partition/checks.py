@@ -62,6 +62,22 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
         check([*inside, *outside])
     _refuse_foreign_statistics(inside)
     _refuse_generators(inside)
+    _refuse_scripted(inside, outside)
+
+
+def _refuse_scripted(inside: Sequence[Named], outside: Sequence[Named]) -> None:
+    found = [name for name, module in inside if isinstance(module, torch.jit.ScriptModule)]
+    found += [
+        name
+        for name, module in outside
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None
+    ]
+    if found:
+        raise ConfigError(
+            "modules that are scripted or traced by `torch.jit` may stand outside of the blocks if they have no "
+            f"parameters, got {few(found)}. Leave `torch.jit` out, or use `torch.compile`; keep a frozen one in a "
+            "list, `self.teacher = [scripted]`."
+        )
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
@@ -23,10 +24,13 @@ def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
     # What blocks and hooks refer to outside of blocks is the user's own, as what they leave there is for the user.
     known: dict[int, Any] = {id(value): value for value in (trainer, *modules.values(), *_tensors(modules.values()))}
     # All are there before any is filled, so what refers to a module in a block refers to its twin.
-    twins = {key: type(module).__new__(type(module)) for key, module in modules.items()}
+    # Scripted ones, outside of blocks, cannot be copied so, and are the user's own.
+    scripted = {key for key, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
+    twins = {key: module if key in scripted else type(module).__new__(type(module)) for key, module in modules.items()}
     known.update({key: twins[key] for key in inside})
     for key, module in reversed(modules.items()):  # parts first
-        _fill(twins[key], module, twins, known, deep=key in inside)
+        if key not in scripted:
+            _fill(twins[key], module, twins, known, deep=key in inside)
     own = tuple(twins[id(block)] for block in blocks.modules)
     return twins[id(model)], replace(blocks, root=twins[id(blocks.root)], modules=own)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import build_stages, find_blocks
+from lightning_swarm.model.partition import build_stages, find_blocks, twin_of
 from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.split import parameter_costs
 from lightning_swarm.model.partition.stages import StageSpec
@@ -487,6 +487,20 @@ def test_what_cannot_be_trained_in_stages_is_refused(model: nn.Module, pipeline:
 def test_layers_that_look_alike_but_work_pass() -> None:
     for layer in (nn.InstanceNorm1d(4), nn.GroupNorm(2, 4), Rotate(trained=False), nn.Embedding(3, 4)):
         assert len(cut_into(with_layer(layer), 2)) == 2
+
+
+@pytest.mark.parametrize("place", ["in a block", "around", "without parameters"])
+def test_scripted_layers(place: str) -> None:
+    scripted = torch.jit.script(nn.Tanh() if place == "without parameters" else nn.Linear(4, 4))
+    model: Any = with_outside(nn.Identity() if place == "in a block" else scripted)
+    if place == "in a block":
+        model.net[1] = scripted
+    if place == "without parameters":
+        assert len(cut_into(model, 2, "net")) == 2
+        assert twin_of(model, find_blocks(model, "net"))[0].other is scripted
+        return
+    with pytest.raises(ConfigError, match=r"scripted or traced by `torch\.jit`.*`self\.teacher = \[scripted\]`"):
+        cut_into(model, 2, "net")
 
 
 def test_lazy_layers_are_refused_before_they_are_counted() -> None:
