@@ -120,7 +120,8 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
     """The functions of users' classes and attributes that a module may run, and those that they call."""
     own = [value for name, value in vars(module).items() if name not in OF_TORCH]
     kinds = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
-    return _collected([*(value for kind in kinds for value in vars(kind).values()), *own])
+    of_kinds = (value for kind in kinds for name, value in vars(kind).items() if name != "__init__")  # it has run
+    return _collected([*of_kinds, *own])
 
 
 def methods_of(value: object, names: Collection[str]) -> list[FunctionType]:

@@ -91,7 +91,7 @@ class OptimizerAccess:
             raise _changed("a hook was registered or removed", "Register hooks in `configure_optimizers`")
         with self._access.paused():
             is_kept = not self._watches or self._optimizer.state is self._state
-            if not is_kept or (self._before is not None and _differs(self._state, self._before)):
+            if not is_kept or (self._before is not None and _differs(_filled(self._state), _filled(self._before))):
                 raise _changed("its `state` was changed", "Begin another `fit` to begin with a state of its own")
 
     def _found_hooks(self) -> list[Any]:
@@ -132,6 +132,11 @@ def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()
     }
+
+
+def _filled(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Leave out what holds nothing: to look for a parameter's state before its first step makes an empty one."""
+    return {key: own for key, own in state.items() if not isinstance(own, dict) or own}
 
 
 def _differs(state: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:

@@ -358,6 +358,66 @@ def test_optimizer_state_is_read() -> None:
         assert ours == pytest.approx(theirs, rel=1e-10)
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Trains between the weights that it averages and those that it steps, and swaps them to validate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0].update(beta=0.9, number=0, averages=False)
+
+    @torch.no_grad()
+    def swap(self, *, averages: bool) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["averages"] != averages else ():
+                if "stepped" in self.state[parameter]:
+                    weight = 1 - 1 / group["beta"] if averages else 1 - group["beta"]
+                    parameter.lerp_(self.state[parameter]["stepped"], weight)
+            group["averages"] = averages
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for group in self.param_groups:
+                assert not group["averages"]
+                group["number"] += 1
+                for parameter in [one for one in group["params"] if one.grad is not None]:
+                    stepped = self.state[parameter].setdefault("stepped", parameter.clone())
+                    parameter.lerp_(stepped, 1 / group["number"])
+                    factor = group["beta"] * (1 - 1 / group["number"]) - 1
+                    parameter.add_(parameter.grad, alpha=group["lr"] * factor)
+                    stepped.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+class TrainsScheduleFree(Evaluated):
+    @override
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters())
+
+    def swap(self, *, averages: bool) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.swap(averages=averages)
+
+    @override
+    def on_train_start(self) -> None:
+        self.swap(averages=False)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.swap(averages=True)
+
+    @override
+    def on_validation_end(self) -> None:
+        self.swap(averages=False)
+
+
+@feature("optimizers that swap weights to validate, by their state: schedule-free ones", WORKS)
+def test_schedule_free_optimizers() -> None:
+    both = fit_both(TrainsScheduleFree, loader(digits()), max_epochs=3)
+    assert both.logged()["val_loss"] > 0
+
+
 def clear_state(trainer: L.Trainer) -> None:
     trainer.optimizers[0].state.clear()
 

@@ -470,6 +470,20 @@ def test_a_stage_may_begin_in_place() -> None:
     run_both(InPlace, split=["0", "1", "3"], num_stages=3, num_servers=4)
 
 
+def test_cached_parametrizations_in_microbatches() -> None:
+    class Orthogonal(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            nn.utils.parametrizations.orthogonal(self.net[2])
+
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            with nn.utils.parametrize.cached():
+                return super().training_step(batch, batch_idx)
+
+    run_both(Orthogonal)
+
+
 @pytest.mark.parametrize("frozen", [(0,), (0, 2), (2,), (4,)])
 def test_frozen_parameters_stay(frozen: tuple[int, ...]) -> None:
     def make_module() -> Digits:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
@@ -110,6 +112,16 @@ def refuse_transform(name: str) -> NoReturn:
         "the pipelined module computes on servers, which know plain calls and backwards only: it was used within "
         f"{name}. Use `torch.autograd.grad`, one gradient at a time, or do without the swarm."
     )
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Let `parametrize.cached()` do nothing inside, for a graph that microbatches share has one backward only."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 _OF_MODULE: Final = frozenset(

@@ -18,6 +18,7 @@ from lightning_swarm.client.pipeline.differentiation import (
     adds_nothing,
     check_transforms,
     trained,
+    uncached,
     weights_node,
 )
 from lightning_swarm.client.pipeline.leftovers import Leftovers
@@ -114,6 +115,7 @@ class Pipeline:
             has_batch_norm=self.norms.has_norms,
         )
 
+    @uncached()
     def __call__(self, *args: Any, **extras: Any) -> Any:
         """Compute what the module's own forward would, with gradients if autograd is on."""
         self._check_extras(extras)

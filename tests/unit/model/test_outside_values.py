@@ -326,6 +326,25 @@ def test_what_is_not_read_may_change() -> None:
     values.check()
 
 
+def test_what_a_constructor_read_may_change() -> None:
+    made = nn.Linear(2, 2)
+
+    class Wrapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(*made.children(), nn.Linear(HEAT[0] == 1.0 or 2, 2))
+
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.inner(x)
+            return found
+
+    values = OutsideValues([("net.0", Wrapping())])
+    HEAT[0] = 2.0
+    values.check()
+    HEAT[0] = 1.0
+
+
 def test_a_module_of_the_same_stage_may_be_referred_to() -> None:
     class Tied(nn.Module):
         def __init__(self, other: nn.Linear) -> None:
