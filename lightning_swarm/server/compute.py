@@ -335,7 +335,8 @@ class Computation:
 def _check_extras(module: StageModule, extras: Mapping[str, Any], sent: Mapping[str, Any]) -> None:
     """Refuse a forward that wrote into a keyword argument which later stages read: each got its own copy."""
     for name in extras if CALLS in extras else extras.keys() & module.read_later:
-        for tensor, before in zip(serialization.leaves(extras[name]), serialization.leaves(sent[name]), strict=True):
+        now, then = (serialization.flatten(given[name])[1] for given in (extras, sent))
+        for tensor, before in zip(now, then, strict=True):
             if tensor._version and not torch.equal(tensor.cpu(), before.cpu()):
                 raise ConfigError(
                     "blocks must not write into keyword arguments that others read, for each stage has its own copy: "

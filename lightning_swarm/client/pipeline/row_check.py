@@ -86,10 +86,23 @@ class RowCheck:
         )
         deviation = max(beside_others, _deviation(head, first), _deviation(tail, second))
         tolerance = self._tolerance(together, mode)
-        if deviation <= tolerance:
-            return True
+        if deviation > tolerance:
+            self._refuse_unless_random(probes[0], mode, together, (beside_others, deviation), size)
+        return deviation <= tolerance
+
+    def _refuse_unless_random(
+        self,
+        probe: CallArguments,
+        mode: ComputeMode,
+        together: Sequence[Tensor],
+        deviations: tuple[float, float],  # where only the rows beside were others, and the largest
+        size: int,
+    ) -> None:
+        """Refuse blocks whose outputs changed, unless random numbers may be why."""
+        beside_others, deviation = deviations
+        tolerance = self._tolerance(together, mode)
         # Both draw the same numbers, and others than before.
-        (_, drawn_anew), (_, again) = self._evaluate([(probes[0], 1), (probes[0], 1)], mode)
+        (_, drawn_anew), (_, again) = self._evaluate([(probe, 1), (probe, 1)], mode)
         if (change := _deviation(drawn_anew, again)) > tolerance:
             raise ConfigError(
                 "blocks must give equal rows equal outputs, for a microbatch may be computed again on another peer: "
@@ -110,7 +123,6 @@ class RowCheck:
                 _text(beside_others),
                 _remedy(mode),
             )
-        return False
 
     def _refuse_if_whole_works(self, arguments: CallArguments, mode: ComputeMode, failure: str) -> None:
         """Refuse blocks that fail on a part of a batch. If they fail on all of it, too, its call shows that."""
