@@ -10,11 +10,13 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, replay
 from lightning_swarm.coordinator.step import reconcile
 from lightning_swarm.coordinator.step.open_step import clip_factor
 from lightning_swarm.coordinator.step.replay_plan import ReplayPlan, plan_replays
+from lightning_swarm.model.watched import unwatched
 from lightning_swarm.protocol.messages.calls import CallKey
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.averaging import all_reduce
@@ -49,6 +51,22 @@ def test_without_a_bug_nothing_is_seen(plain: Run) -> None:
     swarm = train()
     assert_exact(swarm, plain)
     assert swarm.num_clipped > 0
+
+
+@pytest.mark.parametrize("num_servers", [1, 4])
+def test_the_trainers_own_copy_of_the_weights_is_poisoned(num_servers: int) -> None:
+    """So a swarm that computes with it in one process, where two would differ, does not pass."""
+    poisoned: list[bool] = []
+
+    class Looking(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            with unwatched():
+                poisoned.append(all(bool(own.isnan().all()) for own in self.parameters()))
+            return super().training_step(batch, batch_idx)
+
+    run_swarm(Looking, loader(digits()), num_servers=num_servers, max_steps=3, max_epochs=-1)
+    assert poisoned == [True] * 3
 
 
 # ---------------------------------------------------------------------- a microbatch twice
