@@ -122,7 +122,7 @@ class _Found:
     output: Any
     passed: Any  # what the stages before have left
     observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
-    written: Any  # into the arguments of the first block
+    written: Any  # into the arguments of the stage's first block
     graph_bytes: int
     has_drawn: bool
     seen: Tensor | None  # by batch norms
@@ -161,6 +161,7 @@ class Computation:
         """Run the blocks, and collect what they leave."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
+        in_input = left.take_output_note()
         structure, tensors = serialization.flatten(
             decoded((inputs, left.differentiable), self._codecs.activations, self._device)
         )
@@ -179,8 +180,15 @@ class Computation:
         self._watch.take(found.changes, left)
         for name, calls in found.observed.items():
             left.add(name, OBSERVED, calls)
-        if found.written is not None:
+        if found.written is not None and self._module.spec.index == 0:
             left.add(self._module.spec.block_names[0], WRITTEN, found.written)
+        elif found.written is not None and in_input:
+            raise ConfigError(
+                f"a block must not write into what the one before keeps of its output: stage {self._module.spec.index} "
+                f"begins with a block that works in place, and {few(in_input)} would change with it on one machine. "
+                "Leave `inplace=True` out there; in an attribute you may keep a clone."
+            )
+        left.note_output(found.output)
         structure, outputs = serialization.flatten((found.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
@@ -219,7 +227,7 @@ class Computation:
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         copies = [leaf.clone() for leaf in leaves]
         inputs, passed = serialization.unflatten(structure, copies)
-        arguments = InputWatch(inputs, copies) if self._module.spec.index == 0 else None
+        arguments = InputWatch(inputs, copies)
         module = self._module.uncompiled if call.is_probe else self._module
         given = serialization.unflatten(extra_structure, shared)
         run = partial(module, inputs, given)
@@ -232,7 +240,7 @@ class Computation:
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
         _check_extras(self._module, given, extras)
-        return output, passed, observed, arguments.written() if arguments is not None else None, graph_bytes
+        return output, passed, observed, arguments.written(), graph_bytes
 
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode

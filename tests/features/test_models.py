@@ -291,7 +291,8 @@ class KeepingLinear(nn.Linear):
     "tensors that a block's forward keeps in attributes (`self.aux_loss = ...`), and forward hooks on blocks",
     PARTLY,
     "with their gradients: one value for each sample, or a mean or a sum over samples; others are refused when they "
-    "are read, by the attribute's name, unless `microbatch_size` is the whole batch",
+    "are read, by the attribute's name, unless `microbatch_size` is the whole batch; so is what a hook observes, if a "
+    "later layer overwrites it in place",
 )
 def test_what_a_forward_leaves() -> None:
     fit_both(Kept, max_steps=STEPS)

@@ -102,6 +102,63 @@ def test_left_tensors_and_their_gradients(value: Any, read: Any) -> None:
     both(partial(Model, keep(value), read))
 
 
+class Seen(Model):
+    """Keeps a layer's output, which the next layer overwrites."""
+
+    def __init__(self, kept: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda *_: None)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, 10))
+        self.features: list[Tensor] = []
+        self.net[0].register_forward_hook(lambda module, args, output: self.features.append(kept(output)))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.features.clear()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + 0.1 * self.features[0].sum(1).mean()
+
+
+class KeepsOutput(nn.Linear):
+    keeps_clone = False
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.kept = output.clone() if self.keeps_clone else output
+        return output
+
+
+class ReadsOutput(Model):
+    def __init__(self, *, keeps_clone: bool = False) -> None:
+        super().__init__(lambda *_: None)
+        self.net = nn.Sequential(KeepsOutput(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, 10))
+        self.net[0].keeps_clone = keeps_clone
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + 0.1 * self.net[0].kept.sum(1).mean()
+
+
+def test_what_is_kept_is_overwritten_by_the_next_block() -> None:
+    both(ReadsOutput, split=["0", "2"])
+    with pytest.raises(ConfigError, match=r"write into what the one before keeps.*`kept` of '0' would change"):
+        run_swarm(ReadsOutput, loader(digits()), max_steps=STEPS, split=["0", "1"])
+
+
+@pytest.mark.parametrize(
+    ("begins", "message"), [("2", r"a later layer overwrites .* of '0' in place"), ("1", r"of '0' would change")]
+)
+@pytest.mark.parametrize("kept", [lambda output: output, torch.clone], ids=["itself", "a clone"])
+def test_what_a_hook_observes_is_not_overwritten(kept: Callable[[Tensor], Tensor], begins: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(partial(Seen, kept), loader(digits()), max_steps=STEPS, split=["0", begins])
+
+
+def test_a_kept_clone_stays_what_it_was() -> None:
+    both(partial(ReadsOutput, keeps_clone=True), split=["0", "1"])
+
+
 def test_left_on_other_terms_than_rows() -> None:
     with pytest.raises(ConfigError, match=r"`kept` of block '0' cannot be read.*`microbatch_size`"):
         run_swarm(partial(Model, keep(lambda x, h: h.mean(0).square().sum())), loader(digits()), max_steps=STEPS)

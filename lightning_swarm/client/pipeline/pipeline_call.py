@@ -114,6 +114,8 @@ class PipelineCall:
         """Return the outputs of microbatches, and what forwards left behind them."""
         config = self._pipeline.config
         pairs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in results]
+        for _, left in pairs:
+            left.take_output_note()  # there is no next stage
         return [output for output, _ in pairs], [left for _, left in pairs]
 
     def _trial(self, training: bool) -> tuple[list[Left], list[int]]:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_leaves
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.module_names import is_of
@@ -222,15 +223,28 @@ def _replaced(name: str, module: nn.Module, calls: dict[str, list[Any]] | None) 
         for key, hook in before[0].items()
         if key not in forward
     )
+    noted: list[tuple[Tensor, int]] = []
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        assert calls is not None
+        calls[name].append([args, output])
+        noted.extend((one, one._version) for one in tree_leaves([args, output]) if isinstance(one, Tensor))
+
     if calls is not None:
         calls[name] = []
-        hooks[-1] = lambda _, args, output: calls[name].append([args, output])
+        hooks[-1] = note
     module._forward_hooks = hooks
     module._forward_pre_hooks = OrderedDict((key, hook) for key, hook in before[1].items() if key not in early)
     try:
         yield
     finally:
         module._forward_hooks, module._forward_pre_hooks = before
+    # A hook may have kept the tensor, or have computed with it at once; only one of these could be had here.
+    if any(tensor._version != version for tensor, version in noted):
+        raise ConfigError(
+            "what a hook in blocks observes must stay what it is: a later layer overwrites an argument or the output "
+            f"of {name!r} in place. Leave `inplace=True` out there. {_REMEDY}"
+        )
 
 
 def _changing(hook: Any) -> Any:

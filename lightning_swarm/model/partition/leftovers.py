@@ -19,6 +19,7 @@ OUTPUT: Final = "output"
 _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
+_IN_OUTPUT: Final = "is the output"
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
 OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
@@ -41,6 +42,23 @@ class Left:
     def __bool__(self) -> bool:
         """Return whether there is anything."""
         return bool(self.differentiable or self.others or self.refused)
+
+    def note_output(self, output: Tree) -> None:
+        """Note which values are the output itself, or views of it: the next stage may write into that."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in serialization.flatten(output)[1]} - {0}
+        found = [
+            f"`{attribute}` of {module!r}"
+            for values in (self.differentiable, self.others)
+            for module, own in values.items()
+            for attribute, value in own.items()
+            if any(tensor.untyped_storage().data_ptr() in storages for tensor in serialization.flatten(value)[1])
+        ]
+        if found:
+            self.others[_IN_OUTPUT] = {"names": found}
+
+    def take_output_note(self) -> list[str]:
+        """Remove what `note_output` noted, and return it."""
+        return list(self.others.pop(_IN_OUTPUT, {}).get("names", []))
 
     def drop(self, module: str, attribute: str) -> None:
         """Remove a value, for a later stage left another one in its place."""
