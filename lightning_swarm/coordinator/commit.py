@@ -211,7 +211,8 @@ class StepCommit:
         staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(record.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
-        voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
+        among = next_roster[: self._run.num_pipeline_stages] or next_roster
+        voters = choose_voters(among, self._run.voters, hosts)
         enlisted, retired = self._trainer_membership.changes()
         return replaced(
             record,

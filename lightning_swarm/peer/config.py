@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.protocol.settings import Compression, RunSettings, check_choice, check_whole_or_none
+from lightning_swarm.protocol.settings import (
+    NO_COMPRESSION,
+    Compression,
+    RunSettings,
+    check_choice,
+    check_whole_or_none,
+)
 
 # `Compression` is public by the name of `lightning_swarm.config.Compression`, too.
 __all__ = ["Compression", "Preemption", "Role", "StateDictType", "SwarmConfig"]
@@ -18,6 +24,9 @@ __all__ = ["Compression", "Preemption", "Role", "StateDictType", "SwarmConfig"]
 Role = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
 StateDictType = Literal["full", "sharded"]
+
+DEFAULT_RUN_ID: Final = "swarm"
+DEFAULT_LISTEN: Final = "127.0.0.1"
 
 
 def _nearest(split: str) -> str:
@@ -99,6 +108,25 @@ class SwarmConfig:
                 "with `deterministic=True` the model must be cut alike each time, got split 'time', which measures. "
                 "Leave `split` out, or name the blocks where stages begin."
             )
+
+    def leaves_whole(self, num_devices: int) -> bool:
+        """Return whether this process, on so many devices, may begin a run of a model that is not cut."""
+        # Whoever says how to cut wants a cut, and so does who has devices that bring no data.
+        says_how = (self.pipeline, self.boundary, self.settings.microbatch_size, self.shared or None)
+        if any(one is not None for one in says_how) or self.split != "parameters":
+            return False
+        return (self.num_stages or num_devices) == 1 and (self.role == "both" or (self.role, num_devices) == ("auto", 1))
+
+    def is_for_one(self, num_devices: int) -> bool:
+        """Return whether nobody is to join what this process trains, so that it needs no swarm."""
+        settings = self.settings
+        for_others = (
+            *(self.initial_peers, self.announce, self.identity_path, self.preemption, self.offload_optimizer),
+            *(settings.target_batch_size, settings.delay_optimizer_step, settings.deterministic),
+        )
+        own = (self.role, self.run_id, self.listen, self.state_dict_type, settings.compression)
+        defaults = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full", NO_COMPRESSION)
+        return self.leaves_whole(num_devices) and not any(for_others) and own == defaults
 
     @property
     def only_serves(self) -> bool:

@@ -49,6 +49,8 @@ _Announcement = TypeVar("_Announcement", ServerAnnouncement, RunAnnouncement)
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     """Assign servers to stages: the roster of each stage, a pure function."""
+    if not num_stages:  # nothing is cut
+        return []
     if len(servers) >= num_stages:  # round and round, so that no stage has two more than another
         rosters = [list(servers[index::num_stages]) for index in range(num_stages)]
     else:  # neighbouring stages to each, so that as few boundaries as possible cross the network

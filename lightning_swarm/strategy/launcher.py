@@ -129,6 +129,8 @@ class SwarmLauncher(_Launcher):
         SwarmLauncher.launched = True
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
+        if self._strategy._is_plain:
+            return function(*args, **kwargs)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         kinds = tuple(framework.data_module for framework in FRAMEWORKS)
         datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)

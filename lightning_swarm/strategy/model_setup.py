@@ -21,11 +21,14 @@ from lightning_swarm.model.partition import (
     find_blocks,
     insert_boundaries,
     layers_by_block,
+    no_blocks,
     plan_boundaries,
+    can_be_cut,
+    says_blocks,
     time_costs,
 )
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.protocol.messages.run import ranges_of
+from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.framework import ImportTree, framework_of
@@ -36,12 +39,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: bool) -> None:
+def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
     """Refuse a model that cannot be cut, as far as it can be seen before the model is configured."""
     module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
+    config, num_stages = strategy.config, strategy._num_stages
     if is_overridden("setup", module) or is_overridden("configure_model", module):
         return
-    if computes_alone(trainer):
+    if computes_alone(trainer) or stays_whole(strategy, module):
         return
     # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
     named = config.split if not isinstance(config.split, str) else "parameters"
@@ -55,20 +59,41 @@ def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: b
 
 
 def computes_alone(trainer: Trainer) -> bool:
-    """True if there is nothing to serve: an evaluation without parameters, in one process."""
+    """True if there is nothing to serve: nobody else takes part, or an evaluation without parameters."""
+    if trainer.strategy._is_plain:
+        return True
     has_parameters = next(trainer.lightning_module.parameters(), None) is not None
     return trainer.state.fn != TrainerFn.FITTING and trainer.num_devices == 1 and not has_parameters
+
+
+def stays_whole(strategy: SwarmStrategy, module: LightningModule) -> bool:
+    """True if the model is not cut in the run that this process joins, took over, or begins."""
+    stages = _stages_of_run(strategy)
+    if stages:
+        return not ranges_of(stages)
+    config = strategy.config
+    if not config.leaves_whole(len(strategy._devices)) or says_blocks(module):
+        return False
+    return config.role == "both" or strategy._is_plain or not can_be_cut(module)
+
+
+def _stages_of_run(strategy: SwarmStrategy) -> Sequence[StageManifest]:
+    """The stages of the run that this process joins or took over; none if it begins one."""
+    return strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
+
+
+def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
+    return no_blocks(module) if stays_whole(strategy, module) else find_blocks(module, strategy.config.pipeline)
 
 
 def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
     """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
     config, trainer = strategy.config, module.trainer
     if computes_alone(trainer):
+        strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
         return
-    blocks = find_blocks(module, config.pipeline)
-    # A run that this process joins or took over is cut already; else it begins one.
-    stages = strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
-    strategy._ranges = ranges_of(stages) or choose_ranges(
+    blocks = _blocks(strategy, module)
+    strategy._ranges = () if blocks.are_none else ranges_of(_stages_of_run(strategy)) or choose_ranges(
         blocks,
         strategy._num_stages,
         config.split,
@@ -103,7 +128,7 @@ def peer_model(
     config = strategy.config
     return PeerModel(
         module,
-        find_blocks(module, config.pipeline),
+        _blocks(strategy, module),
         optimizer or (lambda _: strategy.optimizers[0]),
         ComputeSettings(strategy.root_device, strategy._compiler, config.offload_optimizer),
         origin=strategy._initial_weights.weights,

@@ -47,7 +47,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
     checks.check_data(trainer, module, handed)
     ckpt_path = handed.get("ckpt_path")
     checks.check_ckpt_path(ckpt_path)
-    model_setup.check(trainer, config, strategy._num_stages, restored=ckpt_path is not None)
+    model_setup.check(strategy, trainer, restored=ckpt_path is not None)
     checks.check_servers(config, num_devices)
 
 
@@ -142,7 +142,8 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
     strategy._undo.callback(strategy._access.close)
     strategy._initial_weights.mark_used(module, trains=fitting)
-    strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
+    if not model.blocks.are_none:
+        strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
     if fitting:
         _connect_loop(strategy, trainer, strategy._session)
     if strategy.is_global_zero:

@@ -24,8 +24,16 @@ from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta, staying_on_meta
 from lightning_swarm.model.module_states import remember
+from lightning_swarm.model.partition import says_blocks
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.peer.config import Preemption, Role, StateDictType, SwarmConfig
+from lightning_swarm.peer.config import (
+    DEFAULT_LISTEN,
+    DEFAULT_RUN_ID,
+    Preemption,
+    Role,
+    StateDictType,
+    SwarmConfig,
+)
 from lightning_swarm.protocol.messages.run import Selection, StageManifest
 from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancing, RunSettings
 from lightning_swarm.server.stage_builder import PeerModel
@@ -49,6 +57,7 @@ if TYPE_CHECKING:
     EitherPrecision: TypeAlias = Precision | plugins.Precision
 
 _LIMITS = Limits()
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step", "_compiler_ctx")
 
 
 @written_once(Strategy, framework=LIGHTNING)
@@ -131,9 +140,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         shared: Sequence[str] = (),
         target_batch_size: int | None = None,
         role: Role = "auto",
-        run_id: str = "swarm",
+        run_id: str = DEFAULT_RUN_ID,
         initial_peers: str | Sequence[str] = (),
-        listen: str = "127.0.0.1",
+        listen: str = DEFAULT_LISTEN,
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
         gather_on_end: bool = True,
@@ -180,6 +189,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             ),
             limits=limits,
         )
+        self._compiled: dict[str, Any] = {}  # what a compiled module has in the place of its own methods
         self._loop: SwarmOptimization | None = None
         self._access: ModuleAccess | None = None  # of user code to the module's weights, while a run is under way
         self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
@@ -212,11 +222,13 @@ class SwarmStrategy(extra_trainers.RankHooks):
         context = getattr(module, "_compiler_ctx", None)
         if context is not None:
             self._compiler = context["dynamo_ctx"]
-            checks.check_compiling()
+            self._compiled = {name: value for name, value in vars(module).items() if name in _COMPILED}
+            if not self._is_plain:
+                checks.check_compiling()
             module = self.framework.to_uncompiled(module)
-        if module is not None:
-            remember(module)
         self._module = module
+        if module is not None and not self._is_plain:
+            remember(module)
 
     @property
     def _gathers(self) -> bool:
@@ -228,9 +240,15 @@ class SwarmStrategy(extra_trainers.RankHooks):
         return self.config.num_stages or len(self._devices)
 
     @property
+    def _is_plain(self) -> bool:
+        """True if nobody else takes part: the module trains as a whole, by Lightning's own loop, without a swarm."""
+        module = self._module
+        return self.config.is_for_one(len(self._devices)) and module is not None and not says_blocks(module)
+
+    @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        return True  # the swarm says when a step is full
+        return not self._is_plain  # the swarm says when a step is full
 
     @override
     @contextlib.contextmanager
@@ -303,7 +321,10 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         # The first that is asked of a strategy once the module has brought its callbacks.
-        if not self.config.only_serves:
+        if self._is_plain:
+            compiled, self._compiled = self._compiled, {}  # Lightning's refusal is over
+            vars(self._own_module).update(compiled)
+        elif not self.config.only_serves:
             startup.check_brought_callbacks(self, self._own_module.trainer)
 
     @override
@@ -316,7 +337,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            if "multiple optimizers" in str(error):  # Lightning's remedy for it is one that a swarm refuses
+            if not self._is_plain and "multiple optimizers" in str(error):  # Lightning's remedy for it is one that a swarm refuses
                 raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error
             raise
 

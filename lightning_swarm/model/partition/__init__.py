@@ -1,6 +1,6 @@
 """Partitions a LightningModule into stages: finds its blocks, decides where stages begin, and builds them."""
 
-from lightning_swarm.model.partition.blocks import Blocks, find_blocks
+from lightning_swarm.model.partition.blocks import Blocks, can_be_cut, find_blocks, no_blocks, says_blocks
 from lightning_swarm.model.partition.call_binding import CALLS, BlockCall, Pick, argument_of, bind
 from lightning_swarm.model.partition.checks import guard
 from lightning_swarm.model.partition.split import (
@@ -23,12 +23,15 @@ __all__ = [
     "argument_of",
     "bind",
     "build_stages",
+    "can_be_cut",
     "choose_ranges",
     "find_blocks",
     "guard",
     "insert_boundaries",
     "layers_by_block",
+    "no_blocks",
     "plan_boundaries",
+    "says_blocks",
     "time_costs",
     "twin_of",
 ]

@@ -28,6 +28,11 @@ class Blocks:
     modules: tuple[nn.Module, ...]  # they need not be registered under these names, only their parameters must be
 
     @property
+    def are_none(self) -> bool:
+        """True if nothing is cut: each trainer computes the whole model itself."""
+        return not self.modules
+
+    @property
     def one_by_one(self) -> bool:
         """True if the user's own forward calls the blocks, because the root is a list and has no forward."""
         return isinstance(self.root, nn.ModuleList)
@@ -39,11 +44,30 @@ class Blocks:
                 yield (f"{block_name}.{name}" if name else block_name), module
 
 
+def no_blocks(model: nn.Module) -> Blocks:
+    """Leave a LightningModule whole: it has no blocks, and its parameters are one stage, on the trainers."""
+    return Blocks(model, "", (), ())
+
+
+def says_blocks(model: nn.Module) -> bool:
+    """Return whether a LightningModule says by a method of its own how it can be cut."""
+    return callable(getattr(model, _HOOK, None))
+
+
+def can_be_cut(model: nn.Module) -> bool:
+    """Return whether a LightningModule has a chain of blocks that is found without its name."""
+    try:
+        find_blocks(model, None)
+    except ConfigError:
+        return False
+    return True
+
+
 def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
     """Find the chain of blocks of a LightningModule, whose parameters may be on meta."""
     # `pipeline` names a `Sequential`, or a `ModuleList` that the model's own forward goes through.
     name, root = ("", model) if pipeline is None else (pipeline, _submodule(model, pipeline))
-    if callable(getattr(model, _HOOK, None)):
+    if says_blocks(model):
         return _configured(model, name, root)
     if pipeline is None:
         name, root = _only_sequential(model)

@@ -99,7 +99,8 @@ def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
 
 def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
     """Build a stage for each range of a LightningModule's blocks, without changing it; parameters may be on meta."""
-    checks.check_ranges(ranges, len(blocks.modules))
+    if not blocks.are_none:
+        checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_by_block(model, blocks)
     outside = _outside(model, [*blocks.modules, *layers.values()])
     checks.check_modules(list(blocks.named_modules()), outside)
