@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.session import Session
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import Event
+from lightning_swarm.protocol.run_state import RunState
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,33 @@ def status_of(session: Session) -> SwarmStatus:
     run, context, newest = session.run, session.pipeline.context, session.newest_record
     return SwarmStatus(
         step=session.version,
-        stages=tuple(
-            StageStatus(
-                index=index,
-                peers=tuple(
-                    PeerStatus(peer, load.num_microbatches, load.samples_per_s or 0.0, load.queued, load.num_failures)
-                    for peer, load in list(router.peers.items())
-                ),
-            )
-            for index, router in enumerate(context.routers)
-        ),
+        stages=_whole_stages(run) if run.manifest.is_whole else _routed_stages(context.routers),
         run_id=run.manifest.run_id,
         peer_id=context.transport.peer_id,
         coordinator=run.coordinator,
         trainers=tuple(run.trainers),
         num_samples=newest.closing.num_samples if newest is not None else 0,
         events=context.events.newest,
+    )
+
+
+def _whole_stages(run: RunState) -> tuple[StageStatus, ...]:
+    """The peers that hold a model that is not cut: nothing is routed to them."""
+    return tuple(
+        StageStatus(index, tuple(PeerStatus(member.peer_id, 0, 0.0, 0, 0) for member in roster))
+        for index, roster in enumerate(run.rosters)
+    )
+
+
+def _routed_stages(routers: Sequence[StageRouter]) -> tuple[StageStatus, ...]:
+    """The peers of the stages that microbatches are routed to."""
+    return tuple(
+        StageStatus(
+            index=index,
+            peers=tuple(
+                PeerStatus(peer, load.num_microbatches, load.samples_per_s or 0.0, load.queued, load.num_failures)
+                for peer, load in list(router.peers.items())
+            ),
+        )
+        for index, router in enumerate(routers)
     )

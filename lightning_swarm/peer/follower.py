@@ -48,6 +48,11 @@ def check(view: RunView, config: SwarmConfig) -> None:
     """Raise a ConfigError if the run's settings differ from this program's, which would then train another run."""
     manifest = view.manifest
     check_open(manifest)
+    if manifest.is_whole and config.role != "both":
+        raise ConfigError(
+            f"run {manifest.run_id!r} is not cut, so each of its trainers holds the whole model: `role` must be 'both', "
+            f"got {config.role!r}. Set it, or start the run with `pipeline=...`."
+        )
     own, its = config.settings, manifest.settings
     for name, here, there in (
         ("protocol_version", PROTOCOL_VERSION, manifest.protocol_version),
@@ -158,6 +163,8 @@ class Follower:
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
         if serves:
             self._runtime.run(self._host.keep_joined(run))
+            if seen.manifest.is_whole:
+                runtime.run(self._host.until_member())
         patience = coordinator_client.Patience(
             answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
         )

@@ -123,8 +123,8 @@ def make_manifest(
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,
         stages=stages,
-        # Layers on the trainers are held by those that the run began with.
-        open_to_trainers=spec.open_to_trainers and not stages[-1].on_trainers,
+        # Layers around a pipeline are held by the trainers that the run began with.
+        open_to_trainers=spec.open_to_trainers and (not rosters or not stages[-1].on_trainers),
         former_leads=list(spec.former_leads) or UNSET,
     )
 

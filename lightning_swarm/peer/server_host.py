@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
+from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.core.event_loop import Runtime, UntilRunEnds
-from lightning_swarm.core.tasks import TaskOwner
+from lightning_swarm.core.tasks import TaskOwner, ended
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer.config import SwarmConfig
@@ -123,11 +124,26 @@ class ServerHost:
         """While this peer trains, have its server join again when a record left it out."""
         if self._lifecycle is None or not self.announced or run.manifest.selection is None:
             return
-        # Not with layers on the trainers: this server holds those. And after a rollback it is still joined.
-        if run.manifest.stages[-1].on_trainers or (self._serving is not None and not self._serving.done()):
+        # Not with layers around a pipeline, which this server holds. And after a rollback it is still joined.
+        around = run.manifest.stages[-1].on_trainers and not run.manifest.is_whole
+        if around or (self._serving is not None and not self._serving.done()):
             return
         await self._tasks.start()
         self._serving = self._tasks.spawn(self._lifecycle.serve_beside_trainer())
+
+    async def until_member(self) -> None:
+        """Wait until the run has let the server in; raises what keeps it out."""
+        entered = asyncio.ensure_future(self.admission.ready.wait())
+        assert self._serving is not None
+        try:
+            await asyncio.wait({entered, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not entered.done():
+                raise Unreachable(
+                    "in a run that is not cut each trainer's server holds the model, and the run did not let this one "
+                    "in: the reason is in the log above. Start it again."
+                )
+        finally:
+            await ended([entered])
 
     async def until_let_go(self) -> None:
         """Wait until the run has let the server go, for as long as that may take."""

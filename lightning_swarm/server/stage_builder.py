@@ -94,6 +94,8 @@ class PeerModel:
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a run of another model with a `ConfigError` that names the first field that differs."""
+        if manifest.is_whole:
+            self.blocks = partition.no_blocks(self._module)
         # Boundary layers are the run's: they come and go with it.
         adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         remove_hooks(self._module)

@@ -97,6 +97,11 @@ class InMemoryStrategy(_SwarmStrategy):
         assert self._shared_loop is not None
         return self._shared_loop
 
+    @property
+    @override
+    def _is_plain(self) -> bool:
+        return False  # a test that asks for a swarm gets one
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

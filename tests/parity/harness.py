@@ -185,7 +185,9 @@ def run_swarm(
         num_microbatches=watch.num_microbatches,
         rerouted=watch.rerouted,
     )
-    if num_gone:
+    if _is_whole(strategy):
+        assert run.records, "no step was decided"
+    elif num_gone:
         roster = {member for stage in run.rosters[-1] for member in stage}
         assert len(roster) == num_servers + num_joiners - num_gone
     else:
@@ -359,6 +361,11 @@ def assert_nothing_kept(strategy: InMemoryStrategy) -> None:
         assert peer.server is None or peer.server.calls.cache.used_bytes == 0
         held = [name for name, entry in peer._tickets._entries.items() if entry.message is not None]
         assert not held, f"{peer.transport.peer_id} still holds {held[:3]}"
+
+
+def _is_whole(strategy: InMemoryStrategy) -> bool:
+    assert strategy.servers
+    return not strategy._ranges
 
 
 def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_joiners: int, num_shed: int) -> None:

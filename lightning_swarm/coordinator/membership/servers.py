@@ -207,6 +207,8 @@ class ServerMembership:
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
+        if self._run.manifest.is_whole:
+            return 0
         if wanted is None:
             rosters = self._run.rosters[:num_stages]
             staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
@@ -294,7 +296,7 @@ class ServerMembership:
             raise ProtocolError(f"{member.peer_id} was restarted; only what it was is in the run")
         if member.peer_id == self._transport.peer_id:
             raise Busy(f"{member.peer_id} coordinates the run; it can leave when another peer does")
-        if any(stage.on_trainers for stage in held):
+        if any(stage.on_trainers for stage in held) and member.peer_id in self._run.trainers:
             raise ProtocolError(f"{member.peer_id} trains; it leaves when its loop ends")
 
     # ------------------------------------------------------------------ a round

@@ -216,6 +216,11 @@ class Manifest(WireMessage, frozen=True):
     # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
 
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing is cut: each trainer computes the whole model itself, and its server holds the only stage."""
+        return bool(self.stages) and all(stage.on_trainers for stage in self.stages)
+
 
 class SeatedMembers(WireMessage, frozen=True):
     """The members of a run at a version, for a peer that has not seen all records until then."""
