@@ -155,6 +155,8 @@ class TrainerHandlers:
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
             return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+        if not await self._changes.until(lambda: not self._run.lacks_model(caller)):
+            return encode(GrantReply(wait=WaitForRecord(step=None)))
         if is_lead and not state.begun:
             state.begun = True
             await self._changes.notify()

@@ -164,7 +164,7 @@ class Follower:
         if serves:
             self._runtime.run(self._host.keep_joined(run))
             if seen.manifest.is_whole:
-                runtime.run(self._host.until_member())
+                runtime.run(self._host.until_member(0))
         patience = coordinator_client.Patience(
             answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
         )

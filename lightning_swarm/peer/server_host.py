@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Final
 
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.core.event_loop import Runtime, UntilRunEnds
-from lightning_swarm.core.tasks import TaskOwner, ended
+from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer.config import SwarmConfig
@@ -25,6 +26,8 @@ from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
+
+_LOOK_S: Final = 0.1
 
 
 @dataclass(eq=False)
@@ -131,19 +134,20 @@ class ServerHost:
         await self._tasks.start()
         self._serving = self._tasks.spawn(self._lifecycle.serve_beside_trainer())
 
-    async def until_member(self) -> None:
-        """Wait until the run has let the server in; raises what keeps it out."""
-        entered = asyncio.ensure_future(self.admission.ready.wait())
-        assert self._serving is not None
-        try:
-            await asyncio.wait({entered, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-            if not entered.done():
+    def is_member(self, version: int) -> bool:
+        """True if the server is in the run, as far as it knows, which is not less than the trainer does."""
+        membership = self.admission.membership
+        return membership.is_member and self.admission.ready.is_set() and membership.run.version >= version
+
+    async def until_member(self, version: int) -> None:
+        """Wait until the run has let the server in, at this version or later; raises if it never will."""
+        while not self.is_member(version):
+            if self._serving is not None and self._serving.done():
                 raise Unreachable(
                     "in a run that is not cut each trainer's server holds the model, and the run did not let this one "
-                    "in: the reason is in the log above. Start it again."
+                    "in: the log above says why. Start it again."
                 )
-        finally:
-            await ended([entered])
+            await asyncio.sleep(_LOOK_S)
 
     async def until_let_go(self) -> None:
         """Wait until the run has let the server go, for as long as that may take."""
@@ -177,4 +181,8 @@ class ServerHost:
             return None
         assert self.server is not None
         index = last.spec.index
-        return LocalLayers(last, self.server.steps, runtime, lambda: self.me in run.rosters[index])
+        layers = LocalLayers(last, self.server.steps, runtime, lambda: self.me in run.rosters[index])
+        if run.manifest.is_whole and run.manifest.open_to_trainers:  # a server that was left out joins again
+            layers.is_held = lambda: self.is_member(run.version)
+            layers.until_held = lambda: runtime.run(self.until_member(run.version))
+        return layers

@@ -268,6 +268,10 @@ class RunState:
         """The number of stages that microbatches go through: all but one on trainers, which would be the last."""
         return sum(not stage.on_trainers for stage in self.manifest.stages)
 
+    def lacks_model(self, trainer: PeerId) -> bool:
+        """Return whether a trainer computes the whole model itself, and the run does not hold its server's copy."""
+        return self.manifest.is_whole and trainer not in self.servers
+
     @property
     def servers(self) -> list[PeerId]:
         """All peers that hold a stage."""

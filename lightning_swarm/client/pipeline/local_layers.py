@@ -44,6 +44,7 @@ class LocalLayers:
     stage: LocalStage
     runtime: Runtime
     is_held: Callable[[], bool]  # the copies are the run's: as far as is known here, this trainer is in their roster
+    until_held: Callable[[], None] | None = None  # waits until they are again; None: they never will be
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
     _known: dict[str, Tensor] = field(default_factory=dict)  # the values that the stage has, as far as is known here
@@ -114,7 +115,9 @@ class LocalLayers:
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
         """Bring the module's own parameters to a version or a later one, or `exactly` to that, which may be earlier."""
-        if not self.is_held():
+        if not self.is_held() and self.until_held is not None:
+            self.until_held()
+        elif not self.is_held():
             raise LeftOut(
                 "this trainer was not heard of for `Limits.silence_timeout`, and the run goes on without its server. "
                 "What stands around the pipeline is trained on the trainers, and this one's copy is an old one, so it "

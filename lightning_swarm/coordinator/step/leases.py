@@ -181,7 +181,7 @@ class LeaseTable:
     def _is_unattended(self, step: OpenStep, number: BatchNumber) -> bool:
         owner = self._owner(step, number)
         idle = self._idle.get(owner)
-        return owner in self._gone or (idle is not None and number < idle.batch)
+        return owner in self._gone or self._run.lacks_model(owner) or (idle is not None and number < idle.batch)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
         """The trainer in whose lane a batch is, as far as that is known here."""
