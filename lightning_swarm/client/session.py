@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,10 @@ class Session:
     def give_back(self) -> None:
         """Give back the place that is reserved for the next batch: there is none."""
         self._runtime.run(self._steps.give_back())
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, note what the trainer's own layers see of the batch in hand that the run is to count."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.counting()
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
         """Let what is backpropagated count. Once all is, the batch counts with `logs`, even if this trainer dies."""

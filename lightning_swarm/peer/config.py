@@ -115,7 +115,9 @@ class SwarmConfig:
         says_how = (self.pipeline, self.boundary, self.settings.microbatch_size, self.shared or None)
         if any(one is not None for one in says_how) or self.split != "parameters":
             return False
-        return (self.num_stages or num_devices) == 1 and (self.role == "both" or (self.role, num_devices) == ("auto", 1))
+        return (self.num_stages or num_devices) == 1 and (
+            self.role == "both" or (self.role, num_devices) == ("auto", 1)
+        )
 
     def is_for_one(self, num_devices: int) -> bool:
         """Return whether nobody is to join what this process trains, so that it needs no swarm."""

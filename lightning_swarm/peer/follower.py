@@ -50,7 +50,7 @@ def check(view: RunView, config: SwarmConfig) -> None:
     check_open(manifest)
     if manifest.is_whole and config.role != "both":
         raise ConfigError(
-            f"run {manifest.run_id!r} is not cut, so each of its trainers holds the whole model: `role` must be 'both', "
+            f"run {manifest.run_id!r} is not cut, so each trainer holds the whole model: `role` must be 'both', "
             f"got {config.role!r}. Set it, or start the run with `pipeline=...`."
         )
     own, its = config.settings, manifest.settings

@@ -23,11 +23,11 @@ from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
 from lightning_swarm.model.partition.written_inputs import WRITTEN, InputWatch
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
+from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
-from lightning_swarm.server.batch_norm import BatchStatistics, RunningStatistics
 
 _BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
 

@@ -15,12 +15,12 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.model.fingerprint import Fingerprint, fingerprint
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.running_statistics import RunningStatistics
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs
 from lightning_swarm.protocol.messages.run import Selection, trained_names
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.averaging.averager import AveragingState
-from lightning_swarm.server.batch_norm import RunningStatistics
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 from lightning_swarm.server.optimizer import StageOptimizer

@@ -22,9 +22,9 @@ from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
 from lightning_swarm.model.partition import Blocks, StageModule
+from lightning_swarm.model.running_statistics import RunningStatistics
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.messages.run import Manifest, Member, StageManifest, check_selection, ranges_of
-from lightning_swarm.server.batch_norm import RunningStatistics
 from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
 

@@ -100,14 +100,22 @@ class StepHandlers:
         """One of the stages that this server holds."""
         return self.sums.stage(index)
 
-    async def add_batch(self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float) -> None:
+    async def add_batch(
+        self,
+        index: int,
+        key: CallKey,
+        gradients: Mapping[str, Tensor | None],
+        weight: float,
+        seen: Tensor | None = None,
+    ) -> None:
         """Add the gradients of a batch for the parameters that this peer, a trainer, holds itself; once, as `add` does.
 
         In the batch's key ``index`` and ``call`` are 0. A parameter may be left out or have None for its gradient.
+        `seen` is what batch norms saw.
         """
         stage = self.stage(index)
         found = [gradients.get(name) for name in stage.trainable_names]
-        await self._compute(lambda: self.sums.add(stage, key, found, weight))
+        await self._compute(lambda: self.sums.add(stage, key, found, weight, seen))
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Copy a stage's weights of a version, or of the newest; returns the version with them."""

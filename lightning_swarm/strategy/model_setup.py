@@ -17,13 +17,13 @@ from lightning_swarm.model.boundary_layers import add_hooks, boundary_layers
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
 from lightning_swarm.model.partition import (
     Blocks,
+    can_be_cut,
     choose_ranges,
     find_blocks,
     insert_boundaries,
     layers_by_block,
     no_blocks,
     plan_boundaries,
-    can_be_cut,
     says_blocks,
     time_costs,
 )
@@ -93,12 +93,17 @@ def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
         strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)
-    strategy._ranges = () if blocks.are_none else ranges_of(_stages_of_run(strategy)) or choose_ranges(
-        blocks,
-        strategy._num_stages,
-        config.split,
-        lambda: _block_costs(trainer, blocks),
-        seams=layers_by_block(module, blocks),
+    strategy._ranges = (
+        ()
+        if blocks.are_none
+        else ranges_of(_stages_of_run(strategy))
+        or choose_ranges(
+            blocks,
+            strategy._num_stages,
+            config.split,
+            lambda: _block_costs(trainer, blocks),
+            seams=layers_by_block(module, blocks),
+        )
     )
     if config.boundary is not None:  # a model that has boundary layers already is cut where they stand
         if not boundary_layers(module):

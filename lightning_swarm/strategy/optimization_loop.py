@@ -189,7 +189,8 @@ class SwarmOptimization:
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
         self._session.pipeline.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
-            closure()
+            with self._session.counting():
+                closure()
             self._session.pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
         except LeaseRevoked:

@@ -337,7 +337,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            if not self._is_plain and "multiple optimizers" in str(error):  # Lightning's remedy for it is one that a swarm refuses
+            if not self._is_plain and "multiple optimizers" in str(
+                error
+            ):  # Lightning's remedy for it is one that a swarm refuses
                 raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error
             raise
 

@@ -373,16 +373,16 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     add_batch = StepHandlers.add_batch
 
     async def wrong(
-        self: StepHandlers, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float
+        self: StepHandlers, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float, seen: Any
     ) -> None:
         strikes = key.step == PLANTED_AT and not struck
         if strikes:
             struck.append(key)
         if not strikes or request.param == "twice":
-            await add_batch(self, index, key, gradients, weight)
+            await add_batch(self, index, key, gradients, weight, seen)
         if strikes and request.param == "twice":
             other = CallKey(generation=0, step=key.step, first=key.first, index=1, call=0)
-            await add_batch(self, index, other, gradients, weight)
+            await add_batch(self, index, other, gradients, weight, seen)
 
     monkeypatch.setattr(StepHandlers, "add_batch", wrong)
     return struck

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tests.parity.harness import assert_exact, run_plain, run_plain_loop, run_swarm
+from lightning_swarm.core.errors import ConfigError
+from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import Net, Recipe, digits, loader
 from tests.parity.test_trainers_come import LATE, come, trainers_of
 from tests.parity.trainers import assert_exact as assert_same
@@ -34,6 +35,50 @@ class Branches(Net):
         mixed = self.net(images) * self.side(images).sigmoid()
         centred = mixed - mixed.mean(0)  # compares samples
         return F.cross_entropy(self.head(centred) / self.temperature, labels)
+
+
+class Images(Net):
+    """Batch norms, one of which each sample goes through twice."""
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        super().__init__(nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()), recipe)
+        self.twice = nn.BatchNorm1d(144, momentum=0.3)
+        self.average = nn.BatchNorm1d(10, momentum=None)
+        self.head = nn.Linear(144, 10, bias=False)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        found = self.net(images.view(-1, 1, 8, 8))
+        found = self.twice(self.twice(found).relu())
+        return F.cross_entropy(self.average(self.head(found)), labels)
+
+
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_batch_norms(num_trainers: int) -> None:
+    seen = train(num_trainers, lambda seen: Images(), max_steps=20, swarm=WHOLE)
+    assert_same(seen, lambda: Images(), digits(), num_trainers=num_trainers)
+    names = [name for name, _ in seen.trainers[0].lightning_module.named_buffers()]
+    assert len(names) == 9
+    for one in seen.trainers.values():
+        own = one.lightning_module.state_dict()
+        assert all(torch.equal(own[name], seen.trainers[0].lightning_module.state_dict()[name]) for name in names)
+
+
+def test_buffers_that_each_trainer_would_have_for_itself_are_refused() -> None:
+    class Counting(Branches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Tensor
+            self.register_buffer("seen", torch.zeros(()))
+
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.seen += 1
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigError, match=r"buffers may change while it trains.*'seen'.*role='both'"):
+        run_swarm(Counting, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
 
 
 @pytest.mark.parametrize("num_batches", [1, 3])

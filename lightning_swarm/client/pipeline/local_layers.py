@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.model.watched import same
 from lightning_swarm.protocol.messages.calls import CallKey
 
@@ -23,8 +25,10 @@ _MAX_NAMED = 5
 class LocalStage(Protocol):
     """The copies of the local layers at this peer's own server, which sums their gradients and steps them."""
 
-    async def add_batch(self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float) -> None:
-        """Add a batch's gradients to the stage's sum, once."""
+    async def add_batch(
+        self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float, seen: Tensor | None
+    ) -> None:
+        """Add a batch's gradients, and what batch norms saw of it, to the stage's sum, once."""
 
     async def wait_for_version(self, version: int) -> None:
         """Wait until the stage is at a version."""
@@ -47,9 +51,11 @@ class LocalLayers:
     until_held: Callable[[], None] | None = None  # waits until they are again; None: they never will be
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
+    _marks: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the buffers that the stage has
     _known: dict[str, Tensor] = field(default_factory=dict)  # the values that the stage has, as far as is known here
 
     def __post_init__(self) -> None:
+        self._statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
         self.note_current()
 
     @property
@@ -57,8 +63,15 @@ class LocalLayers:
         """The user's own parameters, by name."""
         return dict(self.module.named_stage_parameters())
 
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Note inside what batch norms see of the batch in hand, which no statistics count yet."""
+        with self._statistics.kept(repeated=True) as self._seen:
+            yield
+
     def add(self, key: CallKey, weight: float) -> None:
         """Hand the batch's gradients over from ``grad`` to the stage's sum, and clear them."""
+        self.check_buffers()
         own = self.parameters
         gradients = {name: parameter.grad for name, parameter in own.items()}
         self.clear()
@@ -72,7 +85,8 @@ class LocalLayers:
                     len(missing),
                     ", ".join(missing[:_MAX_NAMED]),
                 )
-        self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight))
+        seen, self._seen = self._seen, BatchStatistics()
+        self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight, seen.values))
 
     def check_clear(self) -> None:
         """Refuse gradients of a backward before Lightning's own where plain Lightning would add both."""
@@ -97,6 +111,7 @@ class LocalLayers:
 
     def note_current(self) -> None:
         """Know that the stage has what the module has."""
+        self._marks = {name: _mark(buffer) for name, buffer in self._buffers().items()}
         self._known = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def written(self) -> dict[str, Tensor]:
@@ -108,6 +123,22 @@ class LocalLayers:
         """Return whether a parameter stands around the pipeline, and does not train."""
         parameter = self.parameters.get(name)
         return parameter is not None and not parameter.requires_grad
+
+    def check_buffers(self) -> None:
+        """Refuse buffers that user code changed: each trainer would have its own."""
+        counted = set(map(id, self._statistics.buffers))
+        found = [name for name, buffer in self._buffers().items() if id(buffer) not in counted]
+        changed = [name for name in found if self._marks.get(name) != _mark(self._buffers()[name])]
+        if changed:
+            raise ConfigError(
+                "where a model is not cut, batch norms are the only layers whose buffers may change while it trains, "
+                f"for each trainer would have others: got {some_of(changed)}. Keep it in an attribute that is no "
+                "buffer, or train with one device and without `role='both'`."
+            )
+
+    def _buffers(self) -> dict[str, Tensor]:
+        own = self.parameters
+        return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in own}
 
     def accept(self, written: Mapping[str, Tensor]) -> None:
         """Know that the stage has what was written."""
@@ -136,7 +167,15 @@ class LocalLayers:
             for name, parameter in own.items():
                 if name not in written:  # what is frozen is carried to the stage with the next step
                     parameter.copy_(weights[name])
-        self._known.update(weights)
+            for name, buffer in self._buffers().items():
+                buffer.copy_(weights[name])
+        self._known.update((name, weights[name]) for name in own)
+        self._marks = {name: _mark(buffer) for name, buffer in self._buffers().items()}
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Make what changes if a tensor is replaced or written to."""
+    return tensor.data_ptr(), tensor._version
 
 
 def written_in_mid_step(names: Collection[str]) -> str:

@@ -127,7 +127,10 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
     for index, stage in enumerate(stages):
         stage.read_later = frozenset[str]().union(*(later.keywords for later in stages[index + 1 :]))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
-    if around:  # parameters in no block are in one more stage, on the trainers
+    if blocks.are_none:
+        slots = TensorIndex(around, tuple(buffers.values()))
+        stages.append(StageModule(spec_of(0, (), slots, on_trainers=True), (), slots, outside))
+    elif around:  # parameters in no block are in one more stage, on the trainers
         slots = TensorIndex(around, ())
         stages.append(StageModule(spec_of(len(runs), (), slots, on_trainers=True), (), slots))
     return tuple(stages)

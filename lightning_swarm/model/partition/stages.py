@@ -46,7 +46,8 @@ class StageModule(nn.Module):
         """Hold blocks; see `build_stages`."""
         super().__init__()
         self.spec = spec
-        self.around = tuple(around)  # modules outside of all blocks, which are no part of the stage
+        # Modules outside of all blocks: no part of the stage, unless the model is not cut.
+        self.around = tuple(around)
         self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
         self.keywords = frozenset[str]().union(*map(accepted_keywords, blocks))
@@ -72,6 +73,10 @@ class StageModule(nn.Module):
         return [
             (f"{name}.{key}" if key else name, inner) for name, block in named for key, inner in block.named_modules()
         ]
+
+    def counted_modules(self) -> list[nn.Module]:
+        """Return the modules whose running statistics are the stage's."""
+        return [*self.modules(), *(module for _, module in self.around if self.spec.on_trainers)]
 
     def compile_by(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the forward by its compiled version, of ``torch.compile`` with the user's options."""

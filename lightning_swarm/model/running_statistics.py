@@ -1,0 +1,170 @@
+"""Running statistics of batch norms: written by records only, once for each microbatch or batch that counts.
+
+A forward leaves them as they are and reports what it saw. With the gradients, all reports of a step go to each of the
+stage's servers, which enters them in the microbatches' order, as one machine would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt
+
+
+class BatchStatistics:
+    """Vector of what batch norms saw of one microbatch."""
+
+    values: Tensor | None = None  # ``[length]`` float64; None: there are no norms, or nothing has gone through them
+
+
+class RunningStatistics:
+    """The running statistics of the batch norms in a stage's module.
+
+    They, and what a microbatch shows of them, are float64 vectors: how often each norm was used, then the means of all
+    channels, then their variances, and at last each norm's momentum, or -1: a trainer may change it during the run.
+    """
+
+    def __init__(self, stage: StageModule) -> None:
+        norms = [norm for norm in stage.counted_modules() if isinstance(norm, _BatchNorm)]
+        self._norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]
+        self._sizes = [_mean(norm).numel() for norm in self._norms]
+        self._seen: dict[int, dict[Receipt, Tensor]] = {}  # by step
+        self.length = 2 * len(self._norms) + 2 * sum(self._sizes)
+
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers of all batch norms."""
+        return [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
+
+    # ------------------------------------------------------------------ a microbatch
+
+    @contextlib.contextmanager
+    def kept(self, *, repeated: bool = False) -> Iterator[BatchStatistics]:
+        """Inside, let norms in train mode write what they see elsewhere; afterwards the yielded object has it.
+
+        With `repeated` a norm may be used several times, one after the other, unless it counts by an average.
+        """
+        seen = BatchStatistics()
+        norms = [norm for norm in self._norms if norm.training]
+        if not norms:
+            yield seen
+            return
+        own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
+        momenta = [norm.momentum for norm in norms]
+        for buffer, data in own:
+            buffer.data = torch.zeros_like(data)
+        for norm in norms:
+            if not repeated or norm.momentum is None:
+                norm.momentum = 1.0  # what they write is what they see
+        try:
+            yield seen
+            found = self._read(seen=True)
+        finally:
+            for buffer, data in own:
+                buffer.data = data
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+        num = len(self._norms)
+        found[-num:] = found.new_tensor([_momentum(norm) for norm in self._norms])
+        averages = [repeated and norm.momentum is not None for norm in self._norms]
+        seen.values = self._mean_of_uses(found) if any(averages) else found
+        if any(count > 1 and not average for count, average in zip(found[:num].tolist(), averages, strict=True)):
+            raise ConfigError(
+                "a `BatchNorm` in a block must be used once for each sample, got one that is used several times in one "
+                "forward. Give each place a norm of its own."
+            )
+
+    def _mean_of_uses(self, found: Tensor) -> Tensor:
+        """Turn what norms wrote from zero on, with their own momentum, into means over their uses."""
+        num, numbers = len(self._norms), self.length - len(self._norms)
+        counts, momenta = found[:num], found[numbers:]
+        parts = torch.where(momenta < 0.0, 1.0, 1.0 - (1.0 - momenta) ** counts)
+        parts = torch.where(parts > 0.0, parts, 1.0)[self._owners]
+        return torch.cat([counts, found[num:numbers] / parts, momenta])
+
+    @property
+    def _owners(self) -> Tensor:
+        """The norm of each mean and of each variance."""
+        return torch.arange(len(self._norms)).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2))
+
+    def add(self, key: CallKey, values: Tensor | None) -> None:
+        """Keep what was seen of a microbatch whose gradient was added."""
+        if values is not None:
+            self._seen.setdefault(key.step, {})[key.receipt] = values
+
+    # ------------------------------------------------------------------ a step
+
+    def seen(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
+        """The microbatches that count in a step, and what this server saw of them."""
+        here = self._seen.get(step, {})
+        return {receipt: here[receipt] for receipt in sorted(counted) if receipt in here}
+
+    def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
+        """The statistics after all of this is entered, in the order of one machine; ``[length]``."""
+        state = self._read()
+        num, numbers = len(self._norms), self.length - len(self._norms)
+        owners = self._owners.to(state.device)
+        for _, values in sorted(seen.items(), key=lambda item: _order(item[0])):
+            values, fixed = values.to(state).split([numbers, num])  # noqa: PLW2901
+            state[:num] += values[:num]
+            counted = torch.where(
+                fixed < 0.0, values[:num] / state[:num].clamp(min=1.0), 1.0 - (1.0 - fixed) ** values[:num]
+            )
+            factor = counted[owners]
+            state[num:numbers] = (1.0 - factor) * state[num:numbers] + factor * values[num:]
+        return state
+
+    def enter(self, state: Tensor, step: int) -> None:
+        """Take over what `after` gave. What was seen until this step is dropped."""
+        num = len(self._norms)
+        parts = state[num : self.length - num].split(self._sizes * 2)
+        for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
+            # Not of the tensors themselves: a graph that waits for its backward would take them for changed.
+            assert norm.running_var is not None
+            _mean(norm).data.copy_(mean)
+            norm.running_var.data.copy_(var)
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.data.copy_(count)
+        self._seen = {later: seen for later, seen in self._seen.items() if later > step}
+
+    def clear(self) -> None:
+        """Drop what was seen: the run rolls back."""
+        self._seen = {}
+
+    def _read(self, *, seen: bool = False) -> Tensor:
+        """Return what the norms hold; with `seen`, nothing of those in eval mode."""
+        means = [_mean(norm) for norm in self._norms]
+        variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
+        uncounted = means[0].new_zeros(())
+        counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self._norms]
+        off = [seen and not norm.training for norm in self._norms] * 3
+        parts = zip((*counts, *means, *variances), off, strict=True)
+        found = [
+            (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts
+        ]
+        return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self._norms])])
+
+
+def _momentum(norm: _BatchNorm) -> float:
+    return -1.0 if norm.momentum is None else norm.momentum
+
+
+def _mean(norm: _BatchNorm) -> Tensor:
+    assert norm.running_mean is not None
+    return norm.running_mean
+
+
+def _order(receipt: Receipt) -> tuple[int, int, int]:
+    """The order of one machine, which makes the calls of a batch one after the other, and cuts each of them."""
+    first, index, call = receipt
+    return first, call, index
