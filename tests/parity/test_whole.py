@@ -56,8 +56,10 @@ class Images(Net):
 
 @pytest.mark.parametrize("num_trainers", [1, 2])
 def test_batch_norms(num_trainers: int) -> None:
-    seen = train(num_trainers, lambda seen: Images(), max_steps=20, swarm=WHOLE)
-    assert_same(seen, lambda: Images(), digits(), num_trainers=num_trainers)
+    # AdamW makes much of the rounding of gradients that are zero, and batches of four of any rounding.
+    recipe = Recipe(optimizer="sgd")
+    seen = train(num_trainers, lambda seen: Images(recipe), max_steps=8, swarm=WHOLE)
+    assert_same(seen, lambda: Images(recipe), digits(), num_trainers=num_trainers)
     names = [name for name, _ in seen.trainers[0].lightning_module.named_buffers()]
     assert len(names) == 9
     for one in seen.trainers.values():
