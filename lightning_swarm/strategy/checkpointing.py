@@ -330,7 +330,7 @@ class Checkpoints:
     def load_optimizer(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint's optimizer state, and hand it out to the servers."""
         strategy, saved = self._strategy, None
-        if strategy._is_plain and self._folder is not None:
+        if strategy.is_plain and self._folder is not None:
             names = [name for name, _ in strategy._own_module.named_parameters()]
             groups, state = self._folder.read_groups()["param_groups"], self._folder.read_state(names)
             saved = optimizer_state.by_numbers({"state": state, "param_groups": groups})
@@ -339,7 +339,7 @@ class Checkpoints:
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         default(checkpoint)
-        if strategy._is_plain or not strategy.is_global_zero:
+        if strategy.is_plain or not strategy.is_global_zero:
             return
         assert strategy._weights is not None
         assert strategy._loop is not None

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CONFIG_ERROR = 78  # exit code of a peer that ended by a `ConfigError`; in C it is EX_CONFIG
+
+_PLAIN: Final = (
+    "One device trains alone, as without a swarm. For others to take part: `num_stages` or `pipeline` cuts the model "
+    "between peers; `role='both'` with `target_batch_size` lets whoever has data train along."
+)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,6 @@ class SwarmLauncher(_Launcher):
         SwarmLauncher.launched = True
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
-        if self._strategy._is_plain:
-            return function(*args, **kwargs)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         kinds = tuple(framework.data_module for framework in FRAMEWORKS)
         datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
@@ -138,6 +141,10 @@ class SwarmLauncher(_Launcher):
             return call.run_as_lead(self._end_with(lambda: self._serve(call, datamodule)))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
+        if self._strategy.is_plain:
+            if trainer.state.fn == TrainerFn.FITTING:
+                rank_zero_info(_PLAIN)
+            return function(*args, **kwargs)
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer, call.arguments)
         if self.local_rank:

@@ -45,7 +45,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
     config, num_stages = strategy.config, strategy._num_stages
     if is_overridden("setup", module) or is_overridden("configure_model", module):
         return
-    if computes_alone(trainer) or stays_whole(strategy, module):
+    if computes_alone(strategy, trainer) or stays_whole(strategy, module):
         return
     # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
     named = config.split if not isinstance(config.split, str) else "parameters"
@@ -58,9 +58,9 @@ def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
         plan_boundaries(module, blocks, ranges, config.boundary)
 
 
-def computes_alone(trainer: Trainer) -> bool:
+def computes_alone(strategy: SwarmStrategy, trainer: Trainer) -> bool:
     """True if there is nothing to serve: nobody else takes part, or an evaluation without parameters."""
-    if trainer.strategy._is_plain:
+    if strategy.is_plain:
         return True
     has_parameters = next(trainer.lightning_module.parameters(), None) is not None
     return trainer.state.fn != TrainerFn.FITTING and trainer.num_devices == 1 and not has_parameters
@@ -74,7 +74,7 @@ def stays_whole(strategy: SwarmStrategy, module: LightningModule) -> bool:
     config = strategy.config
     if not config.leaves_whole(len(strategy._devices)) or says_blocks(module):
         return False
-    return config.role == "both" or strategy._is_plain or not can_be_cut(module)
+    return config.role == "both" or strategy.is_plain or not can_be_cut(module)
 
 
 def _stages_of_run(strategy: SwarmStrategy) -> Sequence[StageManifest]:
@@ -89,7 +89,7 @@ def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
 def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
     """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
     config, trainer = strategy.config, module.trainer
-    if computes_alone(trainer):
+    if computes_alone(strategy, trainer):
         strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)

@@ -127,7 +127,7 @@ def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
 def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Start or join the run, and connect module and loop to it."""
     module = strategy._own_module
-    if model_setup.computes_alone(trainer):
+    if model_setup.computes_alone(strategy, trainer):
         return
     if not strategy.is_global_zero:
         extra_trainers.follow_schedule(trainer)

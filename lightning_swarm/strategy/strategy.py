@@ -223,11 +223,11 @@ class SwarmStrategy(extra_trainers.RankHooks):
         if context is not None:
             self._compiler = context["dynamo_ctx"]
             self._compiled = {name: value for name, value in vars(module).items() if name in _COMPILED}
-            if not self._is_plain:
+            if not self.is_plain:
                 checks.check_compiling()
             module = self.framework.to_uncompiled(module)
         self._module = module
-        if module is not None and not self._is_plain:
+        if module is not None and not self.is_plain:
             remember(module)
 
     @property
@@ -240,7 +240,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         return self.config.num_stages or len(self._devices)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """True if nobody else takes part: the module trains as a whole, by Lightning's own loop, without a swarm."""
         module = self._module
         return self.config.is_for_one(len(self._devices)) and module is not None and not says_blocks(module)
@@ -248,7 +248,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        return not self._is_plain  # the swarm says when a step is full
+        return not self.is_plain  # the swarm says when a step is full
 
     @override
     @contextlib.contextmanager
@@ -321,7 +321,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         # The first that is asked of a strategy once the module has brought its callbacks.
-        if self._is_plain:
+        if self.is_plain:
+            checks.check_callback_imports(self._own_module.trainer)
             compiled, self._compiled = self._compiled, {}  # Lightning's refusal is over
             vars(self._own_module).update(compiled)
         elif not self.config.only_serves:
@@ -337,7 +338,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            if not self._is_plain and "multiple optimizers" in str(
+            if not self.is_plain and "multiple optimizers" in str(
                 error
             ):  # Lightning's remedy for it is one that a swarm refuses
                 raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error

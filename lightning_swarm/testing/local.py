@@ -99,7 +99,7 @@ class InMemoryStrategy(_SwarmStrategy):
 
     @property
     @override
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         return False  # a test that asks for a swarm gets one
 
     @override

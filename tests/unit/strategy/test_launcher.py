@@ -37,7 +37,7 @@ def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pyte
     monkeypatch.setattr(SwarmLauncher, "_start_peers", lambda self, _: started.append(self._num_peers))
 
     def launch(module: L.LightningModule, num_peers: int) -> None:
-        strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, check=lambda *_: None)
+        strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, is_plain=False, check=lambda *_: None)
         trainer: Any = SimpleNamespace(lightning_module=module)
         SwarmLauncher(strategy, num_peers).launch(lambda: None, trainer=trainer)
 
