@@ -228,6 +228,7 @@ def run(
     target_batch_size: int = 12,
     num_steps: int = NUM_STEPS,
     past_its_own: bool = False,
+    **swarm: Any,
 ) -> tuple[Seen, Lead]:
     lead = Lead(num_records)
     loggers = iter([lead.lines, Lines(), Lines(), Lines()])
@@ -241,7 +242,7 @@ def run(
         use_distributed_sampler=False,  # each has data of its own: nobody else brings what is struck
         each={"logger": lambda: next(loggers)},
         # Who is in the run at its end shall be left to the faults: a peer that moves is in no stage for a while.
-        swarm={"limits": LIMITS, "target_batch_size": target_batch_size, "rebalancing": "none"},
+        swarm={"limits": LIMITS, "target_batch_size": target_batch_size, "rebalancing": "none", **swarm},
     )
     return seen, lead
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,10 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import Net, Recipe, digits, loader
-from tests.parity.test_trainers_come import LATE, come, trainers_of
+from tests.parity.test_trainers_come import LATE, RANK, trainers_of, under_way
+from tests.parity.test_trainers_die import VICTIM, assert_right, freeze, kill, run
+from tests.parity.trainers import Seen, train
 from tests.parity.trainers import assert_exact as assert_same
-from tests.parity.trainers import train
 
 WHOLE: dict[str, Any] = {"num_stages": 1, "microbatch_size": None}
 
@@ -96,7 +99,41 @@ def test_several_trainers(num_trainers: int) -> None:
     assert_same(seen, lambda: Branches(), digits(), num_trainers=num_trainers)
 
 
+class Enough(L.Callback):
+    """Ends the lead's loop some steps after another trainer came, and did what it was to do."""
+
+    def __init__(self, seen: Callable[[], Seen], num_steps: int = 4) -> None:
+        self.seen, self.num_steps = seen, num_steps
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        came = [step for step, who in enumerate(trainers_of(self.seen())) if LATE in who]
+        trainer.should_stop = bool(came) and trainer.global_step >= came[-1] + 1 + self.num_steps
+
+
 def test_a_trainer_joins_a_run_under_way() -> None:
-    seen, _ = come(lambda seen: Branches(), swarm=WHOLE)
-    assert [LATE] in trainers_of(seen)
+    """First its server downloads the model, then it trains."""
+    kept: list[Seen] = []
+
+    def making(seen: Seen) -> Branches:
+        kept.append(seen)
+        return Branches()
+
+    def callbacks(rank: int) -> list[L.Callback]:
+        return [Enough(lambda: kept[0])] if rank == 0 else []
+
+    seen = train(2, making, come={RANK: under_way}, callbacks=callbacks, swarm=WHOLE, max_steps=2000)
     assert_same(seen, lambda: Branches(), digits(), num_trainers=2)
+    assert [LATE] in trainers_of(seen)
+    assert all({member.peer_id for member in rosters[0]} >= {LATE} for rosters in seen.rosters[-3:])
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_trainer_dies_or_freezes(is_killed: bool) -> None:
+    """Its batch is brought by others; one that thaws computes on once its server is in the run again."""
+    seen, lead = run("before backward", kill if is_killed else freeze, num_records=2, **WHOLE)
+    assert len(seen.errors) == is_killed
+    assert_right(seen, lead)
+    members = [{member.peer_id for member in rosters[0]} for rosters in seen.rosters]
+    assert any(VICTIM not in one for one in members)
+    assert (VICTIM in members[-1]) == (not is_killed)
