@@ -32,6 +32,10 @@ _LINGER_S: Final = 1.0  # for which a server that was let go still answers reque
 _SOON_S: Final = 600.0  # a server that is left out again so soon after it came back counts as one that cannot stay
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
+_COMPUTES_NOTHING: Final = (
+    "The run is not cut: its trainers compute the whole model, and this peer keeps a copy of it, which outlives them. "
+    "To help compute, bring data with `role='both'`, or start a run that is cut, with `pipeline` or `num_stages`."
+)
 
 Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]  # why a server is in its run no more
 
@@ -85,6 +89,8 @@ class MembershipLifecycle:
             begin_s = now_s()
             if admission.membership.is_member and (report := self._server.report()) is not None:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
+                if admission.membership.run.manifest.is_whole and admission.membership.trains_in is None:
+                    say(_COMPUTES_NOTHING)
             outcome = await self._until_out(say)
             if outcome == "moves":
                 await self._move(say)

@@ -83,7 +83,12 @@ def _stages_of_run(strategy: SwarmStrategy) -> Sequence[StageManifest]:
 
 
 def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
-    return no_blocks(module) if stays_whole(strategy, module) else find_blocks(module, strategy.config.pipeline)
+    """The blocks of a module; a peer that only serves learns later whether the run is cut."""
+    config = strategy.config
+    may_be_whole = config.only_serves and config.pipeline is None and not says_blocks(module)
+    if stays_whole(strategy, module) or (may_be_whole and not can_be_cut(module)):
+        return no_blocks(module)
+    return find_blocks(module, config.pipeline)
 
 
 def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
