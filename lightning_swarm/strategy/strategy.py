@@ -70,7 +70,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
     For arguments marked "run-wide", peers that join a run use the values of the peer that started it.
 
     Args:
-        num_stages: Number of stages that the model is cut into. None: one per device.
+        num_stages: Number of stages that the model is cut into. None: one per device. With one stage the model stays
+            whole, and trainers compute it themselves, unless an argument says how to cut it, or machines are to take
+            part that bring no data. On one device that nobody is to join, Lightning trains without a swarm.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
             LightningModule's `configure_stages()` returns, or else the only `Sequential` that holds all parameters.
         split: What the cut balances: ``"parameters"``, or the ``"time"`` that each block takes on this machine with the

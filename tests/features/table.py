@@ -18,6 +18,7 @@ _HEAD = Path(__file__).with_name("head.md")
 # In the order of the table. A module's docstring is its heading; `test_table` has no rows.
 _MODULES = (
     "test_models",
+    "test_whole",
     "test_loop",
     "test_data",
     "test_optimization",

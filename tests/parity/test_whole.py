@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ConfigError
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import Net, Recipe, digits, loader
 from tests.parity.test_trainers_come import LATE, RANK, trainers_of, under_way
@@ -65,22 +64,6 @@ def test_batch_norms(num_trainers: int) -> None:
     recipe = Recipe(optimizer="sgd")
     seen = train(num_trainers, lambda seen: Images(recipe), max_steps=8, swarm=WHOLE)
     assert_same(seen, lambda: Images(recipe), digits(), num_trainers=num_trainers)
-
-
-def test_buffers_that_each_trainer_would_have_for_itself_are_refused() -> None:
-    class Counting(Branches):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: Tensor
-            self.register_buffer("seen", torch.zeros(()))
-
-        @override
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            self.seen += 1
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(ConfigError, match=r"buffers may change while it trains.*'seen'.*role='both'"):
-        run_swarm(Counting, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
 
 
 @pytest.mark.parametrize("num_batches", [1, 3])

@@ -1,0 +1,118 @@
+"""Without a cut: one stage, which is the whole LightningModule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.core.errors import ConfigError
+from tests.features.mark import PARTLY, REFUSED, WORKS, feature
+from tests.parity.harness import QUIET, quiet_warnings, run_swarm
+from tests.parity.models import digits, loader
+from tests.parity.test_whole import WHOLE, Branches, Images
+from tests.parity.trainers import assert_exact, train
+
+
+class Adversaries(L.LightningModule):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.other = nn.Linear(64, 10), nn.Linear(64, 10)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer, model, sign in zip(self.optimizers(), (self.one, self.other), (1.0, -0.1), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(sign * F.cross_entropy(model(batch[0]), batch[1]))
+            optimizer.step()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.one.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters(), lr=0.01)
+
+
+@feature(
+    "any LightningModule, on one device that nobody is to join",
+    WORKS,
+    "by Lightning's own loop, without a swarm: manual optimization, several optimizers, `LBFGS` as well",
+)
+def test_one_device() -> None:
+    def trained(strategy: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Adversaries()
+        with quiet_warnings():
+            L.Trainer(**QUIET, devices=1, max_steps=20, strategy=strategy).fit(module, loader(digits()))
+        return module.state_dict()
+
+    plain = trained("auto")
+    for strategy in ("swarm", SwarmStrategy(num_stages=1)):
+        assert all(torch.equal(one, plain[name]) for name, one in trained(strategy).items())
+
+
+@feature(
+    "a model without blocks, several trainers (`num_stages=1`, `role='both'`, `target_batch_size`)",
+    WORKS,
+    "each computes it itself; losses over a batch, and layers that compare samples, too: [whole.md](whole.md)",
+)
+def test_several_trainers() -> None:
+    seen = train(2, lambda seen: Branches(), max_steps=6, swarm=WHOLE)
+    assert_exact(seen, lambda: Branches(), digits(), num_trainers=2)
+
+
+@feature(
+    "`BatchNorm` in a model that is not cut",
+    WORKS,
+    "each batch by itself; running statistics count each batch once, in the order of the step's batches",
+)
+def test_batch_norm() -> None:
+    seen = train(2, lambda seen: Images(), max_steps=4, swarm=WHOLE)
+    norms = [name for name, _ in seen.modules[0].named_buffers() if name.endswith("num_batches_tracked")]
+    counted = [sum(len(places) for places in seen.steps) * uses for uses in (1, 2, 1)]
+    assert [int(seen.weights[name]) for name in norms] == counted
+
+
+class Counting(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+@feature(
+    "other buffers that training changes, in a model that is not cut",
+    PARTLY,
+    "on one device without a swarm; with several trainers each would have its own, so it is refused by name",
+)
+def test_other_buffers() -> None:
+    with pytest.raises(ConfigError, match=r"buffers may change while it trains.*'seen'.*role='both'"):
+        run_swarm(Counting, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+
+
+class Sparse(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 12, sparse=True)
+
+
+@feature(
+    "sparse gradients and complex parameters, in a model that is not cut",
+    REFUSED,
+    "with several trainers; on one device without a swarm they work",
+)
+def test_sparse() -> None:
+    with pytest.raises(ConfigError, match="sparse"):
+        run_swarm(Sparse, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
