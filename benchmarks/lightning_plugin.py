@@ -22,6 +22,9 @@ RECORDS = "SWARM_LIGHTNING_RECORDS"
 SELECTED = "SWARM_LIGHTNING_SELECTED"
 """Variable: a file with the tests to run in a swarm, one a line. Not set: run all, as they are."""
 
+HOW = "SWARM_LIGHTNING_HOW"
+"""Variable: "alone", as on one device by default; "whole", a swarm without a cut; or "stage", one that is cut."""
+
 _began = False  # the test in hand ran a swarm
 
 
@@ -31,6 +34,7 @@ def _choose_swarm() -> None:
     from lightning_swarm import SwarmStrategy
     from lightning_swarm.core.errors import ConfigError
     from lightning_swarm.model.partition import Blocks
+    from lightning_swarm.peer.config import SwarmConfig
     from lightning_swarm.strategy import model_setup
     from lightning_swarm.strategy.launcher import SwarmLauncher
 
@@ -57,7 +61,10 @@ def _choose_swarm() -> None:
                 raise
             return Blocks(nn.ModuleList([layer[1]]), "", (layer[0],), (layer[1],))
 
-    model_setup.find_blocks = find_some
+    if os.environ[HOW] != "alone":
+        SwarmConfig.is_for_one = lambda *_: False  # type: ignore[method-assign]
+    if os.environ[HOW] == "stage":
+        model_setup.find_blocks, model_setup.can_be_cut = find_some, lambda _: True
     _AcceleratorConnector._choose_strategy = choose_swarm  # type: ignore[method-assign]
     SwarmLauncher.launch = launch_noted  # type: ignore[method-assign]
 

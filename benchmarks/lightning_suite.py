@@ -1,7 +1,8 @@
-"""How many of Lightning's own tests pass when their Trainers use a swarm of one stage.
+"""How many of Lightning's own tests pass when their Trainers use a swarm.
 
 The tests come from an unpacked source distribution of Lightning, or a checkout, of the installed version: nothing of
-them is in this repository. A Trainer that names no strategy and has one CPU device gets `SwarmStrategy(num_stages=1)`.
+them is in this repository. A Trainer that names no strategy and has one CPU device gets `SwarmStrategy(num_stages=1)`: as
+it is, or in a swarm without a cut, or in one of a single stage that is cut (`--how`).
 A test counts if it passes with the plain Trainer, too. Refused: it ends in a refusal that `docs/features.md` has.
 """
 
@@ -74,11 +75,13 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="unpacked sdist or checkout of Lightning, of the installed version")
     parser.add_argument("--folders", nargs="*", default=_FOLDERS, help="folders or files in tests/tests_pytorch")
     parser.add_argument("--every", type=int, default=1, help="run only every n-th file of a folder")
+    parser.add_argument("--how", choices=["alone", "whole", "stage"], default="whole", help="the kind of run")
     parser.add_argument("--timeout", type=int, default=60, help="seconds for a test")
     arguments = parser.parse_args()
     tests = arguments.source.resolve() / "tests" / "tests_pytorch"
     if not tests.is_dir():
         parser.error(f"there is no {tests}: name an unpacked sdist or a checkout of Lightning")
+    os.environ[lightning_plugin.HOW] = arguments.how
     found: dict[str, list[Outcome]] = {}
     for folder in arguments.folders:
         path = tests / folder
