@@ -1,9 +1,9 @@
 """How many of Lightning's own tests pass when their Trainers use a swarm.
 
 The tests come from an unpacked source distribution of Lightning, or a checkout, of the installed version: nothing of
-them is in this repository. A Trainer that names no strategy and has one CPU device gets `SwarmStrategy(num_stages=1)`: as
-it is, or in a swarm without a cut, or in one of a single stage that is cut (`--how`).
-A test counts if it passes with the plain Trainer, too. Refused: it ends in a refusal that `docs/features.md` has.
+them is in this repository. A Trainer that names no strategy and has one CPU device gets `SwarmStrategy(num_stages=1)`:
+as it is, or in a swarm without a cut, or in one of a single stage that is cut (`--how`). A test counts if it passes
+with the plain Trainer, too. Refused: it ends in a refusal that `docs/features.md` has.
 """
 
 from __future__ import annotations
