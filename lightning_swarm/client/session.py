@@ -182,6 +182,10 @@ class Session:
         """Inside, note what the trainer's own layers see of the batch in hand that the run is to count."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.counting()
 
+    def gradients_elsewhere(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, refuse uses of gradients of the trainer's own layers, of which the step has more than are here."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_elsewhere()
+
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
         """Let what is backpropagated count. Once all is, the batch counts with `logs`, even if this trainer dies."""
         batch = self.pipeline.batch

@@ -228,7 +228,7 @@ class SwarmOptimization:
         ahead = self._next_grant(batch, ends=ends) if alone else None
         window = self._counters.total_weight
         if ends:
-            self._before_step()
+            self._before_step(has_all=not self.pending_samples)
         with self._profiled() if ends else nullcontext():
             closing = self._session.finish_batch(logs, metrics, close=close, window=window, ahead=ahead)
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
@@ -350,7 +350,7 @@ class SwarmOptimization:
     def _step(self) -> None:
         """Wait for the record and count it."""
         if not self._session.has_ended:
-            self._before_step()
+            self._before_step(has_all=False)
         if not self._is_ready:
             self._lightning.optim_progress.optimizer.step.increment_ready()
             self._is_ready = True
@@ -375,11 +375,13 @@ class SwarmOptimization:
             progress.current.ready -= 1
             progress.total.ready -= 1
 
-    def _before_step(self) -> None:
+    def _before_step(self, *, has_all: bool) -> None:
+        """Call the hooks before a step; `has_all`: this trainer's own layers have its whole gradient still."""
         self._prepare()
         call = self._framework.call
-        call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
-        call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", self._optimizer)
+        with nullcontext() if has_all else self._session.gradients_elsewhere():
+            call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
+            call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", self._optimizer)
         self._session.pipeline.marks.check()
 
     def _profiled(self) -> AbstractContextManager[None]:

@@ -14,7 +14,8 @@ from typing_extensions import override
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.errors import ConfigError
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
-from tests.parity.harness import QUIET, quiet_warnings, run_swarm
+from tests.parity.harness import QUIET, quiet_warnings, run_plain, run_swarm
+from tests.parity.harness import assert_exact as exact
 from tests.parity.models import digits, loader
 from tests.parity.test_whole import WHOLE, Branches, Images
 from tests.parity.trainers import assert_exact, train
@@ -116,3 +117,23 @@ class Sparse(Branches):
 def test_sparse() -> None:
     with pytest.raises(ConfigError, match="sparse"):
         run_swarm(Sparse, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+
+
+class Clipping(Branches):
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+@feature(
+    "gradients in `on_before_optimizer_step`, of a model that is not cut",
+    PARTLY,
+    "where one trainer's one batch is the step; else a use is refused, for the gradient is in the servers' sums. "
+    "`on_after_backward` has the gradients of the batch in hand",
+)
+def test_gradients_before_the_step() -> None:
+    options: dict[str, Any] = {"num_servers": 1, **WHOLE}
+    plain = run_plain(Clipping, loader(digits()), max_steps=6)
+    exact(run_swarm(Clipping, loader(digits()), max_steps=6, **options), plain)
+    with pytest.raises(ConfigError, match=r"got a use of `\.grad`"):
+        run_swarm(Clipping, loader(digits()), max_steps=6, accumulate_grad_batches=2, **options)

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_swarm.client.pipeline.differentiation import GradientMarks
 from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
@@ -101,6 +102,22 @@ class LocalLayers:
         """Forget the batch's gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    @contextlib.contextmanager
+    def gradients_elsewhere(self) -> Iterator[None]:
+        """Inside, refuse uses of gradients: those of a step are in the servers' sums, but perhaps the last batch's."""
+        parameters = list(self.parameters.values())
+        own = [parameter.grad for parameter in parameters]
+        self.clear()
+        marks = GradientMarks(parameters)
+        marks.set_for_step()
+        try:
+            yield
+            marks.check()
+        finally:
+            marks.clear()
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
 
     def enter_generation(self) -> None:
         """Take the module's weights as they are: they come with the snapshot that the run rolls back to."""
