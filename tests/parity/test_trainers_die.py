@@ -29,7 +29,7 @@ from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, digits, sentences
 from tests.parity.trainers import Seen, place_of, shuffled, train
 
-LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)
+LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=2.0)
 VICTIM, RANK = PeerId("peer-3"), 3
 BATCH = 2  # of the victim's, in which it happens
 NUM_STEPS = 24
