@@ -242,7 +242,7 @@ class Follower:
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
         stages = model.build_stages(ranges_of(run.manifest.stages))
-        local_layers = self._host.local_layers(stages[-1], run, self._runtime)
+        local_layers = self._host.local_layers(stages[-1], run, self._runtime, runtime)
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 
     # ------------------------------------------------------------------ a run that rolls back

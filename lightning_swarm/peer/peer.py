@@ -142,7 +142,7 @@ class Peer:
         self.runtime.run(self._host.keep_joined(run))
         until_over = self.runtime if self.server is None else self._host.until_over(self.runtime)
         runtime = UntilStageLost(until_over, self.lead.lost_for_good)
-        local_layers = self._host.local_layers(stages[-1], run, self.runtime)
+        local_layers = self._host.local_layers(stages[-1], run, self.runtime, runtime)
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 
     def _is_over(self) -> bool:

@@ -175,7 +175,9 @@ class ServerHost:
             grace_s=grace_s,
         )
 
-    def local_layers(self, last: StageModule, run: RunState, runtime: Runtime) -> LocalLayers | None:
+    def local_layers(
+        self, last: StageModule, run: RunState, runtime: Runtime, until_over: Runtime
+    ) -> LocalLayers | None:
         """The layers outside the pipeline, which the trainer computes itself; None if there are none."""
         if not last.spec.on_trainers:
             return None
@@ -184,5 +186,5 @@ class ServerHost:
         layers = LocalLayers(last, self.server.steps, runtime, lambda: self.me in run.rosters[index])
         if run.manifest.is_whole and run.manifest.open_to_trainers:  # a server that was left out joins again
             layers.is_held = lambda: self.is_member(run.version)
-            layers.until_held = lambda: runtime.run(self.until_member(run.version))
+            layers.until_held = lambda: until_over.run(self.until_member(run.version))
         return layers

@@ -95,14 +95,19 @@ def check_callback_imports(trainer: Trainer) -> None:
             raise mixed_import("Callback", type(callback), wanted)
 
 
-def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do."""
+def check_plain(trainer: Trainer) -> None:
+    """Refuse what cannot work with or without a swarm."""
     if trainer.num_nodes != 1:
         raise ConfigError(
             f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and type on "
             "the other machines the line that the first one prints: lightning-swarm join ADDRESS train.py"
         )
     check_callback_imports(trainer)
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do."""
+    check_plain(trainer)
     if trainer.precision not in _PRECISIONS:
         raise ConfigError(
             f"`precision` must be one of {list(_PRECISIONS)}, got {trainer.precision!r}. Choose one of them."

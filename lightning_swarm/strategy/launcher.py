@@ -29,7 +29,7 @@ from lightning_swarm.core.process import follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
 from lightning_swarm.peer.peer import hivemind_peer
-from lightning_swarm.strategy.checks import check_callback_imports, check_data_module
+from lightning_swarm.strategy.checks import check_data_module, check_plain
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class SwarmLauncher(_Launcher):
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         if self._strategy.is_plain:
-            check_callback_imports(trainer)
+            check_plain(trainer)
             if trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(_PLAIN)
             return function(*args, **kwargs)

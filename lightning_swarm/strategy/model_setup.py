@@ -98,23 +98,25 @@ def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
         strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)
-    strategy._ranges = (
-        ()
-        if blocks.are_none
-        else ranges_of(_stages_of_run(strategy))
-        or choose_ranges(
-            blocks,
-            strategy._num_stages,
-            config.split,
-            lambda: _block_costs(trainer, blocks),
-            seams=layers_by_block(module, blocks),
-        )
-    )
+    strategy._ranges = _ranges(strategy, module, blocks)
     if config.boundary is not None:  # a model that has boundary layers already is cut where they stand
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=strategy._checkpoints.restored_step is not None)
         insert_boundaries(module, blocks, strategy._ranges, config.boundary)
     strategy._initial_weights.fill_outside(module, blocks, strategy.root_device)
+
+
+def _ranges(strategy: SwarmStrategy, module: LightningModule, blocks: Blocks) -> Sequence[range]:
+    """The blocks of each stage: those of the run that this process joins or took over, or its own choice."""
+    if blocks.are_none:
+        return ()
+    return ranges_of(_stages_of_run(strategy)) or choose_ranges(
+        blocks,
+        strategy._num_stages,
+        strategy.config.split,
+        lambda: _block_costs(module.trainer, blocks),
+        seams=layers_by_block(module, blocks),
+    )
 
 
 def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:

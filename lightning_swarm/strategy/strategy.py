@@ -340,9 +340,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            if not self.is_plain and "multiple optimizers" in str(
-                error
-            ):  # Lightning's remedy for it is one that a swarm refuses
+            # Lightning's remedy for it is one that a swarm refuses.
+            if "multiple optimizers" in str(error) and not self.is_plain:
                 raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error
             raise
 
