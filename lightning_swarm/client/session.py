@@ -135,6 +135,7 @@ class Session:
             while grant is None:
                 found = self._runtime.run(self._steps.request_grant(number, num_samples, gradient_scale, batch))
                 if found is None:
+                    self._follow_version()  # what comes next may be a validation, at the weights of the newest record
                     return None
                 if isinstance(found, Grant):
                     grant = found

@@ -119,19 +119,21 @@ class Watch(Losses):
     Args:
         notes: Of this trainer.
         others: How many it waits for; none: it is another one.
+        waits: From its first batch on, not only for its death. Without a cut, others come by a record.
     """
 
-    def __init__(self, notes: Notes, others: int) -> None:
+    def __init__(self, notes: Notes, others: int, *, waits: bool) -> None:
         super().__init__()
         self._notes = notes
         self._others = others
+        self._waits = waits
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         strategy = trainer.strategy
-        if not self._others or batch_idx or trainer.current_epoch:
+        if not self._others or not self._waits or batch_idx or trainer.current_epoch:
             return
         assert isinstance(strategy, NotedStrategy)
         assert strategy.peer is not None
@@ -166,7 +168,9 @@ class Watch(Losses):
             threading.Event().wait()
 
 
-def train(*, folder: str, number: int, others: int, initial_peers: list[str], limits: Mapping[str, Any]) -> None:
+def train(
+    *, folder: str, number: int, others: int, initial_peers: list[str], limits: Mapping[str, Any], cut: bool = True
+) -> None:
     """As a user's script does that trains in a run.
 
     Args:
@@ -175,20 +179,21 @@ def train(*, folder: str, number: int, others: int, initial_peers: list[str], li
         others: As of `Watch`.
         initial_peers: Whom it joins; none: it begins the run.
         limits: As in `Limits`.
+        cut: False: each trainer computes the whole model itself.
     """
     notes = Notes(Path(folder) / f"trainer-{number}")
     strategy = NotedStrategy(
         notes,
         role="both",
-        num_stages=None if initial_peers else 2,
-        pipeline="net",
-        microbatch_size=2,
+        num_stages=2 if cut and not initial_peers else None,
+        pipeline="net" if cut else None,
+        microbatch_size=2 if cut else None,
         target_batch_size=BATCHES_OF_A_STEP * _BATCH_SIZE,
         initial_peers=initial_peers,
         limits=Limits(**limits),
     )
     L.seed_everything(0)
-    module, watch = Validated(), Watch(notes, others)
+    module, watch = Validated(), Watch(notes, others, waits=cut)
     trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[watch], **QUIET)
 
     def note(place: tuple[int, int], at: tuple[int, int], ids: list[int], loss: float) -> None:

@@ -284,10 +284,11 @@ def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(
 # ---------------------------------------------------------------------- the lead of several trainers
 
 
-def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [True, False])
+def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path: Path, cut: bool) -> None:
     """In the middle of an epoch. What is trained and validated is what one trainer has that nothing happens to."""
     limits = {**LIMITS, "silence_timeout": 2.0, "revive_timeout": 1.0, "snapshot_interval": 0.001}
-    options = {"folder": str(tmp_path), "limits": limits}
+    options = {"folder": str(tmp_path), "limits": limits, "cut": cut}
     trainers = [zygote.begin_trainer(number=0, others=2, initial_peers=[], **options)]
     try:
         known = [trainers[0].address]

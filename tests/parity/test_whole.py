@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import Net, Recipe, digits, loader
 from tests.parity.test_trainers_come import LATE, RANK, trainers_of, under_way
@@ -120,3 +122,52 @@ def test_a_trainer_dies_or_freezes(is_killed: bool) -> None:
     members = [{member.peer_id for member in rosters[0]} for rosters in seen.rosters]
     assert any(VICTIM not in one for one in members)
     assert (VICTIM in members[-1]) == (not is_killed)
+
+
+class Validated(Branches):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.global_rank:
+            time.sleep(0.05)  # the last batches of an epoch are others'
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.head(self.net(batch[0])), batch[1]))
+
+
+class Newest(L.Callback):
+    """Compares what validates with what the servers hold."""
+
+    def __init__(self) -> None:
+        self.differing: list[tuple[int, str]] = []
+        self.num_validated = 0
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, SwarmStrategy)
+        session = trainer.strategy._session
+        assert session is not None
+        layers = session.local_layers
+        assert layers is not None
+        _, held = layers.runtime.run(layers.stage.copied_weights(layers.module.spec.index, None))
+        own = dict(pl_module.named_parameters())
+        self.differing += [(session.version, name) for name in held if name in own and not own[name].equal(held[name])]
+        self.num_validated += 1
+
+
+@pytest.mark.parametrize("swarm", [WHOLE, {"pipeline": "net"}], ids=["whole", "around"])
+def test_the_newest_weights_validate_whoever_brought_the_last_batch(swarm: dict[str, Any]) -> None:
+    """The lead's own layers, too, though it may bring none of the batches of the epoch's last steps."""
+    newest = Newest()
+    train(
+        3,
+        lambda seen: Validated(),
+        callbacks=lambda rank: [newest] if rank == 0 else [],
+        validation=lambda: loader(digits()),
+        max_steps=-1,
+        max_epochs=5,
+        swarm=swarm,
+    )
+    assert newest.num_validated == 5
+    assert not newest.differing
