@@ -14,8 +14,8 @@ from lightning_swarm.model.nn import Sequential
 _HOOK: Final = "configure_stages"
 _REMEDY: Final = (
     "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
-    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order. Where each machine has room for "
-    "all of it, leave it whole: `num_stages=1, role='both', target_batch_size=...`."
+    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order. Where each machine has room "
+    "for all of it, leave it whole: `num_stages=1, role='both', target_batch_size=...`."
 )
 
 
