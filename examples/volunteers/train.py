@@ -12,7 +12,7 @@ import argparse
 
 import lightning as L
 import torch
-from bitsandbytes.optim import LAMB8bit
+from bitsandbytes.optim import LAMB8bit  # type: ignore[attr-defined]  # it has no types
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from examples.bytes.data import PythonSource
@@ -27,7 +27,8 @@ class VolunteersGPT(ByteGPT):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """LAMB, whose two moments take a byte each for a parameter."""
-        return LAMB8bit(self.parameters(), lr=0.01, weight_decay=0.1)
+        optimizer: torch.optim.Optimizer = LAMB8bit(self.parameters(), lr=0.01, weight_decay=0.1)  # type: ignore[no-untyped-call]
+        return optimizer
 
 
 def main() -> None:
