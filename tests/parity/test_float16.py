@@ -91,12 +91,13 @@ def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None
 
 class _Spoil(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, factor: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, factor: Tensor, spoils: bool) -> Tensor:
+        ctx.spoils = spoils
         return hidden * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.full((), math.inf if Spoiled.spoils else 0.0)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, torch.full((), math.inf if ctx.spoils else 0.0), None
 
 
 class Spoil(nn.Module):
@@ -105,9 +106,10 @@ class Spoil(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))
+        self.spoils = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = _Spoil.apply(hidden, self.factor)
+        out: Tensor = _Spoil.apply(hidden, self.factor, self.spoils)
         return out
 
 
@@ -115,15 +117,15 @@ class Spoiled(InHalves):
     """One stage's gradient is infinite in the fifth batch of each epoch."""
 
     place: ClassVar[int]
-    spoils: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.net.insert(self.place, Spoil())
+        self.spoil = Spoil()
+        self.net.insert(self.place, self.spoil)
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        Spoiled.spoils = batch_idx == 4
+        self.spoil.spoils = batch_idx == 4
         return super().training_step(batch, batch_idx)
 
 
