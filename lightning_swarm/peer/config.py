@@ -27,6 +27,7 @@ StateDictType = Literal["full", "sharded"]
 
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
+_FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full", NO_COMPRESSION)
 
 
 def _nearest(split: str) -> str:
@@ -127,8 +128,7 @@ class SwarmConfig:
             *(settings.target_batch_size, settings.delay_optimizer_step, settings.deterministic),
         )
         own = (self.role, self.run_id, self.listen, self.state_dict_type, settings.compression)
-        defaults = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full", NO_COMPRESSION)
-        return self.leaves_whole(num_devices) and not any(for_others) and own == defaults
+        return own == _FOR_ONE and not any(for_others) and self.leaves_whole(num_devices)
 
     @property
     def only_serves(self) -> bool:

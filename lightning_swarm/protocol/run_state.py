@@ -40,7 +40,7 @@ def check_open(manifest: Manifest) -> None:
         raise ConfigError(
             f"run {manifest.run_id!r} takes no trainers beside those that it began with: its starter must have "
             "`role='both'` and `target_batch_size`, no `delay_optimizer_step`, no `precision='16-mixed'`, no callback "
-            "that changes weights, and the whole model in `pipeline`. Serve it, with `role='server'`, or start it so."
+            "that changes weights, and no layers around the `pipeline`. Serve it, with `role='server'`, or start it so."
         )
 
 

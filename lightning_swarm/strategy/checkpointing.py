@@ -331,10 +331,8 @@ class Checkpoints:
         """Load a checkpoint's optimizer state, and hand it out to the servers."""
         strategy, saved = self._strategy, None
         if strategy.is_plain and self._folder is not None:
-            names = [name for name, _ in strategy._own_module.named_parameters()]
-            groups, state = self._folder.read_groups()["param_groups"], self._folder.read_state(names)
-            saved = optimizer_state.by_numbers({"state": state, "param_groups": groups})
-            checkpoint = {**checkpoint, "optimizer_states": [saved]}
+            whole = {**self._folder.read_groups(), "state": self._folder.read_state(None)}
+            checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.by_numbers(whole)]}
         elif self._folder is None and is_on_meta(strategy._own_module):  # on which an optimizer keeps no state either
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}

@@ -221,15 +221,17 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def _lightning_module(self, module: LightningModule | None) -> None:
         # Lightning refuses a compiled module with all but three strategies, right after it has set this. Here the
         # trainer's hooks run as they are, and the stages are compiled where they are computed.
+        self._module = module
+        if module is None:
+            return
         context = getattr(module, "_compiler_ctx", None)
         if context is not None:
             self._compiler = context["dynamo_ctx"]
             self._compiled = {name: value for name, value in vars(module).items() if name in _COMPILED}
             if not self.is_plain:
                 checks.check_compiling()
-            module = self.framework.to_uncompiled(module)
-        self._module = module
-        if module is not None and not self.is_plain:
+            self._module = module = self.framework.to_uncompiled(module)
+        if not self.is_plain:
             remember(module)
 
     @property

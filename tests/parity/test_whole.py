@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.strategy.strategy import SwarmStrategy
-from tests.parity.harness import assert_exact, run_plain, run_swarm
-from tests.parity.models import Net, Recipe, digits, loader
+from tests.parity.harness import QUIET, assert_exact, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 from tests.parity.test_trainers_come import LATE, RANK, trainers_of, under_way
 from tests.parity.test_trainers_die import VICTIM, assert_right, freeze, kill, run
 from tests.parity.trainers import Seen, train
@@ -171,3 +172,25 @@ def test_the_newest_weights_validate_whoever_brought_the_last_batch(swarm: dict[
     )
     assert newest.num_validated == 5
     assert not newest.differing
+
+
+class Saving(L.Callback):
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_one_device_goes_on_from_what_stages_wrote(tmp_path: Path) -> None:
+    """A folder to which each server wrote its stages, optimizer state included."""
+    saving = Saving(tmp_path / "folder", 7)  # the end of an epoch
+    run_swarm(DigitsMLP, loader(digits()), max_steps=7, state_dict_type="sharded", callbacks=[saving])
+    trainer = L.Trainer(**QUIET, devices=1, max_steps=14, strategy=SwarmStrategy())
+    module = DigitsMLP().double()  # Lightning loads before it converts
+    trainer.fit(module, loader(digits()), ckpt_path=saving.path)
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
+    for name, weight in module.state_dict().items():
+        torch.testing.assert_close(weight, plain.weights[name], rtol=0.0, atol=1e-10)

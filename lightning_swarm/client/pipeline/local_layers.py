@@ -144,8 +144,11 @@ class LocalLayers:
     def check_buffers(self) -> None:
         """Refuse buffers that user code changed: each trainer would have its own."""
         counted = set(map(id, self._statistics.buffers))
-        found = [name for name, buffer in self._buffers().items() if id(buffer) not in counted]
-        changed = [name for name in found if self._marks.get(name) != _mark(self._buffers()[name])]
+        changed = [
+            name
+            for name, buffer in self._buffers().items()
+            if id(buffer) not in counted and self._marks.get(name) != _mark(buffer)
+        ]
         if changed:
             raise ConfigError(
                 "where a model is not cut, batch norms are the only layers whose buffers may change while it trains, "

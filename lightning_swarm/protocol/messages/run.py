@@ -181,7 +181,7 @@ class StageManifest(WireMessage, frozen=True):
     end_block: Count
     parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
     roster: list[Member]
-    on_trainers: bool = False  # only for the last stage: the layers around the pipeline, where no microbatch goes
+    on_trainers: bool = False  # only for the last stage: layers around the pipeline, or a model that is not cut
     statistics: Count | msgspec.UnsetType = msgspec.UNSET  # numbers in its batch norms' statistics; unset: none
     constants: dict[str, list[float]] | msgspec.UnsetType = msgspec.UNSET  # see `model.constants`; unset: none
 
