@@ -50,7 +50,8 @@ def fit(num_stages: int, num_steps: int) -> float:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        strategy=SwarmStrategy(num_stages=num_stages) if num_stages else "auto",
+        # One stage without a word on microbatches would be no swarm.
+        strategy=SwarmStrategy(num_stages=num_stages, microbatch_size=_BATCH) if num_stages else "auto",
     )
     start_s = time.perf_counter()
     trainer.fit(_Small(), data)
