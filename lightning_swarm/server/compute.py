@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -142,6 +142,7 @@ class Computation:
         self._states = ServerStates(module)
         self._random = KeyedOnDemand(device)
         self._named_modules = dict(module.named_block_modules())
+        self._modules = list(module.modules())
         self._watch = ForwardWatch(self._named_modules.items(), module.around)
         self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
         self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
@@ -290,8 +291,8 @@ class Computation:
             yield BatchStatistics()
             return
         own = set(map(id, self._statistics.buffers))
-        others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]  # kept, so that ids stay
-        parameters = list(self._module.parameters())
+        others = self._buffers_but(own)  # kept, so that ids stay
+        parameters = _registered(module._parameters for module in self._modules)
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
         with self._statistics.kept() as seen:
@@ -303,8 +304,7 @@ class Computation:
                 f"peers of a stage would come to differ: one of {names[:5]} was written. Leave `max_norm` out, and "
                 "renormalise in `on_train_batch_end`."
             )
-        after = [(id(buffer), buffer._version) for buffer in self._module.buffers() if id(buffer) not in own]
-        if before != after:
+        if before != [(id(buffer), buffer._version) for buffer in self._buffers_but(own)]:
             names = [
                 f"{name}.{key}"
                 for name, module in self._named_modules.items()
@@ -316,6 +316,10 @@ class Computation:
                 f"stage {self._module.spec.index} changed the buffers {few(names)}. Keep queues, running statistics, "
                 "codebooks in training_step, or write them in a hook like `on_train_batch_end`; BatchNorm's are kept."
             )
+
+    def _buffers_but(self, own: Container[int]) -> list[Tensor]:
+        """All buffers but those with these ids."""
+        return [buffer for buffer in _registered(module._buffers for module in self._modules) if id(buffer) not in own]
 
     def _measured(
         self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
@@ -338,6 +342,11 @@ class Computation:
             input_number_bytes=number_bytes(inputs),
             output_number_bytes=number_bytes(outputs),
         )
+
+
+def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    """The tensors in modules' registers: each microbatch asks twice, and walking through the modules takes longer."""
+    return [tensor for register in registers for tensor in register.values() if tensor is not None]
 
 
 def _check_extras(module: StageModule, extras: Mapping[str, Any], sent: Mapping[str, Any]) -> None:
