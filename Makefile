@@ -22,11 +22,12 @@ demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed,
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other. Three workers
-# on two cores, for tests of processes wait much. Whether a wheel can be made is for `make check` and `make wheel` to see.
+# on two cores, for tests of processes wait much. Thorough are plans of faults whose parts meet in others, too, long studies,
+# and the wheel: `make check` runs those.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
-		$(or $(ARGS),--ignore tests/packaging)
+		$(or $(ARGS),-m "not thorough")
 
 # Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
 LIGHTNINGS := 2.5.0 2.5.6 2.6.0
@@ -46,12 +47,12 @@ lightning: $(STAMP) ## run Lightning's own tests in a swarm (CI does not): make 
 	@$(BIN)/python -m benchmarks.lightning_suite "$(SOURCE)" $(ARGS)
 
 # One after the other, also under -j: the cheap ones first, and their output apart.
-check: ## lint, type, build the docs and test, the wheel too: what has to pass before a change is merged
+check: ## lint, type, build the docs and run all tests, the thorough ones too: what has to pass before a change is merged
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory type
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
-	@$(MAKE) --no-print-directory test ARGS="-n 0 tests/packaging"
+	@$(MAKE) --no-print-directory test ARGS="-m thorough"
 
 # The wheel is built from the sdist, in isolation, and everything that it depends on comes from the package index.
 WHEEL_ENVIRONMENT := $(CURDIR)/$(VENV)/wheel

@@ -20,6 +20,7 @@ def threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "share"),
     [("8bit", 0.005), ("4bit, error feedback", 0.02), ("powersgd, 4", 0.05), ("8bit and bottleneck, 4", 0.05)],

@@ -46,7 +46,15 @@ def start() -> Iterator[Start]:
     ("model", "devices", "num_stages", "clip", "joiner_at"),
     [
         pytest.param("digits", 2, 2, 0.5, None, id="clipped, and a stage's only server is killed"),
-        pytest.param("gpt-losses", 2, 4, None, 5, id="servers with two stages, one of which gets a second server"),
+        pytest.param(
+            "gpt-losses",
+            2,
+            4,
+            None,
+            5,
+            id="servers with two stages, one of which gets a second server",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_curve_equals_the_plain_trainers(

@@ -26,6 +26,8 @@ from packaging.requirements import Requirement
 import lightning_swarm
 from tests.docs.pages import ROOT, blocks, shown
 
+pytestmark = pytest.mark.thorough
+
 # Cold starts in this file: four peers that import torch at once, and the doctor.
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -92,6 +92,7 @@ def moved(records: Sequence[Record]) -> list[tuple[int, str, int]]:
     return [(one.step, gone.member.peer_id, gone.stage_index) for one in records for gone in one.departures]
 
 
+@pytest.mark.thorough
 def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there() -> None:
     timeline = Timeline()
     run = swarm(15, timeline)
