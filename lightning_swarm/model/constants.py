@@ -1,4 +1,8 @@
-"""Tensors and arrays that modules keep as ordinary attributes: each peer makes its own, so they are compared."""
+"""Tensors, arrays and numbers that modules keep as ordinary attributes: each peer makes its own, so they are compared.
+
+Of numbers those count that may have been drawn: with a fraction, or several in a list. A whole number alone is a size,
+or counts the modules that a process has made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.module_states import is_left
+from lightning_swarm.model.module_states import built_values, is_left
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 from lightning_swarm.model.partition.stages import Named
 
@@ -21,14 +25,26 @@ _TOLERANCE: Final = 1e-3  # peers' devices round otherwise; other random numbers
 
 
 def constants(named: Iterable[Named]) -> dict[str, list[float]]:
-    """Sketch the tensors in modules' attributes, by name: two numbers tell equal ones from others."""
-    return {
+    """Sketch the tensors and numbers in blocks' attributes, by name: two numbers tell equal ones from others."""
+    named = list(named)
+    tensors = {
         f"{name}.{key}": sketch
         for name, module in named
         for key, value in vars(module).items()
         if key not in OF_TORCH
         and not is_left(module, key)
         and (sketch := [number for tensor in _arrays(value) for number in _sketch(tensor)])
+    }
+    return tensors | built_numbers(named)
+
+
+def built_numbers(named: Iterable[Named]) -> dict[str, list[float]]:
+    """Sketch the numbers that modules were built with, by name."""
+    return {
+        f"{name}.{key}": _sketch(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        for name, module in named
+        for key, value in built_values(module).items()
+        if (numbers := _numbers(value))
     }
 
 
@@ -54,6 +70,14 @@ def _arrays(value: Any) -> Iterator[Tensor]:
             yield item
         elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
             yield torch.from_numpy(np.ascontiguousarray(item))
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers in a plain attribute that may have been drawn."""
+    if type(value) in (list, tuple):
+        numbers = [float(item) for item in islice(value, _MAX_ITEMS) if type(item) in (int, float)]
+        return numbers if len(numbers) > 1 else []
+    return [value] if type(value) is float else []
 
 
 def _sketch(tensor: Tensor) -> list[float]:

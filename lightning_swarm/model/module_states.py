@@ -36,6 +36,7 @@ class _FirstValues:
     plain: dict[str, Any]
     of_class: dict[str, Any]  # plain values that its class gives
     left: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)  # plain ones that a forward has set to another value here
 
 
 # By `id`, for some modules have a hash that changes, or one that raises.
@@ -85,7 +86,8 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
     """Have a copy's modules begin with the first values of those that they were copied from."""
     for own, other in zip(copy.modules(), original.modules(), strict=True):
         first, there = _first_of(own), _first_of(other)
-        first.plain, first.left = {name: kept(value) for name, value in there.plain.items()}, set(there.left)
+        first.plain = {name: kept(value) for name, value in there.plain.items()}
+        first.left, first.moved = set(there.left), set(there.moved)
         first.of_class = there.of_class
 
 
@@ -100,6 +102,12 @@ def is_left(module: nn.Module, name: str) -> bool:
     """Tell whether an attribute is one that forwards, or the swarm itself, set on a module."""
     known = _known.get(id(module))
     return known is not None and known[0]() is module and name in known[1].left
+
+
+def built_values(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes that a module was built with, without those that forwards have set since."""
+    first = _first_of(module)
+    return {name: value for name, value in first.plain.items() if name not in first.left | first.moved}
 
 
 def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -387,6 +395,7 @@ def _take_over(one: _WatchedModule, target: _Target) -> bool:
             continue
         if name in first.plain and is_plain(value):
             first.plain[name] = kept(value)
+            first.moved.add(name)
         elif name in first.plain or not same(value, one.seen.get(name, _NOTHING)):
             leave(one.module, name)
     return before != first.plain

@@ -17,7 +17,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
-from lightning_swarm.model.constants import constants, differing
+from lightning_swarm.model.constants import built_numbers, constants, differing
 from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
@@ -87,10 +87,17 @@ class PeerModel:
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
-                constants=constants(stage.named_block_modules()) or UNSET,
+                constants=self._constants(stage) or UNSET,
             )
             for blocks, stage, roster in zip([*ranges, range(0)], self.build_stages(ranges), rosters, strict=False)
         ]
+
+    def _constants(self, stage: StageModule) -> dict[str, list[float]]:
+        """What peers must have built alike. Of what trainers compute, their forwards and hooks may change tensors."""
+        if not stage.spec.on_trainers:
+            return constants(stage.named_block_modules())
+        inside = {id(module) for block in self.blocks.modules for module in block.modules()}
+        return built_numbers((name, m) for name, m in self._module.named_modules() if name and id(m) not in inside)
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a run of another model with a `ConfigError` that names the first field that differs."""
@@ -116,8 +123,8 @@ class PeerModel:
                 raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")
             if names := differing(own.constants or {}, theirs.constants or {}):
                 raise _other_model(
-                    f"{few(sorted(names))} in blocks, which no weight or buffer holds, and so no peer gets, has other "
-                    "values here. Make it a buffer, by `register_buffer`, or draw it after `seed_everything`"
+                    f"{few(sorted(names))}, which no weight or buffer holds, and no peer gets, has other values here. "
+                    "Draw it after `seed_everything`, or make it a buffer, by `register_buffer`"
                 )
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:

@@ -409,22 +409,28 @@ def test_another_model_is_refused_by_the_field() -> None:
 class Projected(DigitsMLP):
     """A layer keeps random numbers that no buffer holds."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, drawn: str, seed: int = 0) -> None:
         super().__init__(Recipe())
-        vars(self.net[0])["noise"] = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        noise = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        vars(self.net[0]).update({"noise": noise, "rate": 0.1} if drawn == "noise" else {"rate": float(noise[0])})
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_other_numbers_in_attributes_are_refused(seed: int) -> None:
-    joining = Joining(module=Projected(seed))
+@pytest.mark.parametrize(("drawn", "seed"), [("noise", 0), ("noise", 1), ("rate", 1)])
+def test_other_numbers_in_attributes_are_refused(drawn: str, seed: int) -> None:
+    joining = Joining(module=Projected(drawn, seed))
     joined = int(seed == 0)
     run = run_swarm(
-        Projected, loader(digits()), callbacks=[joining], num_joiners=joined, latency_s=0.001, max_steps=STEPS
+        lambda: Projected(drawn),
+        loader(digits()),
+        callbacks=[joining],
+        num_joiners=joined,
+        latency_s=0.001,
+        max_steps=STEPS,
     )
     assert len(run.strategy.refusals) == 1 - joined
     for refusal in run.strategy.refusals:
-        assert "0.noise in blocks, which no weight or buffer holds" in str(refusal)
-        assert "Make it a buffer" in str(refusal)
+        assert f"0.{drawn}, which no weight or buffer holds" in str(refusal)
+        assert "make it a buffer" in str(refusal)
 
 
 def test_another_optimizer_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tensors that each peer makes for itself are compared, up to rounding."""
+"""Tensors and numbers that each peer makes for itself are compared, up to rounding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import nn
 
 from lightning_swarm.model.constants import constants, differing
 from lightning_swarm.model.module_states import leave
+from lightning_swarm.model.partition import no_blocks
+from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 
 
 def module(seed: int, scale: float = 1.0) -> nn.Module:
@@ -20,12 +22,16 @@ def module(seed: int, scale: float = 1.0) -> nn.Module:
     found.permutation = torch.randperm(16)
     found.items = [torch.randn(3, dtype=torch.complex64), np.random.default_rng(seed).normal(size=4)]
     found.by_name = {"mask": torch.rand(16) < 0.5}
-    found.heat = 1.0
+    found.heat = scale * float(torch.rand(()))
+    found.rates = [scale * float(torch.rand(())) for _ in range(3)]
+    found.order = tuple(torch.randperm(8).tolist())
+    found.width = seed  # a size, or how many modules there are
     found.register_buffer("buffer", torch.randn(2))
     return found
 
 
-NAMES = {"net.0.tensor", "net.0.permutation", "net.0.items", "net.0.by_name"}
+ARRAYS = {"net.0.tensor", "net.0.permutation", "net.0.items", "net.0.by_name"}
+NAMES = ARRAYS | {"net.0.heat", "net.0.rates", "net.0.order"}
 
 
 def test_other_numbers_are_found() -> None:
@@ -57,5 +63,28 @@ def test_values_that_are_no_numbers_are_passed_over() -> None:
     ours.items = np.array(["a"])
     ours.by_name = torch.full((2,), float("nan"))
     found = constants([("net.0", ours)])
-    assert found.keys() == {"net.0.permutation", "net.0.by_name"}
+    assert found.keys() == NAMES - {"net.0.tensor", "net.0.items"}
     assert found["net.0.by_name"] == [0.0, 0.0]
+
+
+def test_trainers_of_a_whole_model_must_have_built_the_same_numbers() -> None:
+    """Those of the LightningModule itself are hyperparameters, or what it notes of a run."""
+
+    def described(rate: float) -> dict[str, list[float]]:
+        module: Any = nn.Module()
+        module.inner = nn.Dropout(rate)
+        module.weights = nn.Linear(1, 1)
+        module.weights.newest = torch.ones(1)  # as a forward leaves it
+        module.began_s = rate
+        model = PeerModel(
+            module,
+            no_blocks(module),
+            lambda _: torch.optim.SGD(module.parameters()),
+            ComputeSettings(torch.device("cpu")),
+        )
+        [stage] = model.describe([], [[]])
+        return stage.constants or {}
+
+    assert described(0.1).keys() == {"inner.p"}
+    assert differing(described(0.1), described(0.1)) == []
+    assert differing(described(0.1), described(0.2)) == ["inner.p"]
