@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -92,6 +94,25 @@ def test_one_trainer_reads_what_a_plain_one_reads(alone: Seen) -> None:
     plain = [batch[-1].tolist() for _ in range(3) for batch in islice(loader, 13)]
     assert [ids for step in curve(alone) for ids, _ in step] == plain
     assert_each_once(alone, 3)
+
+
+class Slow(DigitsMLP):
+    """The second trainer takes its time for a batch."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1:
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_faster_trainer_brings_more_of_each_step() -> None:
+    four: dict[str, Any] = {"swarm": {"target_batch_size": 16}}
+    seen = run(2, lambda seen: Slow(), **four)
+    assert_same(seen, run(1, **four))
+    assert_each_once(seen, 3)
+    num_batches = Counter(rank for rank, _ in seen.batches.values())
+    assert num_batches[0] > 1.5 * num_batches[1] > 0
 
 
 @pytest.mark.parametrize("num_trainers", [2, 4])

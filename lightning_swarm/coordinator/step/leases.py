@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.step.data_order import WaitingTrainer, choose_besides
+from lightning_swarm.coordinator.step.data_order import Lane, WaitingTrainer, choose_besides
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
@@ -145,8 +145,9 @@ class LeaseTable:
         if chosen is None:
             waiting = self._idle.get(trainer)
             if waiting is None or waiting.batch != batch:
-                patience_s = max(_LEAST_PATIENCE_S, self._took_s.get(trainer, _FIRST_PATIENCE_S))
-                waiting = self._idle[trainer] = WaitingTrainer(batch, now_s(), patience_s)
+                took_s = self._took_s.get(trainer)
+                patience_s = max(_LEAST_PATIENCE_S, _FIRST_PATIENCE_S if took_s is None else took_s)
+                waiting = self._idle[trainer] = WaitingTrainer(batch, now_s(), patience_s, took_s)
             chosen = self._besides(step, waiting)
         if chosen is None:
             return GrantReply(wait=WaitForRecord(step=step.step))
@@ -176,7 +177,17 @@ class LeaseTable:
         """The batch that a waiting trainer brings, if any."""
         free = step.free
         unattended = {number for number in free if self._is_unattended(step, number)}
-        return choose_besides(waiting, free, unattended, now_s=now_s())
+        return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
+
+    def _lanes(self, step: OpenStep, free: Sequence[BatchNumber]) -> Iterator[Lane]:
+        """What trainers that compute a batch, and did so before, still have to bring."""
+        left: dict[PeerId, list[BatchNumber]] = {}
+        for number in free:
+            left.setdefault(self._owner(step, number), []).append(number)
+        for trainer, numbers in left.items():
+            took_s, granted_s = self._took_s.get(trainer), self._granted_s.get(trainer)
+            if took_s is not None and granted_s is not None:
+                yield Lane(numbers[-1], max(now_s(), granted_s + took_s) + len(numbers) * took_s)
 
     def _is_unattended(self, step: OpenStep, number: BatchNumber) -> bool:
         owner = self._owner(step, number)
