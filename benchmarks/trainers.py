@@ -2,8 +2,8 @@
 
 Each trainer is a process with one thread. All ways train the same model on batches of the same size, with steps of the
 same number of samples. First a step is a batch of each trainer: there DDP is at its best. hivemind's optimizer does not
-take part, for its peers look for a group for seconds. Then a step is sixteen batches. At last the trainers only wait, one
-three times as long for each batch as the other.
+take part, for its peers look for a group for seconds. Then a step is sixteen batches. At last the trainers only wait,
+one three times as long for each batch as the other.
 """
 
 from __future__ import annotations
