@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,18 +63,35 @@ def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
     if padding:
         raw = torch.nn.functional.pad(raw, (0, padding))
     words = raw.view(torch.int32)
+    sums = _row_sums_on_cpu if words.device.type == "cpu" else _row_sums
+    total = 0
+    for start in range(0, len(words), _PIECE):
+        if start:
+            yield
+        for row_sum in sums(words[start : start + _PIECE]):
+            total = (total * _PRIME + row_sum) & _MASK
+    return total
+
+
+# A row's words have 32 bits, and are multiplied by 64 bits each, so a sign bit by 33 bits of its multiplier. If words had
+# 64 bits, it would be by one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
+
+
+def _row_sums(words: Tensor) -> Iterator[int]:
     multipliers = _multipliers(words.device)
     products = multipliers.new_empty(min(_ROW, len(words)))
-    total = 0
-    for start in range(0, len(words), _ROW):
-        if start and start % _PIECE == 0:
-            yield
-        row = words[start : start + _ROW]
-        # 32 bits times 64: the sign bit is multiplied by 33 bits of its multiplier. In 64 bits times 64 it would be
-        # multiplied by one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
-        row_hash = products[: len(row)].copy_(row).mul_(multipliers[: len(row)]).sum()
-        total = (total * _PRIME + int(row_hash)) & _MASK
-    return total
+    for row in words.split(_ROW):
+        yield int(products[: len(row)].copy_(row).mul_(multipliers[: len(row)]).sum())
+
+
+def _row_sums_on_cpu(words: Tensor) -> Iterator[int]:
+    """The same by numpy, which needs a third of the time."""
+    row, multipliers = words.numpy(), _multipliers(words.device).numpy()
+    num_whole = len(row) // _ROW * _ROW
+    if num_whole:
+        yield from np.einsum("ij,j->i", row[:num_whole].reshape(-1, _ROW), multipliers).tolist()
+    if num_whole < len(row):
+        yield int(row[num_whole:] @ multipliers[: len(row) - num_whole])
 
 
 @lru_cache(maxsize=8)

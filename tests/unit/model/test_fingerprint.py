@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.fingerprint import Fingerprint, fingerprint
+from lightning_swarm.model.fingerprint import _ROW, Fingerprint, _row_sums, _row_sums_on_cpu, fingerprint
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.server.server import Server
@@ -78,6 +78,13 @@ def test_equal_bytes_are_equal_however_they_lie_in_memory() -> None:
 def test_a_known_value_stays() -> None:
     """Peers of two releases must agree."""
     assert fingerprint([torch.arange(10.0), torch.tensor(1), torch.tensor([True])]) == 5489748971663517389
+
+
+@pytest.mark.parametrize("length", [1, 100, _ROW, _ROW + 1, 3 * _ROW - 1])
+def test_numpy_and_torch_find_the_same(length: int) -> None:
+    """What a CPU finds, a GPU must find, too; and the other way round."""
+    words = torch.randint(-(1 << 31), 1 << 31, (length,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    assert [*_row_sums_on_cpu(words)] == [*_row_sums(words)]
 
 
 def test_taken_in_pieces_it_is_the_same() -> None:
