@@ -73,8 +73,8 @@ def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
     return total
 
 
-# A row's words have 32 bits, and are multiplied by 64 bits each, so a sign bit by 33 bits of its multiplier. If words had
-# 64 bits, it would be by one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
+# A row's words have 32 bits, and are multiplied by 64 bits each, so a sign bit by 33 bits of its multiplier. If words
+# had 64 bits, it would be by one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
 
 
 def _row_sums(words: Tensor) -> Iterator[int]:
