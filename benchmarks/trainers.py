@@ -2,8 +2,8 @@
 
 Each trainer is a process with one thread. All ways train the same model on batches of the same size, with steps of the
 same number of samples. First a step is a batch of each trainer: there DDP is at its best. hivemind's optimizer does not
-take part, for its peers look for a group for seconds. Then a step is sixteen batches. At last the trainers only wait,
-one three times as long for each batch as the other.
+take part, for its peers look for a group for seconds. Then a step is sixteen batches, and at last the trainers only
+wait, one three times as long for each batch as the other.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def main() -> None:
             rate = run_together(by_optimizer, NUM_TRAINERS, width, layers, MANY, long_steps // 2)[0]
             found.setdefault(f"hivemind, {size}, {MANY} batches", []).append(rate)
         for way in ("swarm", "DDP"):
-            rate = by_lightning(way.lower(), 16, 1, 2 * NUM_TRAINERS, 40, PAUSES_S)
+            rate = by_lightning(way.lower(), 16, 1, MANY, 10, PAUSES_S)
             found.setdefault(f"{way}, speeds 1 : 3", []).append(rate)
     for size, *_ in sizes:
         row(f"{size}, 2 batches", ("swarm", "DDP"))
