@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt
+from lightning_swarm.protocol.messages.calls import PLACES, CallKey, Receipt
 
 
 class BatchStatistics:
@@ -167,4 +167,4 @@ def _mean(norm: _BatchNorm) -> Tensor:
 def _order(receipt: Receipt) -> tuple[int, int, int]:
     """The order of one machine, which makes the calls of a batch one after the other, and cuts each of them."""
     first, index, call = receipt
-    return first, call, index
+    return first % PLACES, call, index  # a batch that was granted again has its place in the step still
