@@ -122,7 +122,7 @@ class Session:
         self,
         num_samples: int,
         *,
-        gradient_scale: float,
+        gradient_scale: Callable[[], float],
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
@@ -133,7 +133,7 @@ class Session:
             number = self._steps.number_batch()
             grant: Grant | None = None
             while grant is None:
-                found = self._runtime.run(self._steps.request_grant(number, num_samples, gradient_scale, batch))
+                found = self._runtime.run(self._steps.request_grant(number, num_samples, gradient_scale(), batch))
                 if found is None:
                     self._follow_version()  # what comes next may be a validation, at the weights of the newest record
                     return None

@@ -28,6 +28,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest, Selection
+from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.protocol.queries import ask_held, newest_complete
@@ -54,6 +55,7 @@ class RunSpec:
     max_steps: int | None  # no step opens beyond it; None: the trainer ends the run
     total_steps: int | None  # for schedules that servers build
     open_to_trainers: bool = False  # others may come to train, too
+    scaling: LossScaling | None = None  # of all trainers' losses, in the first step
     optimizer: str | None = None  # the kind that every peer must build; see `model.optimizer_state.kind_of`
     generation: int = 0  # later than all in which the servers were with the lead
     former_leads: Sequence[PeerId] = ()  # of older generations
@@ -119,6 +121,7 @@ def make_manifest(
         gradient_clip_value=spec.gradient_clip_value,
         first_step=spec.first_step,
         selection=spec.selection,
+        scaling=spec.scaling,
         max_steps=spec.max_steps,
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,

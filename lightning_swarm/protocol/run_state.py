@@ -39,7 +39,7 @@ def check_open(manifest: Manifest) -> None:
     if not manifest.open_to_trainers:
         raise ConfigError(
             f"run {manifest.run_id!r} takes no trainers beside those that it began with: its starter must have "
-            "`role='both'` and `target_batch_size`, no `delay_optimizer_step`, no `precision='16-mixed'`, no callback "
+            "`role='both'` and `target_batch_size`, no `delay_optimizer_step`, no callback "
             "that changes weights, and no layers around the `pipeline`. Serve it, with `role='server'`, or start it so."
         )
 
@@ -89,6 +89,7 @@ class RunState:
         self.voters = list(manifest.voters)
         # The lead, then the others in the order in which they joined. They may ask for leases, computations and state.
         self.trainers = list(manifest.trainers)
+        self.scaling = manifest.scaling  # of losses in the open step
         self.seats_before = self.seats  # before the newest record
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
@@ -124,7 +125,7 @@ class RunState:
     @property
     def seats(self) -> SeatedMembers:
         """The members of the run."""
-        return SeatedMembers(rosters=self.rosters, voters=self.voters, trainers=self.trainers)
+        return SeatedMembers(rosters=self.rosters, voters=self.voters, trainers=self.trainers, scaling=self.scaling)
 
     def seats_at(self, version: int) -> SeatedMembers:
         """Return the members of the run at the open step, or at the step before it."""
@@ -133,6 +134,7 @@ class RunState:
     def set_members(self, seats: SeatedMembers) -> None:
         """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
+        self.scaling = seats.scaling
 
     def members_after(self, record: Record) -> SeatedMembers:
         """Return the members of the run after a record of the open step."""
@@ -140,8 +142,11 @@ class RunState:
         trainers = self.trainers
         if record.enlisted or record.retired:
             trainers = [*(peer for peer in trainers if peer not in record.retired), *record.enlisted]
+        scaling = self.scaling
+        if scaling is not None and record.closing.batches:
+            scaling = scaling.after(skipped=record.outcome == "skip")
         if not record.left and not record.newcomers:
-            return SeatedMembers(rosters=self.rosters, voters=voters, trainers=trainers)
+            return SeatedMembers(rosters=self.rosters, voters=voters, trainers=trainers, scaling=scaling)
         left = {(vacancy.stage_index, vacancy.member) for vacancy in record.left}
         rosters = [
             [
@@ -150,7 +155,7 @@ class RunState:
             ]
             for index, roster in enumerate(self.rosters)
         ]
-        return SeatedMembers(rosters=rosters, voters=voters, trainers=trainers)
+        return SeatedMembers(rosters=rosters, voters=voters, trainers=trainers, scaling=scaling)
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
         """Return for each stage the members that take part in a round."""

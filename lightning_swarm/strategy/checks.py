@@ -25,6 +25,7 @@ from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_ho
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
@@ -387,15 +388,20 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             "together when its record comes, and others have begun the next one by then; got `role='both'`. Use "
             "`role='auto'`, or leave out `delay_optimizer_step`."
         )
-    if trainer.precision == "16-mixed":
-        raise ConfigError(
-            "the trainers of a step must scale their losses alike, and with `precision='16-mixed'` each finds a scale "
-            "of its own. Use 'bf16-mixed' with `role='both'`, or 16-mixed with `role='auto'`."
-        )
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS):
         raise ConfigError(
             "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
             f"got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
+        )
+
+
+def check_scaling(run: RunState, *, scales: bool) -> None:
+    """Refuse a trainer that scales its losses where the run's trainers do not, or the other way around."""
+    if run.is_shared and (run.scaling is not None) != scales:
+        does, here = ("do", "does not") if run.scaling is not None else ("do not", "does")
+        raise ConfigError(
+            f"the trainers of run {run.manifest.run_id!r} {does} scale their losses, as `precision='16-mixed'` does, "
+            f"and this one {here}. Give all of them the same `precision`."
         )
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lightning.pytorch import Trainer
+from msgspec.structs import asdict
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 
 from lightning_swarm.core.errors import ConfigError, StepError
 from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.run import BatchNumber
+from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
+
+_NUM_APPLIED: Final = "_growth_tracker"  # in the state of a `GradScaler`
 
 
 class TrainerSchedulers:
@@ -115,20 +120,33 @@ class CompletedBatches:
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
 
-class LossScale:
-    """The factor by which the lead scales losses, for float16's small range; the servers divide the mean by it."""
+def scaling_of(trainer: Trainer) -> LossScaling | None:
+    """Return how losses are scaled in a run that begins, as the Trainer or its checkpoint has it; None: not at all."""
+    plugin = trainer.precision_plugin
+    scaler: GradScaler | None = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    loaded = trainer._checkpoint_connector._loaded_checkpoint  # Lightning restores the plugin after this
+    state = loaded.get(type(plugin).__qualname__) or scaler.state_dict()
+    names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+    return LossScaling(**{name: state[name] for name in names}, num_applied=state[_NUM_APPLIED])
 
-    def __init__(self, scaler: GradScaler | None) -> None:
+
+class LossScale:
+    """The factor by which trainers scale losses, for float16's small range; the servers divide the mean by it."""
+
+    def __init__(self, scaler: GradScaler | None, of_run: Callable[[], LossScaling | None] = lambda: None) -> None:
         self._scaler = scaler  # of the precision plugin; None: it never scales
+        self._of_run = of_run  # what all trainers scale by; None: this one's scale is its own
 
     @property
     def adapts(self) -> bool:
         """True if the scale changes with the steps."""
         return self._scaler is not None and self._scaler.is_enabled()
 
-    @property
-    def value(self) -> float:
-        """The scale of the next loss. Raises StepError if it has come down to nothing."""
+    def current(self) -> float:
+        """Return the scale of the next loss, and scale by it. Raises StepError if it has come down to nothing."""
+        self._follow()
         value = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         if not 0.0 < value < math.inf:
             raise StepError(
@@ -140,13 +158,22 @@ class LossScale:
 
     def update(self, *, skipped: bool) -> None:
         """Let the scaler grow or back off after a step, as it does on one machine."""
-        if self._scaler is None:
+        if self._scaler is None or self._follow():
             return
         # It looks for what is not finite in an optimizer's gradients, and those are on the servers: one stands in.
         stand_in = torch.nn.Parameter(torch.zeros(()))
         stand_in.grad = torch.full((), math.inf if skipped else 0.0)
         self._scaler.unscale_(SGD([stand_in], lr=0.0))
         self._scaler.update()
+
+    def _follow(self) -> bool:
+        """Have the scaler scale as the run does; False if it is the trainer's own."""
+        scaling = self._of_run()
+        if self._scaler is None or scaling is None:
+            return False
+        state = asdict(scaling)
+        self._scaler.load_state_dict({**state, _NUM_APPLIED: state["num_applied"]})
+        return True
 
 
 class LoopCounters:

@@ -50,7 +50,7 @@ class SwarmOptimization:
         self._session = session
         self._access = access
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
-        self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
+        self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None), lambda: session.run.scaling)
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
@@ -240,7 +240,7 @@ class SwarmOptimization:
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
             return NextGrant(ends=ends)
-        return NextGrant(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.value)
+        return NextGrant(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.current())
 
     def finish(self) -> None:
         """Count, where training ends, the records that are still to come."""
@@ -299,7 +299,10 @@ class SwarmOptimization:
         while True:
             try:
                 grant = self._session.begin_batch(
-                    batch.num_samples, gradient_scale=self._scale.value, before_record=self._prepare, batch=batch.number
+                    batch.num_samples,
+                    gradient_scale=self._scale.current,
+                    before_record=self._prepare,
+                    batch=batch.number,
                 )
             finally:
                 self._take_lost()

@@ -24,6 +24,7 @@ from lightning_swarm.strategy import checks, extra_trainers, model_setup
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
 from lightning_swarm.strategy.data.shared import SharedData, can_share
 from lightning_swarm.strategy.framework import callbacks_of
+from lightning_swarm.strategy.loop_counters import scaling_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync
@@ -145,6 +146,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     if not model.blocks.are_none:
         strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
     if fitting:
+        checks.check_scaling(strategy._session.run, scales=scaling_of(trainer) is not None)
         _connect_loop(strategy, trainer, strategy._session)
     if strategy.is_global_zero:
         _connect_weights(strategy, trainer, strategy._session)
@@ -200,6 +202,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
         # Lightning restores its own counter only after this.
         first_step=trainer.global_step if restored_step is None else restored_step,
         selection=selection,
+        scaling=scaling_of(trainer) if strategy._is_shared else None,
         max_steps=trainer.max_steps if is_limited else None,
         total_steps=_total_steps(trainer) if selection is not None else None,
         optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,

@@ -14,9 +14,11 @@ from typing_extensions import override
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.errors import ConfigError
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
+from tests.parity.float16 import InFloat16
 from tests.parity.harness import QUIET, quiet_warnings, run_plain, run_swarm
 from tests.parity.harness import assert_exact as exact
 from tests.parity.models import digits, loader
+from tests.parity.test_trainers_scale import assert_scales, precision
 from tests.parity.test_whole import WHOLE, Branches, Images
 from tests.parity.trainers import assert_exact, train
 
@@ -117,6 +119,18 @@ class Sparse(Branches):
 def test_sparse() -> None:
     with pytest.raises(ConfigError, match="sparse"):
         run_swarm(Sparse, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+
+
+@feature(
+    "`precision='16-mixed'` with several trainers",
+    WORKS,
+    "one scale for all, which is the run's: what overflows at one trainer, all skip; also where a model is cut",
+)
+def test_16_mixed() -> None:
+    each = {"plugins": precision}
+    seen = train(2, lambda seen: InFloat16().float(), each=each, precision=None, max_steps=12, swarm=WHOLE)
+    assert {record.outcome for record in seen.records} == {"skip", "apply"}
+    assert_scales(seen)
 
 
 class Clipping(Branches):

@@ -79,10 +79,8 @@ def test_microbatches_of_another_size() -> None:
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     """Means that were divided by the scale not at all, or twice."""
     plain = train(run_plain, max_steps=STEPS)
-    value = LossScale.value
-    assert value.fget is not None
-    get = value.fget
-    monkeypatch.setattr(LossScale, "value", property(lambda self: wrong(get(self))))
+    current = LossScale.current
+    monkeypatch.setattr(LossScale, "current", lambda self: wrong(current(self)))
     swarm = train(run_swarm, max_steps=STEPS, microbatch_size=HALF)
     assert max(deviation(swarm.run, plain.run)) > 0.1
     with pytest.raises(AssertionError):
@@ -182,10 +180,10 @@ def test_a_scale_that_came_down_to_nothing_is_an_error() -> None:
     scaler.scale(torch.ones(()))
     scale.update(skipped=True)
     with pytest.raises(StepError, match=r"must be positive and finite, it has become 0.*detect_anomaly"):
-        _ = scale.value
+        _ = scale.current()
 
 
 def test_without_a_scaler_there_is_no_scale() -> None:
     for scale in LossScale(None), LossScale(torch.amp.GradScaler("cpu", enabled=False)):
         scale.update(skipped=True)
-        assert (scale.value, scale.adapts) == (1.0, False)
+        assert (scale.current(), scale.adapts) == (1.0, False)

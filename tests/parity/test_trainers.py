@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -376,10 +375,6 @@ def test_reading_the_same_batches_is_warned_of(dataset: str) -> None:
 # ---------------------------------------------------------------------- refused
 
 
-def half_precision() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
-
-
 @pytest.mark.parametrize(
     ("options", "swarm", "words"),
     [
@@ -394,14 +389,13 @@ def half_precision() -> MixedPrecision:
             {},
             r"must not change weights.*got LearningRateFinder, through which `Tuner` works\. Use it with",
         ),
-        ({"plugins": half_precision}, {}, r"must scale their losses alike.*'16-mixed'.*Use 'bf16-mixed'"),
     ],
 )
 def test_it_is_refused_before_anything_starts(options: dict[str, Any], swarm: dict[str, Any], words: str) -> None:
     options = {name: make() for name, make in options.items()}
     callbacks = options.pop("callbacks", [])
     with pytest.raises(ConfigError, match=words):
-        train(2, swarm=swarm, callbacks=lambda rank: callbacks, **({"precision": None} if options else {}), **options)
+        train(2, swarm=swarm, callbacks=lambda rank: callbacks, **options)
 
 
 @pytest.mark.parametrize("come", [{}, {1: under_way}], ids=["started", "comes"])

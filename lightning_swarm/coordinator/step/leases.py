@@ -56,6 +56,12 @@ class LeaseTable:
             return GrantReply(over=True)
         if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
             return GrantReply(wait=WaitForRecord(step=step.step - 1))
+        scaling = self._run.scaling
+        if scaling is not None and request.gradient_scale != scaling.scale:
+            raise ProtocolError(
+                f"all trainers of a run scale their losses alike, by {scaling.scale:g} in step {step.step}; got "
+                f"{request.gradient_scale:g}"
+            )
         if (request.batch is None) != (step.window is None):
             raise ProtocolError(
                 f"all batches of step {step.step} are named by epoch and index, or none is; got {request.batch}"

@@ -110,12 +110,7 @@ class OpenStep:
             raise ProtocolError(f"a batch must have at least one sample, got {num_samples}")
         if self.closing:
             return None
-        if self.gradient_scale not in (None, gradient_scale):
-            raise ProtocolError(
-                f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
-                f"got a batch at {gradient_scale:g}"
-            )
-        self.gradient_scale = gradient_scale
+        self._settle_scale(gradient_scale)
         first = self._next_first
         self._next_first += num_samples
         weight = 1.0 if self.target_batch_size is None else float(num_samples)
@@ -125,14 +120,23 @@ class OpenStep:
     def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, number: int) -> None:
         """Grant a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
         assert self.window is not None
+        self._settle_scale(gradient_scale)
         size, first = self.window.order.size(batch), self.window.place(batch)
         if batch in self._tried or self._next_first > 0:
             # Servers may have been told to give up what goes by that name; random draws go by the place alone.
             self._num_again += 1
             first += ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
         self._tried.add(batch)
-        self.gradient_scale = gradient_scale
         self._batches[lease] = _LeasedBatch(trainer, first, size, float(size), number, batch=batch)
+
+    def _settle_scale(self, gradient_scale: float) -> None:
+        """Take the first batch's scale for the step's, and refuse another one."""
+        if self.gradient_scale not in (None, gradient_scale):
+            raise ProtocolError(
+                f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
+                f"got a batch at {gradient_scale:g}"
+            )
+        self.gradient_scale = gradient_scale
 
     def granted(self, trainer: PeerId, number: int) -> int | None:
         """The lease of a trainer's batch, if it has its place already."""

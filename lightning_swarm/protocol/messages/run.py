@@ -10,6 +10,7 @@ import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, ShortText, WireMessage
 from lightning_swarm.protocol.settings import RunSettings
 
@@ -211,6 +212,7 @@ class Manifest(WireMessage, frozen=True):
     max_steps: int | None = None  # no step opens beyond it
     open_to_trainers: bool = False  # further trainers may join
     selection: Selection | None = None  # of the first step; None: the run only evaluates, and needs no optimizer
+    scaling: LossScaling | None = None  # in the first step; None: nobody scales losses, or a lone trainer by itself
     # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not tell.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     # Leads of older generations that fell silent, the newest last; unset: none.
@@ -223,11 +225,12 @@ class Manifest(WireMessage, frozen=True):
 
 
 class SeatedMembers(WireMessage, frozen=True):
-    """The members of a run at a version, for a peer that has not seen all records until then."""
+    """The members of a run at a version, and its scale, for a peer that has not seen all records until then."""
 
     rosters: list[list[Member]]
     voters: list[Member]
     trainers: Trainers
+    scaling: LossScaling | None = None  # in the step at that version
 
 
 class RunView(WireMessage, frozen=True):

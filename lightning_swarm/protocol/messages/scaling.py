@@ -1,0 +1,38 @@
+"""How the trainers of a run scale their losses, for float16's small range: one scale for all, which records change."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final
+
+import msgspec
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.protocol.messages.wire import Count, WireMessage
+
+_MAX: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]  # of float32, in which trainers multiply
+
+
+class LossScaling(WireMessage, frozen=True):
+    """The scale of all losses of a step, and how the next step's follows from it: as torch's `GradScaler` has it."""
+
+    scale: Annotated[float, msgspec.Meta(ge=0, le=_MAX)]
+    growth_factor: Annotated[float, msgspec.Meta(ge=1, le=_MAX)]
+    backoff_factor: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    growth_interval: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]  # steps that fit, after which the scale grows
+    num_applied: Count = 0  # of them, so far
+
+    def after(self, *, skipped: bool) -> LossScaling:
+        """Return the scaling after a step; `skipped`: a gradient of it did not fit."""
+        if skipped:
+            return replaced(self, scale=_rounded(self.scale * self.backoff_factor), num_applied=0)
+        if self.num_applied + 1 < self.growth_interval:
+            return replaced(self, num_applied=self.num_applied + 1)
+        grown = self.scale * self.growth_factor
+        return replaced(self, scale=_rounded(grown) if grown <= _MAX else self.scale, num_applied=0)
+
+
+def _rounded(scale: float) -> float:
+    """Round as float32 does."""
+    found: float = struct.unpack("<f", struct.pack("<f", scale))[0]
+    return found
