@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
@@ -20,7 +22,7 @@ from tests.parity.harness import assert_exact as exact
 from tests.parity.models import digits, loader
 from tests.parity.test_trainers_scale import assert_scales, precision
 from tests.parity.test_whole import WHOLE, Branches, Images
-from tests.parity.trainers import assert_exact, train
+from tests.parity.trainers import assert_exact, numbered, train
 
 
 class Adversaries(L.LightningModule):
@@ -131,6 +133,30 @@ def test_16_mixed() -> None:
     seen = train(2, lambda seen: InFloat16().float(), each=each, precision=None, max_steps=12, swarm=WHOLE)
     assert {record.outcome for record in seen.records} == {"skip", "apply"}
     assert_scales(seen)
+
+
+class Stream(IterableDataset[Any]):
+    """The samples in their order, again and again."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from numbered(digits())
+
+
+@feature(
+    "an `IterableDataset` with several trainers, in a model that is not cut",
+    PARTLY,
+    "each reads a part of its own, of which every sample counts once; what a dead trainer had read is lost, and "
+    "nobody takes a dead lead's place: [data.md](data.md#where-each-trainer-reads-its-own-data)",
+)
+def test_a_stream() -> None:
+    seen = train(2, lambda seen: Branches(), data=lambda: DataLoader(Stream(), batch_size=4), max_steps=6, swarm=WHOLE)
+    assert_exact(seen, lambda: Branches(), digits(), num_trainers=2)
+    for trainer in (0, 1):
+        own = [seen.batches[place][1] for places in seen.steps for place in places if seen.batches[place][0] == trainer]
+        read = [one for batch in own for one in batch]
+        assert read == [(trainer + 2 * index) % len(digits()) for index in range(len(read))]
 
 
 class Clipping(Branches):
