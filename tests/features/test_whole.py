@@ -128,9 +128,10 @@ def test_sparse() -> None:
     WORKS,
     "one scale for all, which is the run's: what overflows at one trainer, all skip; also where a model is cut",
 )
-def test_16_mixed() -> None:
+@pytest.mark.parametrize("swarm", [WHOLE, {}], ids=["whole", "cut"])
+def test_16_mixed(swarm: dict[str, Any]) -> None:
     each = {"plugins": precision}
-    seen = train(2, lambda seen: InFloat16().float(), each=each, precision=None, max_steps=12, swarm=WHOLE)
+    seen = train(2, lambda seen: InFloat16().float(), each=each, precision=None, max_steps=12, swarm=swarm)
     assert {record.outcome for record in seen.records} == {"skip", "apply"}
     assert_scales(seen)
 

@@ -97,8 +97,7 @@ def assert_weights(seen: Seen) -> None:
         torch.testing.assert_close(seen.weights[name], tensor, rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("swarm", [WHOLE, {}], ids=["whole", "cut"])
-def test_one_scale_for_all_whoever_leads(swarm: dict[str, Any]) -> None:
+def test_one_scale_for_all_whoever_leads() -> None:
     """Those who come begin with the run's scale, and not with their own."""
     events, plugins = LeadDies(), iter([precision(), *(precision(2.0**10) for _ in range(2))])
     rank = vars(rank_zero_only)["rank"]  # of the process, which each of these trainers has for itself elsewhere
@@ -112,7 +111,7 @@ def test_one_scale_for_all_whoever_leads(swarm: dict[str, Any]) -> None:
             precision=None,
             raises=False,
             max_steps=80,
-            swarm={"limits": LIMITS, **swarm},
+            swarm={"limits": LIMITS, **WHOLE},
         )
     finally:
         vars(rank_zero_only)["rank"] = rank
@@ -127,9 +126,8 @@ def test_one_scale_for_all_whoever_leads(swarm: dict[str, Any]) -> None:
         for before, after in zip(seen.records[back:], seen.records[back + 1 :], strict=False)
     ), "another lead's steps show how long the scale had stood"
     assert_scales(seen)
-    if swarm is WHOLE:
-        seen.weights = seen.modules[events.lead].state_dict()
-        assert_weights(seen)
+    seen.weights = seen.modules[events.lead].state_dict()
+    assert_weights(seen)
 
 
 @pytest.mark.parametrize("of_lead", [True, False])

@@ -6,7 +6,7 @@ Trainers bring the batches of one order, so one plain run is the reference of al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,19 +23,12 @@ from typing_extensions import override
 
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings
 from tests.parity.models import LENGTH, Recipe, configured, digits, sentences
-from tests.parity.test_lead_of_several import LIMITS, dead, rank_of, standby_of
 from tests.parity.test_shared_data import curve
-from tests.parity.test_trainers_come import under_way
 from tests.parity.test_whole import WHOLE
-from tests.parity.trainers import Seen, ThreadStrategy, copied, default_dtype, shuffled, train
+from tests.parity.trainers import Seen, copied, default_dtype, shuffled, train
 
-# Fifty steps of four trainers are three seconds of a processor, so each model has them by one trainer, and fewer where
-# the number of trainers goes from one to four, to three and to two.
-NUM_STEPS = 50
-AFTERWARDS = 5  # steps of the last two
+NUM_STEPS = 50  # of one trainer; where trainers come and die (`test_whole_churn.py`), they cost too much
 NUM_SAMPLES, BATCH_SIZE, BATCHES_OF_A_STEP = 48, 4, 2  # an epoch is six steps
-LIMITS = replace(LIMITS, snapshot_interval=0.05)  # snapshots at every step would be half of what the runs cost
-KILLED = 1
 
 
 class Whole(L.LightningModule):
@@ -276,34 +269,6 @@ def plain(model: str) -> Plain:
 # ---------------------------------------------------------------------- the swarm
 
 
-class Events(L.Callback):
-    """When four train, one is killed, then the lead, each in a batch; who leads then ends the run some steps later."""
-
-    lead = 0
-
-    @override
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        seen, rank = seen_by(trainer), rank_of(trainer)
-        trained = {seen.batches[place][0] for places in seen.steps for place in places}
-        if rank == KILLED and not seen.killed and len(trained) == 4:
-            seen.kill(f"peer-{KILLED}")
-        has_gone = bool(seen.killed) and f"peer-{KILLED}" not in seen.trainers_of_the_run
-        if rank == 0 and has_gone and standby_of(seen):
-            seen.kill("peer-0")
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        seen = seen_by(trainer)
-        if trainer.is_global_zero:
-            self.lead = rank_of(trainer)
-        trainer.should_stop = bool(seen.went_back) and len(seen.records) >= seen.went_back[0] + AFTERWARDS
-
-
-def seen_by(trainer: L.Trainer) -> Seen:
-    assert isinstance(trainer.strategy, ThreadStrategy)
-    return trainer.strategy._seen
-
-
 def run(model: str, num_trainers: int, **options: Any) -> Seen:
     make, data = MODELS[model]
     rank = vars(rank_zero_only)["rank"]  # of the process, which each of these trainers has for itself elsewhere
@@ -329,20 +294,3 @@ def assert_plain(seen: Seen, model: str, num_steps: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_one_trainer(model: str) -> None:
     assert_plain(run(model, 1, max_steps=NUM_STEPS), model, NUM_STEPS)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_three_come_one_of_them_is_killed_and_then_the_lead(model: str) -> None:
-    events = Events()
-    options: dict[str, Any] = {"callbacks": lambda rank: [events], "swarm": {"limits": LIMITS}, "raises": False}
-    seen = run(model, 4, come=dict.fromkeys((1, 2, 3), under_way), max_steps=NUM_STEPS, **options)
-    assert seen.killed == [f"peer-{KILLED}", "peer-0"]
-    assert not seen.errors.keys() - set(dead(seen)), seen.errors
-    (back,) = seen.went_back
-    assert AFTERWARDS <= len(seen.steps) - back < NUM_STEPS - back
-    by_step = [{seen.batches[place][0] for place in places} for places in seen.steps]
-    assert by_step[0] == {0}
-    assert set.union(*by_step) == set(range(4))
-    assert set.union(*by_step[back:]) == {2, 3}
-    seen.weights = seen.modules[events.lead].state_dict()
-    assert_plain(seen, model, len(seen.steps))
