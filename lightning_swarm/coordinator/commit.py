@@ -92,7 +92,7 @@ class SnapshotSchedule:
         if self._interval_s is None or not self.is_due(servers):
             return None
         held = await ask_held(self._transport, servers, timeout=self._timeout)
-        on_trainers = [stage.on_trainers for stage in self._run.manifest.stages]
+        on_trainers = self._run.on_trainers
         through = newest_safe(held, next_roster, on_trainers)
         if self._last is not None and through != self._last[0]:
             if at_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
@@ -211,8 +211,7 @@ class StepCommit:
         staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(record.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
-        among = next_roster[: self._run.num_pipeline_stages] or next_roster
-        voters = choose_voters(among, self._run.voters, hosts)
+        voters = choose_voters(next_roster, self._run.on_trainers, self._run.voters, hosts)
         enlisted, retired = self._trainer_membership.changes()
         return replaced(
             record,

@@ -115,7 +115,9 @@ def make_manifest(
         lead=me.peer_id,
         trainers=[member.peer_id for member in trainers],
         coordinator=servers[0].peer_id,
-        voters=choose_voters(rosters or [trainers], servers[:1], hosts),
+        voters=choose_voters(
+            [stage.roster for stage in stages], [stage.on_trainers for stage in stages], servers[:1], hosts
+        ),
         settings=config.settings,
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,

@@ -269,9 +269,14 @@ class RunState:
         )
 
     @property
+    def on_trainers(self) -> list[bool]:
+        """Whether each stage is the trainers'."""
+        return [stage.on_trainers for stage in self.manifest.stages]
+
+    @property
     def num_pipeline_stages(self) -> int:
         """The number of stages that microbatches go through: all but one on trainers, which would be the last."""
-        return sum(not stage.on_trainers for stage in self.manifest.stages)
+        return self.on_trainers.count(False)
 
     def lacks_model(self, trainer: PeerId) -> bool:
         """Return whether a trainer computes the whole model itself, and the run does not hold its server's copy."""

@@ -59,10 +59,14 @@ def trainer_changes(
 
 
 def choose_voters(
-    rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
+    rosters: Sequence[Sequence[Member]],
+    on_trainers: Sequence[bool],
+    voters: Sequence[Member],
+    hosts: Mapping[PeerId, str],
 ) -> list[Member]:
-    """Choose the voters on the next record: an odd number of members of the pipeline's stages."""
-    members = list(dict.fromkeys(member for roster in rosters for member in roster))
+    """Choose the voters on the next record: an odd number of the pipeline's servers or, if nothing is cut, of all."""
+    servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
+    members = list(dict.fromkeys(member for roster in servers for member in roster))
     number = min(len(members), MAX_VOTERS)
     number -= 1 - number % 2
     chosen = [voter for voter in voters if voter in members][:number]  # voters go on voting, as far as there is room

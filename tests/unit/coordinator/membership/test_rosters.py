@@ -124,9 +124,11 @@ def test_the_order_of_rosters_does_not_depend_on_who_leaves_first() -> None:
 # ---------------------------------------------------------------------- who votes
 
 
-def voters(*rosters: str, before: str = "a", hosts: Mapping[str, str] | None = None) -> str:
+def voters(*rosters: str, trainers: str = "", before: str = "a", hosts: Mapping[str, str] | None = None) -> str:
     machines = {PeerId(peer): host for peer, host in (hosts or {}).items()}
-    chosen = choose_voters([members(roster) for roster in rosters], members(before), machines)
+    held = [members(roster) for roster in (*rosters, trainers) if roster]
+    on_trainers = [False] * len(rosters) + [True] * bool(trainers)
+    chosen = choose_voters(held, on_trainers, members(before), machines)
     return "".join(member.peer_id for member in chosen)
 
 
@@ -143,8 +145,13 @@ def test_voters_stay_while_they_are_there() -> None:
 
 def test_a_restarted_voter_has_no_vote() -> None:
     old = Member(peer_id=PeerId("a"), boot_id=0)
-    assert choose_voters([members("ab")], [old], {}) == members("a")[:1]
-    assert old not in choose_voters([members("ab")], [old], {})
+    assert choose_voters([members("ab")], [False], [old], {}) == members("a")[:1]
+    assert old not in choose_voters([members("ab")], [False], [old], {})
+
+
+def test_trainers_vote_where_nothing_is_cut_only() -> None:
+    assert voters("ab", trainers="cde") == "a"
+    assert voters(trainers="cde", before="d") == "dce"
 
 
 def test_votes_go_to_different_hosts_first() -> None:
