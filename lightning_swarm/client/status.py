@@ -43,6 +43,7 @@ class SwarmStatus:
     trainers: tuple[PeerId, ...]
     num_samples: int  # of the newest decided step, from all trainers; 0 before the first
     events: tuple[Event, ...]  # oldest first, a few hundred at most
+    is_whole: bool = False  # nothing is cut: the only stage is the model, and nothing is routed
 
 
 def status_of(session: Session) -> SwarmStatus:
@@ -57,6 +58,7 @@ def status_of(session: Session) -> SwarmStatus:
         trainers=tuple(run.trainers),
         num_samples=newest.closing.num_samples if newest is not None else 0,
         events=context.events.newest,
+        is_whole=run.manifest.is_whole,
     )
 
 

@@ -135,6 +135,11 @@ class SwarmReport:
     trainers_stage: int | None = None  # the index of the stage that the trainers compute, if there is one
     peers: tuple[ObservedPeer, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing is cut: each trainer holds the model, and computes it itself."""
+        return self.trainers_stage is not None and len(self.stages) == 1
+
 
 def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
     """A report of what peers answered now, with rates since the previous look if there was one."""
@@ -209,15 +214,19 @@ def _per(count: float, elapsed_s: float) -> float:
 def table(swarm: SwarmReport) -> str:
     """A table for people: a line for each stage of each peer, then the peers that hold none."""
     rows = [
-        _row(index, peer, is_trainers=index == swarm.trainers_stage)
+        _row(_stage(swarm, index), peer, is_trainers=index == swarm.trainers_stage)
         for index in range(len(swarm.stages))
         for peer in swarm.peers
         if index in peer.stages
     ]
-    rows += [_row(None, peer) for peer in swarm.peers if not peer.stages]
+    rows += [_row("-", peer) for peer in swarm.peers if not peer.stages]
     widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
-    lines += [f"stage {index}: nobody who answers holds it" for index, peers in enumerate(swarm.stages) if not peers]
+    lines += [
+        f"{'the model' if swarm.is_whole else f'stage {index}'}: nobody who answers holds it"
+        for index, peers in enumerate(swarm.stages)
+        if not peers
+    ]
     lines += [
         f"{short_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}"
         for peer in swarm.peers
@@ -233,12 +242,18 @@ def _headline(swarm: SwarmReport) -> str:
     if swarm.step is None:
         state = "no coordinator answers" if swarm.stages else "no run is under way yet"
     else:
-        state = f"step {swarm.step}, {swarm.steps_per_minute:.1f} steps/min, {len(swarm.stages)} stages"
+        stages = "a model that is not cut" if swarm.is_whole else f"{len(swarm.stages)} stages"
+        state = f"step {swarm.step}, {swarm.steps_per_minute:.1f} steps/min, {stages}"
     return f"run {swarm.run_id!r}: {state}, {peers}"
 
 
-def _row(index: int | None, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[str, ...]:
-    stage = "-" if index is None else f"{index} trainers'" if is_trainers else str(index)
+def _stage(swarm: SwarmReport, index: int) -> str:
+    if swarm.is_whole:
+        return "model"
+    return f"{index} trainers'" if index == swarm.trainers_stage else str(index)
+
+
+def _row(stage: str, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[str, ...]:
     roles = "".join((" lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
     name = f"{short_name(peer.peer_id)}{roles}"
     if peer.problem is not None:

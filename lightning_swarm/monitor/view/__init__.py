@@ -273,6 +273,7 @@ class SwarmView(_ProgressBar):
             steps_per_s=steps_per_s,
             elapsed_s=time.monotonic() - self._start_s if self._start_s is not None else 0.0,
             stages=self._rows,
+            is_whole=status is not None and status.is_whole,
             events=status.events if status is not None else (),
         )
 

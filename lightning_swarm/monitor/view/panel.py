@@ -26,6 +26,7 @@ from lightning_swarm.monitor.view.scene import (
     duration,
     rates,
     sparkline,
+    stage_name,
     steps,
     time_of_day,
     where,
@@ -119,7 +120,7 @@ class SwarmPanel:
             num_rows = sum(max(len(rows), 1) for rows in scene.stages)
             events = events[-max(min(self._num_events, free - num_rows), 1) :]
             max_rows = max((free - len(events)) // len(scene.stages), _FEWEST_ROWS)
-            parts += [Text(), _peers(scene.stages, max_rows, wide=options.max_width >= _WIDE)]
+            parts += [Text(), _peers(scene, max_rows, wide=options.max_width >= _WIDE)]
         if events:
             parts += [Text(), _events(events)]
         title = Text.assemble((" lightning-swarm ", "bold"), (f"{scene.name} " if scene.name else "", "cyan"))
@@ -151,7 +152,8 @@ def _numbers(scene: Scene, width: int) -> Text:
     return Text("   ").join(parts)
 
 
-def _peers(stages: Sequence[Sequence[PeerRow]], max_rows: int, *, wide: bool) -> Table:
+def _peers(scene: Scene, max_rows: int, *, wide: bool) -> Table:
+    stages = scene.stages
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     table.add_column("stage", no_wrap=True)
     table.add_column("peer", no_wrap=True)
@@ -163,11 +165,12 @@ def _peers(stages: Sequence[Sequence[PeerRow]], max_rows: int, *, wide: bool) ->
     table.add_column("state", no_wrap=True)
     fastest = max((row.peer.samples_per_s for rows in stages for row in rows), default=0.0)
     for index, rows in enumerate(stages):
+        name = stage_name(scene, index).removeprefix("stage ")
         shown = rows if len(rows) <= max_rows else rows[: max_rows - 1]
         for number, row in enumerate(shown):
-            table.add_row(str(index) if number == 0 else "", *_cells(row, fastest, wide=wide))
+            table.add_row(name if number == 0 else "", *_cells(row, fastest, wide=wide))
         if not rows:
-            table.add_row(str(index), Text("nobody", "bold red"))
+            table.add_row(name, Text("nobody", "bold red"))
         if len(shown) < len(rows):
             table.add_row("", Text(f"and {len(rows) - len(shown)} more", "dim"))
     return table
@@ -184,7 +187,7 @@ def _cells(row: PeerRow, fastest: float, *, wide: bool) -> list[RenderableType]:
     return [
         Text(short_name(peer.peer_id), "bold"),
         ", ".join(roles),
-        f"{peer.samples_per_s:.0f}",
+        f"{peer.samples_per_s:.0f}" if peer.samples_per_s or row.state != "serving" else "",
         bar,
         str(peer.queued),
         str(peer.num_microbatches),

@@ -69,6 +69,7 @@ class Scene:
     steps_per_s: float | None = None
     elapsed_s: float = 0.0
     stages: Sequence[Sequence[PeerRow]] = ()  # empty where there is no swarm
+    is_whole: bool = False  # the only stage is the model, which is not cut
     events: Sequence[Event] = ()  # oldest first
 
 
@@ -99,7 +100,7 @@ class PeerPresence:
 
 
 def _row(peer: PeerStatus, status: SwarmStatus) -> PeerRow:
-    state: State = "failing" if peer.num_failures else "serving" if peer.samples_per_s else "joining"
+    state: State = "failing" if peer.num_failures else "serving" if peer.samples_per_s or status.is_whole else "joining"
     return PeerRow(peer, state, trains=peer.peer_id in status.trainers, coordinates=peer.peer_id == status.coordinator)
 
 
@@ -225,30 +226,40 @@ def plain_line(scene: Scene) -> str:
     """A moment without its events in one line of at most 100 columns: the fullest text that fits."""
     metrics = [f"{name} {value:.4g}" for name, value in scene.metrics.items()]
     head = "  ".join(part for part in (steps(scene), *metrics, rates(scene)) if part)
-    lines = [f"{head}   {swarm}" for swarm in _swarm_texts(scene.stages)] or [head]
+    lines = [f"{head}   {swarm}" for swarm in _swarm_texts(scene)] or [head]
     return next((line for line in lines if len(line) <= _COLUMNS), _clip(lines[-1]))
 
 
-def _swarm_texts(stages: Sequence[Sequence[PeerRow]]) -> Iterator[str]:
+def stage_name(scene: Scene, index: int) -> str:
+    """What a stage is called."""
+    return "model" if scene.is_whole else f"stage {index}"
+
+
+def _swarm_texts(scene: Scene) -> Iterator[str]:
     """The peers of a swarm, from the fullest text to the shortest."""
+    stages = scene.stages
     if not stages:
         return
     present = [[row for row in rows if row.state != "gone"] for rows in stages]
     num_gone = len({row.peer.peer_id for rows in stages for row in rows if row.state == "gone"})
     gone = f", {num_gone} gone" if num_gone else ""
     yield "   ".join(
-        f"stage {index}: {', '.join(map(_plain_peer, rows)) or 'nobody'}" for index, rows in enumerate(stages)
+        f"{stage_name(scene, index)}: {', '.join(map(_plain_peer, rows)) or 'nobody'}"
+        for index, rows in enumerate(stages)
     )
-    yield f"peers per stage: {' + '.join(str(len(rows)) for rows in present)}{gone}"
+    if not scene.is_whole:
+        yield f"peers per stage: {' + '.join(str(len(rows)) for rows in present)}{gone}"
     num_peers = len({row.peer.peer_id for rows in present for row in rows})
     num_empty = sum(not rows for rows in present)
     empty = f", {num_empty} of them empty" if num_empty else ""
-    yield f"{num_peers} peers in {len(stages)} stages{empty}{gone}"
+    yield f"{num_peers} peers{'' if scene.is_whole else f' in {len(stages)} stages'}{empty}{gone}"
 
 
 def _plain_peer(row: PeerRow) -> str:
     name = short_name(row.peer.peer_id)
-    return f"{name} {row.peer.samples_per_s:.0f}/s" if row.state == "serving" else f"{name} {row.state}"
+    if row.state != "serving":
+        return f"{name} {row.state}"
+    return f"{name} {row.peer.samples_per_s:.0f}/s" if row.peer.samples_per_s else name
 
 
 def _clip(line: str) -> str:

@@ -142,6 +142,16 @@ def test_the_trainers_own_stage_is_marked() -> None:
     assert table(found).splitlines()[-1].split()[7] == "-"  # no microbatch goes there
 
 
+def test_a_model_that_is_not_cut_is_no_stage() -> None:
+    server = said(SERVING, num_stages=1, stages=[0], trainers_stage=0)
+    found = summarize([seen("a", said(REPORT, server=server)), seen("b", said(REPORT, server=server))])
+    assert found.is_whole
+    headline, _, *lines = table(found).splitlines()
+    assert headline == "run 'x': step 40, 30.0 steps/min, a model that is not cut, 2 peers"
+    assert [line.split()[0] for line in lines] == ["stage", "model", "model"]
+    assert all("  -  " in line for line in lines[1:]), "nothing is routed to them"
+
+
 def test_what_is_missing_is_said() -> None:
     assert "no run is under way yet, 1 peer" in table(summarize([seen("w", said(REPORT, server=None))]))
     orphan = said(REPORT, server=said(SERVING, coordinator="gone"))

@@ -182,6 +182,18 @@ def test_a_line_of_text_fits_whatever_the_swarm() -> None:
     )
 
 
+def test_trainers_of_a_model_that_is_not_cut_wait_for_nothing() -> None:
+    """Nothing is routed to them, so no rate is known."""
+    status = replace(status_with([peer("aaaaa"), peer("bbbbb")]), is_whole=True)
+    scene = Scene(step=7, max_steps=9, stages=PeerPresence().update(status, now_s=0.0), is_whole=True)
+    assert plain_line(scene) == "step 7/9   model: Maaaaa, Mbbbbb"
+    crowd = [[PeerRow(peer(f"{i:05}"), "serving") for i in range(30)]]
+    assert plain_line(replace(scene, stages=crowd)) == "step 7/9   30 peers"
+    text = "\n".join(drawn(scene))
+    assert all(word in text for word in ("model", "Maaaaa", "serving"))
+    assert "joining" not in text
+
+
 def test_an_event_of_a_lost_connection_is_one_short_line() -> None:
     gone = f"{LONG}ccccc"
     refused = (
