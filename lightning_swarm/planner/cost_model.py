@@ -163,6 +163,37 @@ STEP_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 4e-8, "accelera
 """Seconds for each step: mean, optimizer, comparison of the replicas. The CPU's is the time that a million parameters
 add in `python -m benchmarks.steps`, without sending; the accelerator's follows from the bandwidths."""
 
+STEP_S: Final = 0.042  # to close a step of four peers with next to nothing to average, `python -m benchmarks.steps`
+STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of the averaging, accept, decided
+
+
+def averaged_size(model: ModelProfile, parameters: int, num_machines: int) -> TransferSize:
+    """Size what each of some machines sends, and receives: reduce-scatter of sums, all-gather of the mean."""
+    number_bytes = sum_bytes(model)
+    numbers = 2.0 * (num_machines - 1) / num_machines * parameters
+    return encoded_size(numbers * number_bytes, number_bytes, model.wire.averaging)
+
+
+def averaging_s(machine: Machine, size: TransferSize, parameters: int) -> float:
+    """The seconds of a machine to average so much, and to step; all send and receive at the same time."""
+    line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
+    busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE + parameters * STEP_S_PER_PARAMETER[machine.processor]
+    return line_s + busy_s + (size.coding_s if machine.processor == "cpu" else 0.0)
+
+
+def closing_s(machines: Sequence[Machine]) -> float:
+    """The seconds to agree on a step."""
+    return STEP_S + 2 * STEP_TRIPS * max(machine.latency_s for machine in machines)
+
+
+def machine_counts(rates: Sequence[float], num_stages: int) -> list[int]:
+    """Choose numbers of machines that are worth a look: all, all but the slowest kinds, halves."""
+    num_machines, least = len(rates), max(2, num_stages)  # one machine is no swarm
+    kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
+    halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
+    return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
+
+
 _FORWARD: Final = 1 / 3  # share of the forward in the time that a block computes
 
 

@@ -86,12 +86,17 @@ def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, Sam
     """Read each stage of the pipeline from the report of a server that holds it."""
     first = next(iter(servers.values()))
     num_stages = first.num_stages - (first.trainers_stage is not None)
+    if not num_stages:
+        raise SwarmError(
+            "the swarm's model is not cut, and what its trainers compute is not measured, so there is nothing to plan "
+            "by. Describe machines and model in files instead."
+        )
     known: dict[int, tuple[HeldStage, SampleCosts]] = {}
     for stage in (stage for server in servers.values() for stage in server.held):
         if stage.costs is not None:
             known.setdefault(stage.index, (stage, stage.costs))
     missing = [str(index) for index in range(num_stages) if index not in known]
-    if missing or not num_stages:
+    if missing:
         raise SwarmError(
             f"too little is measured yet: no peer that answers has computed a microbatch of stage {', '.join(missing)} "
             "with a gradient. Try again in a while."

@@ -12,21 +12,23 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.cost_model import (
     ADAM,
-    GOODPUT,
-    HANDLING_S_PER_BYTE,
-    STEP_S_PER_PARAMETER,
     PipelinePass,
     Swarm,
+    averaged_size,
+    averaging_s,
+    closing_s,
     graph_capacity,
+    machine_counts,
     phases,
     pipeline_pass,
     sample_time,
     stage_profiles,
     state_bytes,
-    sum_bytes,
     trainer_bytes,
 )
 from lightning_swarm.planner.records import (
+    FAST_ENOUGH,
+    SAME,
     USUAL_MICROBATCH,
     Machine,
     ModelProfile,
@@ -37,8 +39,8 @@ from lightning_swarm.planner.records import (
     StageProfile,
     Times,
     TransferSize,
-    encoded_size,
 )
+from lightning_swarm.planner.uncut import choose_uncut
 
 _RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice
 
@@ -86,10 +88,6 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
     return held
 
 
-STEP_S: Final = 0.042  # to close a step of four peers with next to nothing to average, `python -m benchmarks.steps`
-STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of the averaging, accept, decided
-
-
 # A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
 # Stages work at the same time; a machine's link and its processor take turns.
 class Predictor:
@@ -119,7 +117,7 @@ class Predictor:
         self.possible = len(fit) >= num_stages and trains
         if self.possible:
             used, rates = _fastest_first(fit, max(self._stages, key=lambda stage: stage.flop))
-            self.counts = _counts(rates, num_stages)
+            self.counts = machine_counts(rates, num_stages)
             self._spared = tuple(machine.name for machine in used[num_machines or len(used) :])
             used, rates = used[:num_machines], rates[:num_machines]
             self._swarm = Swarm(model, used, self._stages, assign(rates, num_stages), limits)
@@ -137,7 +135,7 @@ class Predictor:
             fill_s=num_batches * (forward.fill_s + backward.fill_s),
             around_s=num_batches * size * swarm.model.around.flop / swarm.starter.flop_per_s,
             averaging_s=self._averaging_s,
-            closing_s=STEP_S + 2 * STEP_TRIPS * max(machine.latency_s for machine in swarm.machines),
+            closing_s=closing_s(swarm.machines),
         )
 
     def _both_ways(self, setting: Setting) -> tuple[PipelinePass, PipelinePass]:
@@ -182,14 +180,6 @@ def _fastest_first(machines: Sequence[Machine], stage: StageProfile) -> tuple[li
     return [machines[number] for number in order], [rates[number] for number in order]
 
 
-def _counts(rates: Sequence[float], num_stages: int) -> list[int]:
-    """Choose numbers of machines that are worth a look: all, all but the slowest kinds, halves."""
-    num_machines, least = len(rates), max(2, num_stages)  # one machine is no swarm
-    kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
-    halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
-    return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
-
-
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
     """Bytes that each machine sends over its link in a step, without snapshots and control messages."""
     sent = [0.0] * len(swarm.machines)
@@ -206,25 +196,17 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
 
 
 def averaged(swarm: Swarm, index: int) -> TransferSize:
-    """Size what a machine of a stage sends, and receives: reduce-scatter of sums, all-gather of the mean."""
-    num_machines, number_bytes = len(swarm.held[index]), sum_bytes(swarm.model)
-    numbers = 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters
-    return encoded_size(numbers * number_bytes, number_bytes, swarm.model.wire.averaging)
+    """Size what a machine of a stage sends, and receives, to average."""
+    return averaged_size(swarm.model, swarm.stages[index].parameters, len(swarm.held[index]))
 
 
 def _averaging_s(swarm: Swarm) -> float:
     """Seconds of the slowest machine to average; all send and receive at the same time."""
-    slowest_s = 0.0
-    for index, kinds in enumerate(swarm.kinds):
-        size = averaged(swarm, index)
-        for same in kinds:
-            machine = swarm.machines[same[0]]
-            line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
-            busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE
-            busy_s += swarm.stages[index].parameters * STEP_S_PER_PARAMETER[machine.processor]
-            busy_s += size.coding_s if machine.processor == "cpu" else 0.0
-            slowest_s = max(slowest_s, line_s + busy_s)
-    return slowest_s
+    return max(
+        averaging_s(swarm.machines[same[0]], averaged(swarm, index), swarm.stages[index].parameters)
+        for index, kinds in enumerate(swarm.kinds)
+        for same in kinds
+    )
 
 
 def _snapshot_bytes_per_s(swarm: Swarm) -> float:
@@ -244,8 +226,6 @@ def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
 
 
 LARGEST_BATCH: Final = 4096  # most samples of a step, unless another number is given
-_ENOUGH: Final = 0.9  # share of the best rate of any batch: larger batches than needed are not worth their fewer steps
-_SAME: Final = 0.98  # share of a rate that counts as the same rate: no reason for more stages, or larger microbatches
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_DATALOADER_BATCH: Final = 1024
@@ -265,12 +245,14 @@ def make_plan(
     sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
-    size = best.setting.target_batch_size if best else sizes[-1]
+    uncut = choose_uncut(model, machines, sizes)
+    size = best.setting.target_batch_size if best else uncut.target_batch_size if uncut else sizes[-1]
     compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
     possible = filter(None, (alone(model, machine, size) for machine in machines))
     return Plan(
         best=best,
         alone=max(possible, key=lambda machine: machine.samples_per_s, default=None),
+        uncut=uncut,
         by_stages=tuple((prediction.setting.num_stages, prediction.samples_per_s) for prediction in compared),
     )
 
@@ -300,7 +282,7 @@ def _predictions(
             best = all_machines.predict(_best_sizes(all_machines, num_stages, target))
             for predictor in fewer:
                 prediction = predictor.predict(_best_sizes(predictor, num_stages, target))
-                best = prediction if prediction.samples_per_s * _SAME > best.samples_per_s else best
+                best = prediction if prediction.samples_per_s * SAME > best.samples_per_s else best
             yield best
 
 
@@ -314,17 +296,17 @@ def _best_sizes(predictor: Predictor, num_stages: int, target: int) -> Setting:
     ]
     steps_s = [predictor.times(setting).step_s for setting in settings]
     least_s = min(steps_s)
-    return next(setting for setting, step_s in zip(settings, steps_s, strict=True) if step_s * _SAME <= least_s)
+    return next(setting for setting, step_s in zip(settings, steps_s, strict=True) if step_s * SAME <= least_s)
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction | None:
     """Choose the smallest target batch that is fast enough, then the fewest stages that are nearly as fast."""
     if not predictions:
         return None
-    fast = _fast(predictions, _ENOUGH)
+    fast = _fast(predictions, FAST_ENOUGH)
     size = min(prediction.setting.target_batch_size for prediction in fast)
     compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
-    return min(_fast(compared, _SAME), key=lambda prediction: prediction.setting.num_stages)
+    return min(_fast(compared, SAME), key=lambda prediction: prediction.setting.num_stages)
 
 
 def _fast(predictions: Sequence[Prediction], share: float) -> list[Prediction]:

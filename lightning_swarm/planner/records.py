@@ -189,7 +189,35 @@ class Now:
     assumed_lines: tuple[str, ...]  # peers of the plan whose links were not measured
 
 
+@dataclass(frozen=True, kw_only=True)
+class Uncut:
+    """The speed, traffic and memory of trainers that each compute the whole model: `num_stages=1`, `role='both'`."""
+
+    target_batch_size: int
+    computing_s: float  # of a step; whoever is free takes the next batch
+    averaging_s: float  # and the optimizer's step
+    closing_s: float  # deciding the step
+    trainers: tuple[str, ...]  # names of machines
+    left_out: tuple[str, ...]  # machines that cannot hold the model
+    spared: tuple[str, ...]  # machines without which it is faster
+    sent_bytes: float  # by each in a step, snapshots not included
+    state_bytes: float  # without activations
+    ddp_samples_per_s: float  # by the same machines with equal shares of each step, sums as they are
+
+    @property
+    def step_s(self) -> float:
+        """The length of a step: its parts follow one another."""
+        return self.computing_s + self.averaging_s + self.closing_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """The speed of all together."""
+        return self.target_batch_size / self.step_s
+
+
 ENOUGH: Final = 1.3  # times as fast as one machine: as much as predictions have been off, `docs/planning.md`
+FAST_ENOUGH: Final = 0.9  # share of the best rate of any batch: larger ones than needed are not worth their fewer steps
+SAME: Final = 0.98  # share of a rate that counts as the same rate: no reason for a cut, more stages or larger batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,26 +226,44 @@ class Plan:
 
     best: Prediction | None  # None: no setting fits the machines
     alone: OneMachine | None  # None: no machine holds the model
+    uncut: Uncut | None = None  # None: fewer than two machines hold the model
     # Each number of stages that fits, and its samples/s with batches of the best setting's size.
     by_stages: tuple[tuple[int, float], ...] = ()
 
     @property
     def gain(self) -> float | None:
-        """The swarm's speed in terms of one machine's; None: one of the two cannot train."""
-        if self.best is None or self.alone is None:
+        """The swarm's speed, cut or not, in terms of one machine's; None: one of the two cannot train."""
+        if self.samples_per_s is None or self.alone is None:
             return None
-        return self.best.samples_per_s / self.alone.samples_per_s
+        return self.samples_per_s / self.alone.samples_per_s
+
+    @property
+    def stays_whole(self) -> bool:
+        """True if a swarm without a cut is as fast as any: it is the simpler one."""
+        return self.uncut is not None and (
+            self.best is None or self.uncut.samples_per_s >= SAME * self.best.samples_per_s
+        )
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The swarm's speed; None: no swarm can train."""
+        if self.stays_whole:
+            assert self.uncut is not None
+            return self.uncut.samples_per_s
+        return None if self.best is None else self.best.samples_per_s
 
     @property
     def possible(self) -> bool:
         """True if anything can train the model."""
-        return self.best is not None or self.alone is not None
+        return self.samples_per_s is not None or self.alone is not None
 
     def as_json(self) -> dict[str, Any]:
         """The whole plan, for programs."""
-        return {**asdict(self), "gain": self.gain, "worth_it": self.worth_it}
+        uncut = None if self.uncut is None else {**asdict(self.uncut), "samples_per_s": self.uncut.samples_per_s}
+        chosen = {"gain": self.gain, "worth_it": self.worth_it, "stays_whole": self.stays_whole}
+        return {**asdict(self), "uncut": uncut, **chosen}
 
     @property
     def worth_it(self) -> bool:
         """True if the swarm is ahead by more than predictions are off."""
-        return self.best is not None and (self.gain is None or self.gain >= ENOUGH)
+        return self.samples_per_s is not None and (self.gain is None or self.gain >= ENOUGH)

@@ -12,12 +12,13 @@ from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.cost_model import block
-from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, Setting
+from lightning_swarm.planner.records import SAME, Machine, ModelProfile, Now, Plan, Prediction, Setting, Uncut
 from lightning_swarm.planner.simulator.fluid import Span, share_of_best
 from lightning_swarm.protocol.settings import Rebalancing
 
 HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
+_MANY: Final = 100  # trainers, from which on averaging in groups is worth a thought
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
@@ -135,8 +136,8 @@ def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
             f"  of these settings the planner says {predicted:.3g} samples/s, {predicted / measured:.2f} times what is "
             "measured: so far off it may be with the others, too"
         )
-    if plan.best is not None and measured > 0.0:
-        parts.append(f"  the plan is {plan.best.samples_per_s / measured:.2f} times as fast")
+    if plan.samples_per_s is not None and measured > 0.0:
+        parts.append(f"  the plan is {plan.samples_per_s / measured:.2f} times as fast")
     remarks = []
     if now.unmeasured:
         remarks.append(
@@ -167,7 +168,9 @@ def describe(model: ModelProfile, plan: Plan) -> str:
     """Describe a plan: whether it is worth it, what to choose, what to expect, and why."""
     best = plan.best
     parts = [f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample.", _verdict(plan)]
-    if best is None:
+    if plan.uncut is not None and plan.stays_whole:
+        parts += _without_a_cut(model, plan.uncut, best)
+    elif best is None:
         largest = max(block.parameters for block in model.blocks)
         parts.append(
             "Each machine has to hold a stage, and the one that starts the run also trains. The smallest stage is "
@@ -180,32 +183,77 @@ def describe(model: ModelProfile, plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    best, alone = plan.best, plan.alone
+    alone = plan.alone
     by_itself = ""
     if alone is not None:
         how = ", with weights and optimizer in its host's memory," if alone.offloads else ""
         by_itself = f"{alone.name} alone{how} does {alone.samples_per_s:.3g} samples/s with the plain Trainer"
-    if best is None:
+    if plan.samples_per_s is None:
         return (
             f"No swarm of these machines can train it. {by_itself + '.' if by_itself else 'Nor can one of them alone.'}"
         )
     if plan.gain is None:
         return "Worth it: no machine of the list holds the model by itself, and together they train it."
-    times = f"the swarm {best.samples_per_s:.3g}: {plan.gain:.2f} times as much"
+    times = f"the swarm {plan.samples_per_s:.3g}: {plan.gain:.2f} times as much"
     if plan.worth_it:
         return f"Worth it: {by_itself}, {times}."
     why = "less than it takes to make up for what may go wrong, and for what a prediction is off"
     return f"Not worth it: {by_itself}, {times}" + (f", {why}." if plan.gain >= 1.0 else ".")
 
 
+def _without_a_cut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) -> list[str]:
+    """Say what to choose, what to expect, and why, of trainers that each compute the whole model."""
+    rows = [
+        ("num_stages", "1   without a cut: each machine computes the whole model"),
+        ("role", "both"),
+        ("target_batch_size", f"{uncut.target_batch_size}"),
+    ]
+    chosen = ["Choose", *table_lines(rows, indent="  "), "", f"  trainers: {_counted(uncut.trainers)}"]
+    chosen += _not_used(uncut, "the model")
+    sent_bytes_per_s = uncut.sent_bytes * len(uncut.trainers) / uncut.step_s
+    rows = [
+        ("samples/s", f"{uncut.samples_per_s:.3g}, a step in {uncut.step_s:.3g} s"),
+        *([("bits of a number", f"averaging {code.bits:.4g}")] if (code := model.wire.averaging) else []),
+        ("each sends in a step", format_bytes(uncut.sent_bytes)),
+        ("all machines send", _gb_per_hour(sent_bytes_per_s)),
+        ("a trainer's memory", f"{format_bytes(uncut.state_bytes)} and activations"),
+    ]
+    return ["\n".join(chosen), "\n".join(["Expect", *table_lines(rows, indent="  ")]), _why_uncut(model, uncut, cut)]
+
+
+def _why_uncut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) -> str:
+    parts = (uncut.computing_s, uncut.averaging_s, uncut.closing_s)
+    computing, averaging, closing = (f"{100 * seconds / uncut.step_s:.0f} %" for seconds in parts)
+    spent = f"{averaging} goes into averaging gradients and into the optimizer, {closing} into agreeing on it"
+    lines = ["Why", f"  {computing} of a step is computing, {spent}. More samples a step share the last two."]
+    lines += _uncounted(model)
+    if cut is not None:
+        stages = "one stage" if cut.setting.num_stages == 1 else f"{cut.setting.num_stages} stages"
+        lines.append(f"  With one trainer, and {stages} on servers, it would be {cut.samples_per_s:.3g} samples/s.")
+    ddp = f"  DDP, which gives each machine the same share of a step, would do {uncut.ddp_samples_per_s:.3g} samples/s"
+    simpler = uncut.ddp_samples_per_s >= SAME * uncut.samples_per_s
+    lines.append(f"{ddp}{': if no machine comes or goes, choose it, it is simpler' if simpler else ''}.")
+    if len(uncut.trainers) >= _MANY:
+        lines.append(
+            "  Here all average with all in each step. `hivemind.Optimizer`, which averages in groups, is made for "
+            "hundreds of trainers; its steps are not exact."
+        )
+    return "\n".join(lines)
+
+
+def _not_used(plan: Prediction | Uncut, what: str) -> list[str]:
+    lines = []
+    if plan.left_out:
+        lines.append(f"  left out, for they cannot hold {what}: {_counted(plan.left_out)}")
+    if plan.spared:
+        lines.append(f"  not needed, it is faster without: {_counted(plan.spared)}")
+    return lines
+
+
 def _settings(best: Prediction) -> str:
     lines = ["Choose", *_setting_lines(best.setting), ""]
     lines += [f"  stage {index}: {_counted(names)}" for index, names in enumerate(best.stages)]
-    if best.left_out:
-        lines.append(f"  left out, for they cannot hold a stage: {_counted(best.left_out)}")
-    if best.spared:
-        lines.append(f"  not needed, it is faster without: {_counted(best.spared)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_not_used(best, "a stage")])
 
 
 def _counted(names: Sequence[str]) -> str:
@@ -264,8 +312,12 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     return "\n".join(lines + _remarks(model, plan, best))
 
 
+def _uncounted(model: ModelProfile) -> list[str]:
+    return [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
+
+
 def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
-    remarks = [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
+    remarks = _uncounted(model)
     if best.recomputed > 0.0:
         remarks.append(
             f"  Activations of {100 * best.recomputed:.0f} % of the samples do not fit into the memory of some machine "
@@ -275,6 +327,8 @@ def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
         fastest = sorted(plan.by_stages, key=lambda pair: -pair[1])[:5]
         rates = ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))
         remarks.append(f"  Samples/s by number of stages, with batches of that size: {rates}.")
+    if plan.uncut is not None:
+        remarks.append(f"  Without a cut, on the machines that hold the model: {plan.uncut.samples_per_s:.3g}.")
     return remarks
 
 

@@ -25,6 +25,7 @@ from lightning_swarm.planner.plan import Predictor, alone, assign, averaged, mak
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
 from lightning_swarm.planner.report import busy_share, describe
+from lightning_swarm.planner.uncut import choose_uncut
 from lightning_swarm.protocol.compression import CODECS
 from lightning_swarm.protocol.settings import Compression
 from tests.unit.conftest import MakeSwarm
@@ -157,7 +158,9 @@ def test_boundary_layers_narrow_what_is_between_stages() -> None:
 def test_what_is_not_counted_is_said() -> None:
     model = by(averaging="powersgd", activations="8bit")
     machines = [machine(name) for name in "abc"]
-    said = describe(model, make_plan(model, machines))
+    plan = make_plan(model, machines)
+    assert "What powersgd leaves is not counted" in describe(model, plan)
+    said = describe(model, replace(plan, uncut=None))
     assert "What powersgd leaves is not counted" in said
     assert "  bits of a number            activations 8.125\n" in said
     assert (
@@ -524,6 +527,47 @@ def test_what_is_no_list_of_machines_is_refused(tmp_path: Path, text: str) -> No
         read_machines(file, 1e9, None)
 
 
+# ---------------------------------------------------------------------- without a cut
+
+
+def test_trainers_of_a_whole_model_compute_together_then_average() -> None:
+    model, size = transformer(4, 256, 64), 512
+    uncut = choose_uncut(model, [machine("a"), machine("b", flop_per_s=3e12)], [size])
+    assert uncut is not None
+    assert uncut.trainers == ("b", "a")
+    assert uncut.computing_s == pytest.approx(size * model.flop / 4e12)
+    assert uncut.sent_bytes == 4 * model.parameters, "half of the sums, and half of the mean"
+    assert uncut.ddp_samples_per_s == pytest.approx(size / (size / 2 * model.flop / 1e12 + uncut.averaging_s))
+
+
+def test_who_cannot_hold_the_model_or_slows_it_down_is_not_asked() -> None:
+    model = transformer(4, 256, 64)
+    small, slow = machine("small", memory_bytes=5e7), machine("slow", flop_per_s=1e9, up_bytes_per_s=1e3)
+    uncut = choose_uncut(model, [machine("a"), small, slow, machine("b")], [512])
+    assert uncut is not None
+    assert (uncut.trainers, uncut.left_out, uncut.spared) == (("a", "b"), ("small",), ("slow",))
+    assert choose_uncut(model, [machine("a"), small], [512]) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "flop_per_s", "words", "others"),
+    [
+        (4, 1e12, ["if no machine comes or goes, choose it"], ["hivemind.Optimizer"]),
+        (4, 8e12, ["the same share of a step"], ["choose it", "hivemind.Optimizer"]),
+        (120, 8e12, ["made for hundreds of trainers"], []),
+    ],
+)
+def test_what_else_would_do_is_said(count: int, flop_per_s: float, words: list[str], others: list[str]) -> None:
+    """Of machines that are alike and of others, and of many."""
+    model = transformer(12, 768, 1024, 50257)
+    machines = [machine("first", flop_per_s=flop_per_s), *(machine("other") for _ in range(count - 1))]
+    plan = make_plan(model, machines, target_batch_size=4096)
+    assert plan.stays_whole
+    said = " ".join(describe(model, plan).split())
+    assert all(word in said for word in words)
+    assert not any(word in said for word in others)
+
+
 # ---------------------------------------------------------------------- the command
 
 
@@ -549,8 +593,11 @@ def test_the_command_says_what_to_choose_and_why(
     written(tmp_path, DESK, TWINS)
     assert command(monkeypatch, *NUMBERS) == 0
     said = capsys.readouterr().out
-    for word in ("Not worth it: desk alone does", "num_stages", "2 x twin", "GB an hour", "Why", "slowest machine"):
+    for word in ("Not worth it: desk alone does", "num_stages", "2 x twin", "GB an hour", "Why", "without a cut"):
         assert word in said
+    written(tmp_path, *[DESK.replace("memory_gb: 8", "memory_gb: 0.06")] * 3)
+    assert command(monkeypatch, *NUMBERS) == 0
+    assert "slowest machine" in capsys.readouterr().out, "none of them holds a trainer's model and its server's"
 
 
 def test_worth_it_where_no_machine_holds_the_model(

@@ -1,0 +1,57 @@
+"""Predicts trainers that each compute the whole model: as a swarm without a cut, and in lockstep, as DDP. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_swarm.planner.cost_model import averaged_size, averaging_s, closing_s, machine_counts, state_bytes
+from lightning_swarm.planner.records import FAST_ENOUGH, SAME, Machine, ModelProfile, Uncut, WireFormat
+
+
+def held_bytes(model: ModelProfile) -> float:
+    """Bytes that a trainer keeps beside the graph of a batch: those of its server, and the module's own weights."""
+    return state_bytes(model, model.parameters) + model.parameters * model.weight_bytes
+
+
+def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int]) -> Uncut | None:
+    """Choose the smallest target batch that is fast enough, and its machines; None: fewer than two hold the model."""
+    needed = held_bytes(model) + model.graph_bytes
+    fit = sorted((one for one in machines if one.memory_bytes >= needed), key=lambda machine: -machine.flop_per_s)
+    if len(fit) < 2:
+        return None
+    left_out = tuple(machine.name for machine in machines if machine.memory_bytes < needed)
+    found = [replace(_of_fastest(model, fit, size), left_out=left_out) for size in batch_sizes]
+    enough = FAST_ENOUGH * max(one.samples_per_s for one in found)
+    return next(one for one in found if one.samples_per_s >= enough)
+
+
+def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
+    """Predict the first machines, as few as are nearly as fast as any number of them."""
+    counts = machine_counts([machine.flop_per_s for machine in machines], 1)
+    found = [_predict(model, machines[:count], size) for count in sorted(counts)]
+    most = SAME * max(one.samples_per_s for one in found)
+    best = next(one for one in found if one.samples_per_s >= most)
+    return replace(best, spared=tuple(machine.name for machine in machines[len(best.trainers) :]))
+
+
+def _predict(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
+    rates = [machine.flop_per_s / model.flop for machine in machines]
+    unencoded = replace(model, wire=WireFormat())
+
+    def averaging(model: ModelProfile) -> float:
+        sent = averaged_size(model, model.parameters, len(machines))
+        return max(averaging_s(machine, sent, model.parameters) for machine in machines)
+
+    return Uncut(
+        target_batch_size=size,
+        computing_s=size / sum(rates),
+        averaging_s=averaging(model),
+        closing_s=closing_s(machines),
+        trainers=tuple(machine.name for machine in machines),
+        left_out=(),
+        spared=(),
+        sent_bytes=averaged_size(model, model.parameters, len(machines)).num_bytes,
+        state_bytes=held_bytes(model),
+        ddp_samples_per_s=size / (size / len(machines) / min(rates) + averaging(unencoded)),
+    )
