@@ -230,9 +230,9 @@ def _why_uncut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) -> str
     if cut is not None:
         stages = "one stage" if cut.setting.num_stages == 1 else f"{cut.setting.num_stages} stages"
         lines.append(f"  With one trainer, and {stages} on servers, it would be {cut.samples_per_s:.3g} samples/s.")
-    ddp = f"  DDP, which gives each machine the same share of a step, would do {uncut.ddp_samples_per_s:.3g} samples/s"
+    ddp = f"  DDP, with the same share of a step for each, and gradients as they are: {uncut.ddp_samples_per_s:.3g}"
     simpler = uncut.ddp_samples_per_s >= SAME * uncut.samples_per_s
-    lines.append(f"{ddp}{': if no machine comes or goes, choose it, it is simpler' if simpler else ''}.")
+    lines.append(f"{ddp}{'. If no machine comes or goes, choose it: it is simpler' if simpler else ''}.")
     if len(uncut.trainers) >= _MANY:
         lines.append(
             "  Here all average with all in each step. `hivemind.Optimizer`, which averages in groups, is made for "

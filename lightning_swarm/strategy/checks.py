@@ -384,9 +384,9 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
         )
     if config.settings.delay_optimizer_step:
         raise ConfigError(
-            "with `delay_optimizer_step` one trainer must bring all batches, for what several log of a step is put "
-            "together when its record comes, and others have begun the next one by then; got `role='both'`. Use "
-            "`role='auto'`, or leave out `delay_optimizer_step`."
+            "with `delay_optimizer_step` one trainer must bring all batches, for what a trainer that dies had of a "
+            "late step could not be brought again: others have begun the next one by then; got `role='both'`. Use "
+            "`role='auto'`, or leave out `delay_optimizer_step` and raise `target_batch_size`."
         )
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS):
         raise ConfigError(

@@ -552,8 +552,8 @@ def test_who_cannot_hold_the_model_or_slows_it_down_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("count", "flop_per_s", "words", "others"),
     [
-        (4, 1e12, ["if no machine comes or goes, choose it"], ["hivemind.Optimizer"]),
-        (4, 8e12, ["the same share of a step"], ["choose it", "hivemind.Optimizer"]),
+        (4, 1e12, ["If no machine comes or goes, choose it"], ["hivemind.Optimizer"]),
+        (4, 8e12, ["the same share of a step for each"], ["choose it", "hivemind.Optimizer"]),
         (120, 8e12, ["made for hundreds of trainers"], []),
     ],
 )
