@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from tests.unit.swarm import Swarm, key, rows
@@ -56,5 +58,22 @@ def test_a_joiner_that_follows_a_round_gets_the_same() -> None:
         swarm.run(step(swarm, 1))
         assert joiner.steps.version == 2
         assert_alike(swarm)
+    finally:
+        swarm.close()
+
+
+def test_a_trainer_that_scales_otherwise_than_the_run_gets_no_place() -> None:
+    swarm = Swarm("a")
+    run = swarm.coordinator.generation.context.run
+    run.scaling = LossScaling(scale=SCALE, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
+
+    async def work() -> None:
+        with pytest.raises(ProtocolError, match=r"scale their losses alike, by 1024 in step 0; got 1\b"):
+            await swarm.steps.grant(4, 1.0)
+        await step(swarm, 0)
+
+    try:
+        swarm.run(work())
+        assert run.scaling.scale == 2 * SCALE, "its record says that all fitted"
     finally:
         swarm.close()
