@@ -629,6 +629,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "dropped",
         "plans",
         "position",
+        "scaling",
         *(name for name in RunSettings.__struct_fields__ if name != "target_batch_size"),
     }
     for path, value in paths(message):
