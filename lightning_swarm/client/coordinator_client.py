@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequ
 from lightning_swarm.protocol.messages.run import RunView, Term
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import ENLIST, REGISTER, VIEW
-from lightning_swarm.protocol.queries import ask_servers
+from lightning_swarm.protocol.queries import ask_servers, find_promised
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -72,10 +72,9 @@ class CoordinatorCalls:
         )
 
     async def find_coordinator(self) -> Collection[PeerId]:
-        """Follow the highest term that any server knows of, and return the servers that answered."""
+        """Follow the highest term that servers know of and voters promised, and return the servers that answered."""
         replies = await ask_servers(self._transport, self._run, timeout=self._patience.answer_s)
-        for reply in replies.values():
-            self._follow(reply.term)
+        await self._follow({reply.term for reply in replies.values()})
         return replies.keys()
 
     async def accept(self, caller: PeerId, term: Term) -> None:
@@ -84,8 +83,8 @@ class CoordinatorCalls:
             raise ProtocolError(f"a coordinator asks under its own term, and {caller} asked under {term}")
         if caller not in self._run.servers and self._run.term != term:  # it may have joined since
             await self.find_coordinator()
-        elif term >= self._run.term:
-            self._follow(term)
+        else:
+            await self._follow([term])
         if self._run.term != term:
             raise NotCoordinator(f"the run is led under the term {self._run.term}, not {term}")
 
@@ -167,8 +166,10 @@ class CoordinatorCalls:
         if view.manifest.run_id == own.run_id and view.manifest.generation > own.generation:
             raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
 
-    def _follow(self, term: Term) -> None:
-        if self._run.follow_term(term):
+    async def _follow(self, heard: Collection[Term]) -> None:
+        timeout = self._patience.answer_s
+        term = await find_promised(self._transport, self._run, heard, timeout=timeout)
+        if term is not None and self._run.follow_term(term):
             self._term_changed.set()
             self._term_changed = asyncio.Event()
 

@@ -39,6 +39,7 @@ from lightning_swarm.protocol.messages.membership import RetireReply
 from lightning_swarm.protocol.messages.run import (
     BatchNumber,
     EpochPlan,
+    LeadsRequest,
     Member,
     PlanRequest,
     RestartRequest,
@@ -83,6 +84,7 @@ class StepClient:
         # At the lead: tell what to step with, and which epoch its loop is in.
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
+        transport.handle_call(methods.LEADS, self._handle_leads)
         transport.handle_call(methods.REPORT, self._handle_report)
         transport.handle_stream(methods.REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
 
@@ -412,6 +414,12 @@ class StepClient:
     async def lead_epoch(self) -> int:
         """Not at the lead: wait until the lead's loop is in an epoch, and say in which."""
         return await self._enlisted.enlist()
+
+    async def _handle_leads(self, caller: PeerId, body: bytes) -> bytes:
+        self.run.check_generation(decode(body, LeadsRequest).generation)
+        if self.hyperparameters is None:
+            raise ProtocolError(f"{self.peer_id} trains beside the lead {self.run.manifest.lead}")
+        return b""
 
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReportRequest)

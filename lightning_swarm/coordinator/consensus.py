@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import NotCoordinator, ProtocolError, StepError, SwarmError
+from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import NO_TERM, Member, Term
@@ -23,6 +23,9 @@ from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, P
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import PREPARE, PROPOSE
 from lightning_swarm.protocol.run_state import RunState
+
+MAX_STEP: Final = 64
+"""The most by which a term's number may exceed all that a voter knows: numbers end, and nobody may use them up."""
 
 Slot = tuple[int, int]
 """``(run generation, step)``: later ones compare higher."""
@@ -37,7 +40,8 @@ class Voter:
 
     def void_promises(self) -> None:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
-        self.term = NO_TERM  # the highest one that it knows of
+        self.term = NO_TERM  # the highest one that it promised, or that its server follows
+        self._reached = 0  # numbers up to this one were asked for, step by step
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
         self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead
 
@@ -47,7 +51,7 @@ class Voter:
         slot = (request.generation, request.step)
         if self._is_decided(slot):
             return Promise(promised=False, term=self.term, behind=True)
-        if self._refuses(request.term):
+        if self._refuses(request.term) or self._leaps(request.term):
             return Promise(promised=False, term=self.term)
         self.term = request.term
         if request.fence:
@@ -63,12 +67,29 @@ class Voter:
         slot = slot_of(proposal.record)
         known = self._accepted.get(slot)
         rival = known is not None and known[0] == proposal.term and known[1] != body
-        if self._refuses(proposal.term) or self._is_decided(slot) or rival:
+        if self._refuses(proposal.term) or self._is_decided(slot) or rival or self._leaps(proposal.term):
             return Vote(accepted=False, term=self.term)
         self.term = proposal.term
         # Older records were decided before this one could be proposed, so of them only the place is remembered.
         self._accepted = {slot: (proposal.term, body)}
         return Vote(accepted=True, term=self.term)
+
+    def follow(self, term: Term) -> None:
+        """Promise nothing to lower terms than the one that the voter's server follows."""
+        self.term = max(self.term, term)
+
+    @property
+    def highest_number(self) -> int:
+        """The highest number that a term may have which this voter promises next."""
+        return max(self.term[0], self._reached) + MAX_STEP
+
+    def _leaps(self, term: Term) -> bool:
+        """Return whether a term's number is too far above those that the voter knows."""
+        if term[0] <= self.highest_number:
+            return False
+        # Asked again it gets there: the others may have gone on without this voter.
+        self._reached = self.highest_number
+        return True
 
     def _refuses(self, term: Term) -> bool:
         """Return whether a term is lower, or another one of the same number."""
@@ -102,7 +123,7 @@ class Ballot:
         self.slot = slot
         self.voters = tuple(voters)
         self.rival: Term | None = None  # of this number or a higher one, that a voter knows of
-        self._behind = False  # the slot was decided without this proposer
+        self.behind = False  # a voter says that the slot was decided without this proposer
         self._refused: set[Member] = set()
         self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: it binds, and tells nothing
         self._fenced = set(fenced)
@@ -118,7 +139,10 @@ class Ballot:
 
     def hear_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
         """Take in the answer to `prepare`."""
-        self._behind = self._behind or promise.behind
+        if promise.behind:
+            # If a majority promises all the same, it says what was decided.
+            self.behind = True
+            self._refused.add(voter)
         if not self._counts(voter, promise.promised, promise.term):
             return
         # What the first majority accepted settles what is to be finished; what others did changes it no more.
@@ -167,7 +191,7 @@ class Ballot:
     @property
     def lost(self) -> bool:
         """Return whether no majority can come under this term any more."""
-        return self._behind or not self._is_majority(set(self.voters) - self._refused)
+        return not self._is_majority(set(self.voters) - self._refused)
 
     def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
         """Begin the same proposer's part in a later slot. Promises stay valid if the voters are the same."""
@@ -197,23 +221,32 @@ _RETRY_S: Final = 1.0
 _LOG_EVERY_S: Final = 60.0
 
 
-def serve(voter: Voter, transport: Transport, may_propose: Callable[[PeerId], bool]) -> None:
+def serve(
+    voter: Voter,
+    transport: Transport,
+    may_propose: Callable[[PeerId], bool],
+    may_succeed: Callable[
+        [PeerId], Awaitable[bool]
+    ],  # whether the voter misses the coordinator, or that one hands over
+) -> None:
     """Answer proposers who may be one; the term must be the caller's own."""
 
-    def check(caller: PeerId, term: Term) -> None:
+    async def check(caller: PeerId, term: Term) -> None:
         if not may_propose(caller):
             raise ProtocolError(f"records are proposed by the run's servers, not by {caller}")
         if term[1] != caller:
             raise ProtocolError(f"a term carries its proposer's id, got {term} from {caller}")
+        if term > voter.term and not await may_succeed(caller):
+            raise Busy(f"the coordinator answers this voter, which promises nothing to {caller} meanwhile")
 
     async def handle_prepare(caller: PeerId, body: bytes) -> bytes:
         request = decode(body, Prepare)
-        check(caller, request.term)
+        await check(caller, request.term)
         return encode(voter.promise(request))
 
     async def handle_propose(caller: PeerId, body: bytes) -> bytes:
         proposal = decode(body, Proposal)
-        check(caller, proposal.term)
+        await check(caller, proposal.term)
         return encode(voter.consider(proposal))
 
     transport.handle_call(PREPARE, handle_prepare)
@@ -297,7 +330,7 @@ class Proposer:
             await _ask_all(ballot, reached, ask)
             if reached():
                 break
-            if ballot.lost or ballot.rival is not None:
+            if ballot.lost or ballot.behind or ballot.rival is not None:
                 # Who has promised another term may be who is missing, and does not come back to this one.
                 rival = "another one" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
                 raise NotCoordinator(f"step {step} is not for the term {self.term} to decide, but for {rival}")

@@ -26,7 +26,7 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
-from lightning_swarm.protocol.queries import call_each
+from lightning_swarm.protocol.queries import call_each, is_superseded
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
@@ -56,7 +56,7 @@ class ServerCalls:
         self._transport, self._run = context.transport, context.run
         self._term = context.proposer.term
         self._spawn = context.spawn
-        self._timeout = context.limits.call_timeout
+        self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
         self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
         self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step began with
 
@@ -158,18 +158,21 @@ class ServerCalls:
     async def _each(self, works: Mapping[PeerId, Coroutine[Any, Any, _T]]) -> dict[PeerId, _T | SwarmError]:
         """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here.
 
-        Raises NotCoordinator if one of them follows a higher term.
+        Raises NotCoordinator if some follow a higher term, and the voters do: one server's word deposes nobody.
         """
 
         async def one(peer: PeerId, work: Coroutine[Any, Any, _T]) -> _T | SwarmError:
             try:
                 return await work
             except SwarmError as error:
-                if peer == self.own or isinstance(error, NotCoordinator):
+                if peer == self.own:
                     raise
                 return error
 
         replies = await gather(one(peer, work) for peer, work in works.items())
+        deposed = next((reply for reply in replies if isinstance(reply, NotCoordinator)), None)
+        if deposed is not None and await is_superseded(self._transport, self._run, self._term, timeout=self._silence_s):
+            raise deposed
         return dict(zip(works, replies, strict=True))
 
     async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, TypeVar
 
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.reports import Greeting
-from lightning_swarm.protocol.messages.run import Member, RunView, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import Member, RunView, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import HELD, VIEW, WATCH
@@ -129,6 +130,84 @@ async def ask_servers(transport: Transport, run: RunState, *, timeout: float) ->
             for task in late:
                 task.cancel()
     return replies
+
+
+# Nothing is signed, so what a coordinator says of its promises proves nothing, and neither does what a server says of a
+# coordinator. Who hears of a higher term asks the voters: one call to each, only when the coordinator changes. If each
+# voter told all peers instead, it would do so for elections that come to nothing, too, and tell again who missed it.
+async def find_promised(
+    transport: Transport,
+    run: RunState,
+    heard: Iterable[Term],
+    *,
+    timeout: float,
+    own: Callable[[Term], bool] | None = None,  # whether this peer as a voter agrees to a term; None: it is asked, too
+) -> Term | None:
+    """Return the highest of these terms, of those above the run's, that a majority of the voters promised.
+
+    Voters that do not answer count as gone, so one voter's word is not enough while another one answers.
+    """
+    above = sorted({term for term in heard if term > run.term}, reverse=True)
+    if not above:
+        return None
+
+    def agrees(peer: PeerId, promised: Term, term: Term) -> bool:
+        return own(term) if own is not None and peer == transport.peer_id else promised == term
+
+    def newest(answers: Mapping[PeerId, Term], number: int) -> Term | None:
+        votes = {term: sum(agrees(peer, one, term) for peer, one in answers.items()) for term in above}
+        return next((term for term, count in votes.items() if 2 * count > number), None)
+
+    electorate = [voter.peer_id for voter in run.voters]
+    answers = await _ask_promised(
+        transport, run, electorate, lambda found: newest(found, len(electorate)) is not None, GRACE_S
+    )
+    if not answers:  # the voters that are known here may all be gone: then any server may know others
+        answers = await _ask_promised(transport, run, run.servers, lambda found: False, timeout)
+    return newest(answers, len(answers))
+
+
+async def is_superseded(transport: Transport, run: RunState, term: Term, *, timeout: float) -> bool:
+    """Return whether so many voters promised a higher term than a coordinator's that it has no majority any more."""
+    voters = [voter.peer_id for voter in run.voters]
+
+    def is_certain(found: Mapping[PeerId, Term]) -> bool:
+        gone = sum(one > term for one in found.values())
+        return 2 * max(gone, len(found) - gone) > len(voters)
+
+    answers = await _ask_promised(transport, run, voters, is_certain, timeout)
+    gone = sum(one > term for one in answers.values())
+    return gone > 0 and 2 * gone >= len(answers)
+
+
+async def _ask_promised(
+    transport: Transport,
+    run: RunState,
+    peers: Iterable[PeerId],
+    is_enough: Callable[[Mapping[PeerId, Term]], bool],
+    timeout: float,  # for the first answer; the others are waited for a little longer
+) -> dict[PeerId, Term]:
+    """Ask peers for the term that each promised."""
+    found: dict[PeerId, Term] = {}
+    request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
+
+    async def ask(peer: PeerId) -> None:
+        try:
+            found[peer] = (await watch(transport, peer, request, timeout=timeout + GRACE_S)).promised
+        except SwarmError as error:
+            _log.debug("%s does not say what it promised: %s", peer, error)
+
+    async with asyncio.TaskGroup() as group:
+        asking = {group.create_task(ask(peer)) for peer in peers}
+        deadline_s = now_s() + timeout
+        while asking and now_s() < deadline_s and not is_enough(found):
+            had_none = not found
+            _, asking = await asyncio.wait(asking, timeout=deadline_s - now_s(), return_when=asyncio.FIRST_COMPLETED)
+            if had_none and found:
+                deadline_s = now_s() + GRACE_S
+        for task in asking:
+            task.cancel()
+    return found
 
 
 HELLO: Final = "peer.hello"

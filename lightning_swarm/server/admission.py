@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 
-from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError
+from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError, SwarmError
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, RunAborted
+from lightning_swarm.network.liveness import alive_among
+from lightning_swarm.protocol.messages.run import InheritRequest, LeadsRequest, Manifest, RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
+from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEADS, LEAVE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.election import Leadership
@@ -20,11 +22,14 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.step_handlers import StepHandlers
 
+_log = logging.getLogger(__name__)
+
 
 class Admission:
     """Takes a server into a run and out of it, and tells its peer what became of the run."""
 
     def __init__(self, context: ServerContext, model: PeerModel, steps: StepHandlers) -> None:
+        self._transport, self._silence_s = context.transport, context.limits.silence_timeout
         self._connect = context.connect
         self._compute = context.compute
         self.membership = context.membership
@@ -115,6 +120,8 @@ class Admission:
         """The coordinator says that the lead is gone and which peer rolls the run back in its place."""
         request = decode(body, InheritRequest)
         self.membership.check_inherits(caller, request)
+        await self._check_lead_missed(self.membership.run)
+        self.membership.check_inherits(caller, request)  # it may have changed meanwhile
         is_me = request.new_lead == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
@@ -124,6 +131,20 @@ class Admission:
             self.inherits.set()
             self.released.set()
         return b""
+
+    async def _check_lead_missed(self, run: RunState) -> None:
+        """Refuse another lead while the present one answers here: the coordinator alone replaces nobody."""
+        lead, timeout = run.manifest.lead, self._silence_s / 4  # the coordinator has waited for long
+        if not await alive_among(self._transport, [lead], timeout=timeout):
+            return
+        try:
+            body = encode(LeadsRequest(generation=run.manifest.generation))
+            await self._transport.call(lead, LEADS, body, timeout=timeout)
+        except ProtocolError:  # it was started again, and is in no run, or in another one
+            return
+        except SwarmError as error:
+            _log.info("The lead answers pings, and is busy: %s", error)
+        raise Busy(f"the lead {lead} answers this server, so nobody takes the run over from it")
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         self.membership.check_ended_by(caller)

@@ -1,8 +1,10 @@
 """One server's part in electing the coordinator: it watches the coordinator, takes over, coordinates, steps down.
 
 Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank: the first that gets
-promises from a majority coordinates, under a term higher than all before. The others learn of it by LEAD, or from any
-server. Two servers may believe that they coordinate; only one of them gets votes, and the other steps down when told.
+promises from a majority coordinates, under a term higher than all before. A voter promises only where it misses the
+coordinator itself, or that one hands over. The others learn of the term by LEAD, or from any server, and follow it when
+a majority of the voters says that it promised it. Two servers may believe that they coordinate; only one of them gets
+votes, and the other steps down when told.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final
 
-from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.consensus import MAX_STEP, Proposer, Voter, serve
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.takeover import gather_step_state
@@ -23,11 +25,11 @@ from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, Swa
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.role import Role
-from lightning_swarm.protocol.messages.run import CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
-from lightning_swarm.protocol.queries import GRACE_S, ask_servers, watch
+from lightning_swarm.protocol.queries import GRACE_S, ask_servers, find_promised, is_superseded, watch
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -58,16 +60,22 @@ class Leadership:
         self._changed = asyncio.Event()
         self._leads = False  # from the promises on, before there is a coordinator's state
         self._electing = asyncio.Lock()
-        self._highest_number = 0  # of any term that is known
+        self._highest_number = 0  # of any term that was tried here, or that stood in the way of one
+        self._missed = NO_TERM  # the term whose coordinator does not answer this server, as far as it knows
+        self._successor: PeerId | None = None  # which this server, as it leaves, asks to coordinate
+        self._waits_until_s = 0.0  # on the loop's clock: until then the coordinator of a new run may not coordinate yet
+        self.voter = Voter(context.boot_id)
         self.coordinator: Coordinator | None = None  # while this server coordinates
         self.behind = asyncio.Event()  # the others have a record that this server cannot get: it may be left out
         transport.handle_call(LEAD, self._handle_lead)
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
         transport.handle_call(TAKE_OVER, self._handle_take_over)
+        serve(self.voter, transport, self._membership.serves_with, self._may_succeed)
 
     async def enter_run(self, run: RunState) -> None:
         """The run begins, and its manifest names the coordinator."""
+        self.voter.follow(run.term)
         if run.coordinator == self._me.peer_id:
             await self._coordinate(run, self._proposer(run, run.term), StepState.of(run.manifest))
         # The coordinator may be admitted last: until then it is busy, and nobody takes over for that.
@@ -75,11 +83,12 @@ class Leadership:
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
         """Watch the coordinator of a run; until then, on the loop's clock, that of a new run may not coordinate yet."""
-        self._run = run
+        self._run, self._waits_until_s = run, waits_until_s
+        self.voter.follow(run.term)
         await self._tasks.close()
         self._tasks = TaskOwner()
         await self._tasks.start()
-        self._tasks.spawn(self._keep_watch(run, waits_until_s))
+        self._tasks.spawn(self._keep_watch(run))
 
     async def enter_generation(self) -> None:
         """Follow this server's run into its next generation."""
@@ -101,11 +110,14 @@ class Leadership:
         others += [peer for peer in run.servers if peer not in others and peer != self._me.peer_id]
         request = encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
         for peer in others:
+            self._successor = peer
             try:
                 await self._transport.call(peer, TAKE_OVER, request, timeout=self._limits.call_timeout)
             except SwarmError as error:
                 _log.info("Server %s does not take over: %s", peer, error)
                 continue
+            finally:
+                self._successor = None
             if self.coordinator is None:
                 return
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
@@ -120,7 +132,7 @@ class Leadership:
     # ------------------------------------------------------------------ calls of other servers
 
     async def _handle_lead(self, caller: PeerId, body: bytes) -> bytes:
-        """Another peer, or this one, has the promises of a majority."""
+        """Another peer says that it has the promises of a majority."""
         leading = decode(body, CoordinatorTerm)
         run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
@@ -128,7 +140,12 @@ class Leadership:
         run.check_generation(leading.generation)
         if leading.term < run.term:
             raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {leading.term}")
-        await self._follow_term(run, leading.term)
+        await self._hear_of(run, [leading.term])
+        if run.term < leading.term:
+            raise ProtocolError(
+                f"a term is followed if a majority of the voters promised it; those that answer here promised "
+                f"{leading.term} not so often. Stand for election first, when the coordinator is gone."
+            )
         return encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
 
     async def _handle_take_over(self, caller: PeerId, body: bytes) -> bytes:
@@ -144,9 +161,24 @@ class Leadership:
             raise Busy("no majority of the voters let this server coordinate")
         return b""
 
+    async def _hear_of(self, run: RunState, terms: Iterable[Term]) -> None:
+        """Follow the highest of these terms that a majority of the voters promised, if it is above the known one."""
+
+        def agrees(term: Term) -> bool:
+            # As a voter, who misses the coordinator agrees to a term that others promised already.
+            may_promise = self._missed == run.term or (run.coordinator == self._me.peer_id and not self._leads)
+            would_promise = self.voter.term < term and term[0] <= self.voter.highest_number
+            return term == self.voter.term or (may_promise and would_promise)
+
+        timeout = self._limits.silence_timeout
+        term = await find_promised(self._transport, run, terms, timeout=timeout, own=agrees)
+        if term is not None:
+            await self._follow_term(run, term)
+
     async def _follow_term(self, run: RunState, term: Term) -> None:
         if not run.follow_term(term):
             return
+        self.voter.follow(term)
         await self._step_down()
         await self._steps.reopen()
         self._notify()
@@ -169,7 +201,33 @@ class Leadership:
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
                 while self._leads and run.term == request.term and run.version <= request.version:
                     await self._changed.wait()
-        return encode(WatchReply(term=run.term, version=run.version, coordinates=self._leads))
+        return encode(
+            WatchReply(
+                term=run.term,
+                version=run.version,
+                coordinates=self._leads,
+                promised=max(run.term, self.voter.term),
+                successor=self._successor,
+            )
+        )
+
+    async def _may_succeed(self, candidate: PeerId) -> bool:
+        """Return whether this voter may promise something to a candidate: the coordinator is gone, or hands over."""
+        run = self._membership.running
+        if self._leads:
+            return self._successor == candidate
+        if self._missed == run.term or run.coordinator == self._me.peer_id:
+            return True
+        request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
+        try:
+            reply = await watch(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout / 2)
+        except SwarmError as error:
+            return not self._is_beginning(run, error)
+        return not reply.coordinates or reply.successor == candidate
+
+    def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
+        """Tell whether the coordinator only was not admitted yet to a run that begins."""
+        return isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < self._waits_until_s
 
     async def _handle_pull(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, PullRequest)
@@ -187,7 +245,7 @@ class Leadership:
 
     # ------------------------------------------------------------------ watching
 
-    async def _keep_watch(self, run: RunState, waits_until_s: float) -> None:
+    async def _keep_watch(self, run: RunState) -> None:
         while not self._over.is_set():
             coordinator = self.coordinator
             if coordinator is not None:
@@ -197,16 +255,16 @@ class Leadership:
             try:
                 reply = await self._watch(run)
             except SwarmError as error:
-                if isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < waits_until_s:
+                if self._is_beginning(run, error):
                     await asyncio.sleep(_RETRY_S)
                 elif run.term == asked:
                     await self._replace_coordinator(run, str(error))
                 continue
-            await self._follow_term(run, reply.term)
+            await self._hear_of(run, [reply.term])
             if run.term != asked:
                 continue
             if reply.version > run.version:
-                await self._catch_up(run, run.coordinator)
+                await self._catch_up(run)
             elif not reply.coordinates:
                 await self._replace_coordinator(run, "it stepped down")
             elif reply.term < run.term:
@@ -219,8 +277,8 @@ class Leadership:
                 async with asyncio.timeout(2 * self._limits.silence_timeout):
                     await self._changed.wait()
                     continue
-            for reply in (await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)).values():
-                await self._follow_term(run, reply.term)
+            if await is_superseded(self._transport, run, run.term, timeout=self._limits.silence_timeout):
+                break
         if self.coordinator is coordinator:
             await self._step_down()
 
@@ -233,14 +291,19 @@ class Leadership:
 
     async def _replace_coordinator(self, run: RunState, reason: str) -> None:
         """The coordinator is gone, or does not coordinate: find the next one, or become it."""
+        self._missed = run.term
+        try:
+            await self._find_successor(run, reason)
+        finally:
+            self._missed = NO_TERM
+        if self.coordinator is None:
+            await asyncio.sleep(_RETRY_S)
+
+    async def _find_successor(self, run: RunState, reason: str) -> None:
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
-        for peer, reply in replies.items():
-            self._highest_number = max(self._highest_number, reply.term[0])
-            if reply.term > run.term:
-                await self._follow_term(run, reply.term)
-            if reply.version > run.version:
-                await self._catch_up(run, peer)
+        # A later version that one of them claims comes with the next coordinator's word, or with the voters' promises.
+        await self._hear_of(run, {reply.term for reply in replies.values()})
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
         if run.term == missed and self._me in candidates:
             # The lower ranks give the one before them the time that it needs to make itself known.
@@ -248,11 +311,10 @@ class Leadership:
             await asyncio.sleep(rank * self._limits.silence_timeout / _RANKS_PER_SILENCE)
             if run.term == missed and not self._over.is_set():
                 await self._take_over(run, reason)
-        if self.coordinator is None:
-            await asyncio.sleep(_RETRY_S)
 
-    async def _catch_up(self, run: RunState, peer: PeerId) -> None:
+    async def _catch_up(self, run: RunState) -> None:
         """Apply a record that did not reach this server, with the mean gradients held here of its round."""
+        peer = run.coordinator
         request = PullRequest(generation=run.manifest.generation, step=run.version)
         try:
             body = await self._transport.call(peer, PULL, encode(request), timeout=self._limits.silence_timeout)
@@ -277,13 +339,13 @@ class Leadership:
         before = run.coordinator
         number = max(self._highest_number, run.term[0]) + 1
         term: Term = (number, self._me.peer_id, self._me.boot_id)
-        self._highest_number = number
         timeout = self._limits.silence_timeout
         proposer = self._proposer(run, term)
         try:
             while True:
                 async with asyncio.timeout(timeout):
                     accepted = await proposer.prepare()
+                self._highest_number = number  # from here on the term is used up
                 await self._lead(run, term, accepted)
                 if accepted is None:
                     break
@@ -293,7 +355,9 @@ class Leadership:
         except (TimeoutError, SwarmError) as error:
             why = str(error) or "no majority of the voters let it in time"
             _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
-            self._highest_number = max(self._highest_number, proposer.rival_number)
+            # By small steps, whatever a voter says: see `Voter`.
+            rival_number = min(proposer.rival_number, number + MAX_STEP // 2)
+            self._highest_number = max(self._highest_number, rival_number)
             self._leads = False
             return
         state = await gather_step_state(self._transport, run, self._steps.sums.next.change, timeout=timeout)

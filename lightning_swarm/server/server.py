@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_swarm.coordinator import consensus
-from lightning_swarm.coordinator.consensus import Voter
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
 from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
@@ -56,8 +54,7 @@ class Server:
         self.snapshots = Snapshots(context, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
         StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
-        self.voter = Voter(context.boot_id)
-        consensus.serve(self.voter, context.transport, self.membership.serves_with)
+        self.voter = self.admission.leadership.voter
         context.transport.handle_call(RESTART, self._handle_restart)
         context.transport.handle_call(RELEASE, self._handle_release)
 

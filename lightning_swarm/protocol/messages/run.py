@@ -264,6 +264,12 @@ class InheritRequest(WireMessage, frozen=True):
     first_step: Count  # of the next generation, for which the new lead has the loop's state
 
 
+class LeadsRequest(WireMessage, frozen=True):
+    """A server asks the lead whether its process leads this generation of the run; an error is a no."""
+
+    generation: Count
+
+
 class LoopRequest(WireMessage, frozen=True):
     """The lead asks a trainer at which of these versions its loop could go on."""
 
@@ -289,6 +295,8 @@ class RestartRequest(WireMessage, frozen=True):
 class CoordinatorTerm(WireMessage, frozen=True):
     """A new coordinator tells a server its term, or a leaving one asks it to take over; a term is the answer."""
 
+    # It carries no promises, for nothing is signed: the server asks the voters.
+
     term: Term
     generation: Count
     version: Count  # at which the sender is
@@ -310,6 +318,8 @@ class WatchReply(WireMessage, frozen=True):
     term: Term
     version: Count
     coordinates: bool  # it is the coordinator of this term
+    promised: Term  # the highest that it follows, or that it promised as a voter
+    successor: PeerId | None = None  # the server that it asks to coordinate in its place
 
 
 class PullRequest(WireMessage, frozen=True):

@@ -72,7 +72,7 @@ class Election:
         self.transports: list[Transport] = []
         for voter, member in zip(self.voters, self.members, strict=True):
             self.transports.append(self.network.transport(member.peer_id))
-            serve(voter, self.transports[-1], lambda peer: peer in (COORDINATOR, RIVAL, LATE))
+            serve(voter, self.transports[-1], lambda peer: peer in (COORDINATOR, RIVAL, LATE), self.may_succeed)
         self.run = RunState(
             Manifest(
                 protocol_version=PROTOCOL_VERSION,
@@ -91,11 +91,15 @@ class Election:
             )
         )
         self.events = EventLog()
+        self.coordinated = False  # a coordinator answers the voters
         self.proposer = self.proposes(COORDINATOR, TERM)
 
     def proposes(self, name: PeerId, term: Term, run: RunState | None = None) -> Proposer:
         transport = self.network.transport(name)
         return Proposer(transport, run or self.run, term, timeout=1.0, patience_s=10.0, events=self.events)
+
+    async def may_succeed(self, candidate: PeerId) -> bool:
+        return not self.coordinated
 
     def begin(self, proposer: Proposer) -> Record | None:
         return self.loop.run_until_complete(proposer.prepare())

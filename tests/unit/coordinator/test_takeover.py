@@ -73,6 +73,7 @@ class Trial:
         """Of another trainer, which knows of what was decided so far."""
         other = self.swarm.client(self.swarm.network.transport(OTHER))
         other.run.version = len(self.records)
+        other.run.set_members(self.swarm.steps.run.seats)
         return other
 
     @property
@@ -347,10 +348,11 @@ def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
     swarm = trial.swarm
     trial.train(1)
     start = Coordinator.start
-    other = swarm.servers[C].admission
+    other, first = swarm.servers[C].admission, swarm.servers[B].admission.leadership
 
     async def slow(self: Coordinator) -> None:
         monkeypatch.setattr(Coordinator, "start", start)
+        first._successor = C  # else its voter would promise nothing
         await other.leadership._take_over(other.membership.run, "test")
         await start(self)
 

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.membership import JoinRequest
 from lightning_swarm.protocol.messages.run import InheritRequest, ReleaseRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshot, HeldSnapshots, KeptLoop
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
-from lightning_swarm.protocol.methods import INHERIT, JOIN, KEEP_LOOP, RELEASE, RENEW
+from lightning_swarm.protocol.methods import INHERIT, JOIN, KEEP_LOOP, LEADS, RELEASE, RENEW
 from lightning_swarm.protocol.queries import ask_held
 from lightning_swarm.protocol.run_state import RunState
 from tests.loops import travelling
@@ -286,7 +286,7 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
 def inherit(swarm: Swarm, standby: PeerId, *peers: PeerId, by: PeerId = A) -> None:
     body = encode(InheritRequest(generation=0, new_lead=standby, first_step=1))
     for peer in peers:
-        swarm.run(swarm.servers[by]._transport.call(peer, INHERIT, body, timeout=5.0))
+        swarm.run(swarm.servers[by]._transport.call(peer, INHERIT, body, timeout=10.0))
 
 
 def release(swarm: Swarm, by: PeerId, peer: PeerId) -> None:
@@ -296,14 +296,19 @@ def release(swarm: Swarm, by: PeerId, peer: PeerId) -> None:
 
 def test_only_who_coordinates_names_a_standby_and_only_one_that_can(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
+    with pytest.raises(Busy, match="the lead trainer answers this server"):
+        inherit(swarm, B, C)
     with pytest.raises(SwarmError, match="steps are led by the coordinator a"):
         inherit(swarm, B, C, by=B)
+    swarm.network.freeze(LEAD)
     with pytest.raises(ProtocolError, match="this peer does not have what the loop was at step 1"):
         inherit(swarm, B, B)
+    swarm.network.thaw(LEAD)
     with pytest.raises(ProtocolError, match="inherited by a server"):
         inherit(swarm, LEAD, C)
     assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {LEAD}
     keep(swarm, B)
+    swarm.network.freeze(LEAD)
     inherit(swarm, B, C, B)
     assert {name for name, one in swarm.servers.items() if one.membership.run.manifest.lead == B} == {B, C}
     assert swarm.servers[B].admission.inherits.is_set()
@@ -312,7 +317,9 @@ def test_only_who_coordinates_names_a_standby_and_only_one_that_can(make_swarm: 
 def test_a_former_lead_is_told_and_releases_nobody(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     keep(swarm, B)
+    swarm.network.freeze(LEAD)
     inherit(swarm, B, A, C, D, B)
+    swarm.network.thaw(LEAD)
     with pytest.raises(Replaced, match=r"peer b leads run 'run' by now.*Start this program again with `initial_peers`"):
         swarm.run(swarm.trainer.call(A, RENEW, b"", timeout=5.0))
     with pytest.raises(ProtocolError, match="the lead b releases its servers, not trainer"):
@@ -329,6 +336,7 @@ def test_the_other_trainers_are_standbys_too(make_swarm: MakeSwarm) -> None:
     for server in swarm.servers.values():
         server.membership.run.trainers = [LEAD, D, B]
     keep(swarm, B)
+    swarm.network.freeze(LEAD)
     inherit(swarm, B, A, C, D, B)
     run = swarm.servers[A].membership.run
     assert run.trainers == run.manifest.trainers == [B, D]
@@ -346,7 +354,8 @@ def test_a_majority_lets_one_standby_take_the_run_over(make_swarm: MakeSwarm) ->
         keep(swarm, standby)
     run = swarm.servers[A].membership.run
     assert seniority(run) == [A, C, B, D]
-    assert swarm.run(appoint(swarm.servers[A]._transport, run, timeout=5.0)) == ""
+    swarm.network.freeze(LEAD)
+    assert swarm.run(appoint(swarm.servers[A]._transport, run, timeout=10.0)) == ""
     assert told_to_inherit(swarm) == [B]
     assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {B}
 
@@ -370,7 +379,7 @@ def test_a_silent_lead_is_done_without_sooner_where_there_is_a_standby(make_swar
         swarm.network.freeze(LEAD)
         await asyncio.sleep(LIMITS.revive_timeout - 1.0)
         assert told_to_inherit(swarm) == []
-        await asyncio.sleep(3 * LIMITS.silence_timeout)
+        await asyncio.sleep(4 * LIMITS.silence_timeout)
         assert told_to_inherit(swarm) == [B]
 
     swarm.run(go())
@@ -402,6 +411,7 @@ def test_a_lead_that_joins_as_another_process_is_not_waited_for(make_swarm: Make
     async def go() -> None:
         await asyncio.sleep(5 * LIMITS.silence_timeout)
         assert told_to_inherit(swarm) == []
+        del swarm.trainer._call_handlers[LEADS]
         await swarm.trainer.call(A, JOIN, encode(request), timeout=5.0)
         await asyncio.sleep(2 * LIMITS.silence_timeout)
         assert told_to_inherit(swarm) == [B]

@@ -187,6 +187,8 @@ class Sample:
             open_to_trainers=self.method in (ENLIST, RETIRE),
             trainers=f"{LEAD} a b" if self.method in (ENLIST, RETIRE) else "",
         )
+        if self.method == TAKE_OVER:
+            swarm.servers[A].admission.leadership._successor = B
         if self.phase == "admitted":
             swarm.run(swarm.trainer.call(B, ADMIT, encode(swarm.manifest), timeout=1.0))
         if self.phase in ("new", "admitted"):
@@ -213,6 +215,8 @@ class Sample:
         if self.phase == "decided":
             swarm.run(decided(swarm))
             swarm.run(asyncio.sleep(1.0))  # until the snapshots are where they are kept
+            if self.method == INHERIT:
+                swarm.network.freeze(LEAD)
             return swarm
         for peer in (A, B):
             swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
@@ -495,7 +499,7 @@ SAMPLES = [
     Sample(
         CALL,
         PREPARE,
-        plain(lambda _: Prepare(term=(9, A, 100), boot_id=101, generation=0, step=0)),
+        plain(lambda _: Prepare(term=(1, A, 100), boot_id=101, generation=0, step=0)),
         caller=A,
         phase="averaged",
     ),
@@ -526,7 +530,7 @@ SAMPLES = [
     Sample(
         CALL,
         methods.LEAD,
-        plain(lambda _: CoordinatorTerm(term=(2, A, 100), generation=0, version=0)),
+        plain(lambda _: CoordinatorTerm(term=(1, A, 100), generation=0, version=0)),
         caller=A,
         phase="averaged",
     ),

@@ -1,0 +1,177 @@
+"""A member of the run that lies: it does not come to coordinate, keeps nobody else from it, and ends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.coordinator.consensus import MAX_STEP
+from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, Term, WatchReply
+from lightning_swarm.protocol.messages.step import Prepare, Promise, Proposal, Vote
+from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
+from lightning_swarm.protocol.methods import FREEZE, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
+from lightning_swarm.testing import FaultPlan
+from tests.unit.conftest import MakeSwarm
+from tests.unit.coordinator.test_takeover import Trial
+
+A, B, C, D, E = map(PeerId, "abcde")
+LIAR = C
+HIGHEST = 1 << 30
+
+
+class Coup(Trial):
+    """Five voters, of which `c` lies."""
+
+    def __init__(self, make_swarm: MakeSwarm) -> None:
+        super().__init__(make_swarm, FaultPlan(), "a b c e", "d b c e")
+        self.train(1)
+        self.handlers = self.swarm.servers[LIAR]._transport._call_handlers  # type: ignore[attr-defined]
+        self.num_lies = 0
+
+    def term(self, number: int) -> Term:
+        return (number, LIAR, self.swarm.members[LIAR].boot_id)
+
+    def tell(self, peer: PeerId, method: str, message: WireMessage) -> bytes:
+        transport = self.swarm.servers[LIAR]._transport
+        return self.swarm.run(transport.call(peer, method, encode(message), timeout=30.0))
+
+    def prepare(self, peer: PeerId, number: int) -> Prepare:
+        boot_id = self.swarm.members[peer].boot_id
+        return Prepare(term=self.term(number), boot_id=boot_id, generation=0, step=len(self.records))
+
+    def answer(self, method: str, lie: Callable[[bytes], bytes]) -> None:
+        """Have the liar answer so, on top of what it would have answered."""
+        honest = self.handlers[method]
+
+        async def answer(caller: PeerId, body: bytes) -> bytes:
+            self.num_lies += 1
+            return lie(await honest(caller, body))
+
+        self.handlers[method] = answer
+
+    def lie(self, method: str, kind: type[Any], **changes: Any) -> None:
+        self.answer(method, lambda body: encode(replaced(decode(body, kind), **changes)))
+
+    def talk_nonsense(self, *methods: str) -> None:
+        for method in methods:
+            self.answer(method, lambda _: b"\xc1")
+
+    def refuse(self, method: str, error: SwarmError) -> None:
+        async def answer(caller: PeerId, body: bytes) -> bytes:
+            self.num_lies += 1
+            raise error
+
+        self.handlers[method] = answer
+
+    def check_led_by(self, leader: PeerId, *, below: int) -> None:
+        for name in {A, B, C, D, E} - self.dead:
+            run = self.swarm.servers[name].membership.run
+            assert (run.coordinator, run.term[0] < below) == (leader, True), name
+        assert self.swarm.steps.run.coordinator == leader
+
+    @property
+    def dead(self) -> set[PeerId]:
+        return {A} if self.swarm.servers[A]._transport.closed else set()
+
+
+@pytest.mark.parametrize("number", [2, HIGHEST])
+def test_who_has_no_promises_leads_nobody(make_swarm: MakeSwarm, number: int) -> None:
+    coup = Coup(make_swarm)
+    for peer in (A, B, D):
+        with pytest.raises(ProtocolError, match="a term is followed if a majority of the voters promised it"):
+            coup.tell(peer, LEAD, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
+        with pytest.raises((ProtocolError, NotCoordinator), match="led by the coordinator a"):
+            coup.tell(peer, TAKE_OVER, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
+    coup.train(2)
+    coup.check_led_by(A, below=2)
+    coup.check()
+
+
+@pytest.mark.parametrize("number", [2, HIGHEST])
+def test_a_voter_promises_nothing_while_its_coordinator_answers(make_swarm: MakeSwarm, number: int) -> None:
+    coup = Coup(make_swarm)
+    proposal = Proposal(term=coup.term(number), boot_id=0, record=coup.records[0])
+    for peer in (A, B):
+        before = coup.swarm.servers[peer].voter.term
+        with pytest.raises(Busy, match="the coordinator answers this voter"):
+            coup.tell(peer, PREPARE, coup.prepare(peer, number))
+        with pytest.raises(Busy, match="the coordinator answers this voter"):
+            coup.tell(peer, PROPOSE, replaced(proposal, boot_id=coup.swarm.members[peer].boot_id))
+        assert coup.swarm.servers[peer].voter.term == before
+    coup.train(2)
+    coup.check_led_by(A, below=2)
+    coup.check()
+
+
+def test_terms_rise_by_small_steps_where_there_is_no_coordinator(make_swarm: MakeSwarm) -> None:
+    coup = Coup(make_swarm)
+    coup.swarm.network.kill(A)
+    for _ in range(3):
+        promise = decode(coup.tell(B, PREPARE, coup.prepare(B, HIGHEST)), Promise)
+        assert not promise.promised
+    coup.train(2, avoid="a")
+    (leader,) = set(coup.coordinators) - {A}
+    coup.check_led_by(leader, below=5 * MAX_STEP)
+    coup.check()
+
+
+def test_a_voter_that_was_away_for_long_promises_high_terms_in_the_end(make_swarm: MakeSwarm) -> None:
+    """The others had many elections meanwhile."""
+    coup = Coup(make_swarm)
+    for name in (B, C, D, E):
+        coup.swarm.servers[name].admission.leadership._highest_number = 5 * MAX_STEP
+    coup.swarm.network.kill(A)
+    coup.train(2, avoid="a")
+    (leader,) = set(coup.coordinators) - {A}
+    coup.check_led_by(leader, below=6 * MAX_STEP)
+    assert coup.swarm.steps.run.term[0] > 5 * MAX_STEP
+    coup.check()
+
+
+WATCHED = ("a term that nobody promised", "a record that nobody decided")
+LIES: dict[str, Callable[[Coup], None]] = {
+    "a term that nobody promised": lambda coup: coup.lie(
+        WATCH, WatchReply, term=coup.term(HIGHEST), promised=coup.term(HIGHEST), coordinates=True
+    ),
+    "a record that nobody decided": lambda coup: coup.lie(WATCH, WatchReply, version=1000),
+    "a rival at the end of the numbers": lambda coup: coup.lie(
+        PREPARE, Promise, promised=False, term=(HIGHEST, "d", 103)
+    ),
+    "that the step was decided": lambda coup: coup.lie(PREPARE, Promise, promised=False, behind=True),
+    "a vote for another": lambda coup: coup.lie(PROPOSE, Vote, accepted=False, term=(HIGHEST, "d", 103)),
+    "no message": lambda coup: coup.talk_nonsense(WATCH, PREPARE, PROPOSE),
+}
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.replace(" ", "-"))
+def test_what_one_voter_says_is_no_majority(make_swarm: MakeSwarm, lie: str) -> None:
+    """The others do without it, or with its vote where they need that."""
+    coup = Coup(make_swarm)
+    LIES[lie](coup)
+    if lie in WATCHED:  # whoever has a coordinator asks nobody else
+        coup.swarm.network.kill(A)
+    coup.train(1, avoid="a" if lie in WATCHED else "")
+    coup.swarm.settle()
+    coup.train(1)
+    assert coup.num_lies > 0, "somebody asked it"
+    leaders = set(coup.coordinators) - coup.dead
+    assert len(leaders) == 1
+    coup.check_led_by(leaders.pop(), below=5 * MAX_STEP)
+    coup.check()
+
+
+def test_a_server_that_says_it_follows_another_is_left_out(make_swarm: MakeSwarm) -> None:
+    coup = Coup(make_swarm)
+    for method in (FREEZE, LEAD):
+        coup.refuse(method, NotCoordinator(f"the run is led under the term {coup.term(HIGHEST)}"))
+    coup.train(2, avoid="c")
+    assert coup.num_lies > 0
+    assert coup.count("takeover") == 0
+    assert coup.members() == [[A, B, E], [D, B, E]]
+    assert coup.coordinators == [A]
+    coup.check()
