@@ -359,10 +359,6 @@ class Session:
             except StepError as failure:
                 raise failure from error
 
-    def quit(self, reason: str) -> None:
-        """Not at the lead: tell that this trainer's loop ended by an error."""
-        self._runtime.run(self._steps.quit(reason))
-
     def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches, and wait until a record lets this trainer go, or raise `RunOver`."""
         self._runtime.run(self._steps.retire(reason))

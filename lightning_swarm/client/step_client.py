@@ -29,10 +29,10 @@ from lightning_swarm.protocol.messages.batches import (
     LeaseMetricsRequest,
     LoggedValue,
     MetricsRequest,
-    Quit,
     RecordReply,
     RecordRequest,
     ReportRequest,
+    RetireRequest,
 )
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import RetireReply
@@ -400,13 +400,9 @@ class StepClient:
         """Give a sign of life, or raise what the open step failed with. The record waits while the lead validates."""
         await self._enlisted.call(methods.RENEW, b"")
 
-    async def quit(self, reason: str) -> None:
-        """Tell that this trainer's loop ended by an error."""
-        await self._coordinator.call(methods.QUIT, encode(Quit(reason=reason[:_MAX_REASON])))
-
     async def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches, and return when a record has let this trainer go."""
-        request = encode(Quit(reason=reason[:_MAX_REASON]))
+        """Not at the lead: bring no more batches, and return when a record has let this trainer go, if one can."""
+        request = encode(RetireRequest(reason=reason[:_MAX_REASON]))
         with contextlib.suppress(NotEnlisted):
             while not decode(await self._coordinator.call(methods.RETIRE, request), RetireReply).retired:
                 pass

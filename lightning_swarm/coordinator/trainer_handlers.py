@@ -16,7 +16,7 @@ from lightning_swarm.coordinator.step.leases import LeaseTable, first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.takeover import fetch_metrics
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
+from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.batches import (
     BatchArmed,
@@ -29,7 +29,6 @@ from lightning_swarm.protocol.messages.batches import (
     GrantReply,
     GrantRequest,
     MetricsRequest,
-    Quit,
     RecordReply,
     RecordRequest,
     RegisterRequest,
@@ -46,7 +45,6 @@ from lightning_swarm.protocol.methods import (
     GRANT,
     METRICS,
     PLAN,
-    QUIT,
     RECORD,
     REGISTER,
     RENEW,
@@ -100,7 +98,6 @@ class TrainerHandlers:
         transport.handle_call(RECORD, self._handle_record)
         transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
         transport.handle_call(RENEW, self._handle_renew)
-        transport.handle_call(QUIT, self._handle_quit)
         self.membership.answer()
 
     # ------------------------------------------------------------------ what the open step trains, and who has a place
@@ -345,14 +342,6 @@ class TrainerHandlers:
         if body:
             raise ProtocolError(f"{RENEW} takes no arguments, got {len(body)} bytes")
         self._hear(caller)
-        return b""
-
-    async def _handle_quit(self, caller: PeerId, body: bytes) -> bytes:
-        self._run.check_trainer(caller)
-        request = decode(body, Quit)
-        if caller == self._run.manifest.lead:
-            raise ProtocolError("the lead ends the run by dismissing the others")
-        await self.fail(f"trainer {caller} ended, and its server with it: {request.reason}", TrainerFailed)
         return b""
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:

@@ -8,7 +8,6 @@
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   ├── StageLost        nobody was left of a stage, for too long
-    │   ├── TrainerFailed    a trainer's own code raised: the run ends for all
     │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
     │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
     │   └── WentBack         the run rolls back to a snapshot, and this trainer with it
@@ -68,10 +67,6 @@ class StepError(SwarmError):
 
 class StageLost(StepError):
     """A stage has had no server for as long as the swarm may wait. The run can go on from a checkpoint."""
-
-
-class TrainerFailed(StepError):
-    """A trainer's own code raised, so the run ends for all peers, as it would on one machine."""
 
 
 class LeftOut(StepError):

@@ -33,7 +33,6 @@ REGISTER = "step.register"
 RECORD = "step.record"
 TAKE_METRICS = "step.take_metrics"
 RENEW = "step.renew"
-QUIT = "step.quit"
 ENLIST = "run.enlist"
 RETIRE = "run.retire"
 RECEIPTS = "step.receipts"
@@ -63,6 +62,6 @@ HELD = "snapshot.held"
 INHERIT = "run.inherit"
 
 ROLE_CALLS = (  # only the coordinator answers them
-    *(CHANGE, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER, QUIT),
+    *(CHANGE, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER),
     *(JOIN, READY, DRAIN, ENLIST, RETIRE),
 )

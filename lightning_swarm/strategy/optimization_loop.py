@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
@@ -35,6 +37,12 @@ from lightning_swarm.strategy.module_access import ModuleAccess
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
+
+
+def _untrained() -> dict[str, Any]:
+    """The outputs of a batch that was read here and not trained, for another trainer had brought it."""
+    # Callbacks read the loss of every batch, as they may with the plain Trainer.
+    return {"loss": torch.tensor(math.nan)}
 
 
 class SwarmOptimization:
@@ -105,18 +113,18 @@ class SwarmOptimization:
         if self._is_ready:
             self._lightning.optim_progress.optimizer.step.increment_ready()
         try:
-            result = self._train(self._loop_batch(batch_idx, kwargs)) or {}
+            result = self._train(self._loop_batch(batch_idx, kwargs))
             self._train_lost()
             self._end_epoch(batch_idx)
             self._take_back_ready()
             self._access.refresh_aliases()
-            return result
+            return _untrained() if result is None else result
         except RunOver:
             # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
             # ended.
             self._take_back_ready()
             if self._session.is_lead:
-                return {}
+                return _untrained()
             self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
 
-from lightning_swarm.core.errors import LeftOut, PeerError, RunOver, StepError, SwarmError
+from lightning_swarm.core.errors import PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.boundary_layers import add_hooks
 from lightning_swarm.model.deferred_init import staying_on_meta
 
@@ -42,14 +42,15 @@ def end_loop(strategy: SwarmStrategy) -> None:
 
 def _serve_on(strategy: SwarmStrategy) -> None:
     """Serve, beside the lead, until the lead's loop has come to its end, too."""
-    _retire(strategy, "its loop has come to its end")
+    if strategy._joined is not None:
+        _retire(strategy, "its loop has come to its end")
     if strategy._joined is None or strategy.config.role == "both":
         strategy._own_peer.follower.wait_until_dismissed()
 
 
 def _retire(strategy: SwarmStrategy, reason: str) -> None:
-    """Have the others go on without this process, if it joined a run under way."""
-    if strategy._joined is not None and strategy._session is not None:
+    """Have the others go on without this trainer."""
+    if strategy._session is not None:
         with contextlib.suppress(RunOver):
             strategy._session.retire(reason)
 
@@ -63,18 +64,15 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
         exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
     if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
         exception.add_note(_how_to_go_on(strategy._loop.trainer))
-    if strategy._joined is not None:
-        if strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
-            _retire(strategy, f"{type(exception).__name__}: {exception}")
-            if strategy._swarm_launcher is not None:
-                strategy._swarm_launcher.let_children_leave()
-            strategy.peer.follower.leave_in_order()
-    elif not strategy.is_global_zero:
-        if strategy._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
-            with contextlib.suppress(SwarmError):  # the run may be over
-                strategy._session.quit(f"{type(exception).__name__}: {exception}")
-    else:
+    if strategy.is_global_zero:
         _keep_weights(strategy)
+    elif strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):
+        # The run goes on without this trainer.
+        with contextlib.suppress(SwarmError):  # it may be over
+            _retire(strategy, f"{type(exception).__name__}: {exception}")
+        if strategy._swarm_launcher is not None:
+            strategy._swarm_launcher.let_children_leave()
+        strategy.peer.follower.leave_in_order()
 
 
 def _how_to_go_on(trainer: Trainer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ConfigError, StepError
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.strategy.data.loader import part_of
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
 from tests.parity.test_trainers_come import under_way
@@ -250,7 +251,7 @@ def test_who_has_no_data_left_serves_to_the_end() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_error_ends_all_fits(rank: int, when: str) -> None:
+def test_an_error_ends_its_own_fit_and_at_the_lead_all(rank: int, when: str) -> None:
     class Faulty(Watching):
         @override
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -262,16 +263,38 @@ def test_an_error_ends_all_fits(rank: int, when: str) -> None:
         @override
         def on_after_backward(self) -> None:
             if (self.trainer.global_rank, self.trainer.fit_loop.batch_idx, when) == (rank, 2, "after"):
+                self.seen.withdrawn.add(place_of(self))
                 raise RuntimeError("the user's own mistake")
 
-    seen = train(2, Faulty, raises=False, max_steps=50)
+    seen = train(2, Faulty, raises=False, max_steps=20)
     assert str(seen.errors.pop(rank)) == "the user's own mistake"
-    if rank == 0:
-        assert not seen.errors
-    else:
-        error = seen.errors.pop(0)
-        assert isinstance(error, StepError)
-        assert "trainer peer-1 ended, and its server with it: RuntimeError: the user's own mistake" in str(error)
+    assert not seen.errors
+    if rank == 1:
+        assert len(seen.records) == 20
+        assert 0 < sum(who == 1 for who, _ in seen.batches.values()) <= 3
+        assert_exact(seen, num_trainers=2)
+
+
+def test_callbacks_read_the_loss_of_every_batch() -> None:
+    """Also of one that another trainer brought before."""
+
+    class Reading(Watching):
+        @override
+        def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            if self.trainer.global_rank == 1:
+                losses.append(float(outputs["loss"]))
+
+        @override
+        def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+            if (self.trainer.global_rank, batch_idx) == (1, 2):  # until the lead one has brought its batches
+                reached = len(self.seen.batches) + 3
+                self.seen.wait_for(lambda: len(self.seen.batches) >= reached)
+
+    losses: list[float] = []
+    seen = train(2, Reading, max_steps=20)
+    assert_exact(seen, num_trainers=2)
+    assert any(map(math.isnan, losses)), "a batch was another trainer's"
+    assert not all(map(math.isnan, losses))
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

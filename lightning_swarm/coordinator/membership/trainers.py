@@ -18,7 +18,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.messages.batches import Quit
+from lightning_swarm.protocol.messages.batches import RetireRequest
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, first_trained
@@ -280,13 +280,15 @@ class TrainerMembership:
             )
 
     async def _handle_retire(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, Quit)
+        request = decode(body, RetireRequest)
         manifest = self._run.manifest
         if caller == manifest.lead:
             raise ProtocolError("the lead does not retire: it ends the run by dismissing the others")
-        check_open(manifest)
         self._run.check_trainer(caller)
+        # Whatever its reason: only its own batches go with it.
         self._going[caller] = request.reason
-        await self._lease_expiry.give_up(self._step_state.open, caller, "it retires")
+        await self._lease_expiry.give_up(self._step_state.open, caller, f"it trains no more: {request.reason}")
+        if not manifest.open_to_trainers:  # then no record changes who trains
+            return encode(RetireReply(retired=True))
         retired = await self._changes.until(lambda: caller not in self._run.trainers)
         return encode(RetireReply(retired=retired))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
 from lightning_swarm.client.session import Session
-from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed, WentBack
+from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, WentBack
 from lightning_swarm.core.override import Override
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
@@ -196,8 +196,7 @@ class Rollback:
 
     def _find_lead_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
         """Choose, at the lead, where to go on after an error. None: nowhere, and a note on the error may say why."""
-        # A trainer's own error causes no rollback: it would be hidden, and raised again perhaps.
-        if isinstance(error, (TrainerFailed, Replaced)) or (self.states is None and self._target is None):
+        if isinstance(error, Replaced) or (self.states is None and self._target is None):
             return None
         try:
             if peer.lead.run is not None:  # else it was to go on from the target, and did not come to begin

@@ -23,13 +23,13 @@ from lightning_swarm.protocol.messages.batches import (
     GrantRequest,
     LoggedValue,
     MetricState,
-    Quit,
+    RetireRequest,
     WaitForRecord,
     fold,
 )
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, DONE, GRANT, QUIT, RENEW
+from lightning_swarm.protocol.methods import APPLY, DONE, GRANT, RENEW, RETIRE
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
@@ -393,18 +393,33 @@ def test_when_the_last_step_is_decided_nobody_waits(make_swarm: MakeSwarm) -> No
     assert swarm.coordinator.generation.step_state.open.num_granted == 0
 
 
-def test_a_trainer_that_ends_by_an_error_fails_the_step_for_all(make_swarm: MakeSwarm) -> None:
-    swarm, other = begun(make_swarm, 4)
-    swarm.run(other.quit("RuntimeError: the user's own mistake"))
-    for asking in (swarm.steps.grant(2), swarm.steps.wait_for_record(0), swarm.steps.close()):
-        with pytest.raises(StepError, match=r"trainer other ended, and its server with it: .*own mistake"):
-            swarm.run(asking)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_trainer_that_ends_by_an_error_takes_only_its_own_batches_along(
+    make_swarm: MakeSwarm, *, is_open: bool
+) -> None:
+    swarm, other = begun(make_swarm, 4, open_to_trainers=is_open)
+
+    async def go() -> Record:
+        await other.grant(2)
+        retiring = asyncio.create_task(other.retire("RuntimeError: the user's own mistake"))
+        await asyncio.sleep(1.0)
+        await batch(swarm, swarm.steps, 1)
+        record = await swarm.record(0)
+        await retiring
+        return record
+
+    record = swarm.run(go())
+    assert (record.closing.num_samples, record.retired) == (4, [OTHER] if is_open else [])
+    (strike,) = [event for event in swarm.events(A) if event.kind == "strike"]
+    assert strike.peer == OTHER
+    assert "the user's own mistake" in strike.reason
+    assert swarm.run(swarm.steps.grant(2)).step == 1
 
 
-def test_the_lead_does_not_quit(make_swarm: MakeSwarm) -> None:
+def test_the_lead_does_not_retire(make_swarm: MakeSwarm) -> None:
     swarm, _ = begun(make_swarm, 4)
     with pytest.raises(ProtocolError, match="dismissing"):
-        swarm.run(swarm.trainer.call(A, QUIT, encode(Quit(reason="")), timeout=1.0))
+        swarm.run(swarm.trainer.call(A, RETIRE, encode(RetireRequest(reason="")), timeout=1.0))
     assert swarm.run(swarm.batch(rows(1)))
 
 

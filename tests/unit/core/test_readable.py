@@ -65,7 +65,7 @@ def test_an_error_from_the_network_has_no_control_characters() -> None:
     assert str(from_wire("PeerError", f"a{HOSTILE}b")).isprintable()
     assert isinstance(from_wire("PeerError", HOSTILE), PeerError)
     assert str(from_wire("no such error", "a\nb")) == "a b"
-    for kind in ("StageError", "TrainerFailed"):
+    for kind in ("StageError", "StepError"):
         error = from_wire(kind, "it raised\x1b[2J\n  File x, line 1\n")
         assert type(error).__name__ == kind
         assert str(error) == "it raised?[2J\n  File x, line 1\n", "a traceback's lines are kept"

@@ -29,10 +29,10 @@ from lightning_swarm.protocol.messages.batches import (
     LoggedValue,
     MetricsRequest,
     MetricState,
-    Quit,
     RecordRequest,
     RegisterRequest,
     ReportReply,
+    RetireRequest,
 )
 from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
 from lightning_swarm.protocol.messages.membership import (
@@ -121,7 +121,6 @@ from lightning_swarm.protocol.methods import (
     PREPARE,
     PROPOSE,
     PULL,
-    QUIT,
     READY,
     RECEIPTS,
     RECORD,
@@ -422,7 +421,7 @@ SAMPLES = [
         phase="joining",
     ),
     Sample(CALL, ENLIST, plain(enlisting), target=A, caller=C),
-    Sample(CALL, RETIRE, plain(lambda _: Quit(reason="done")), target=A, caller=B),
+    Sample(CALL, RETIRE, plain(lambda _: RetireRequest(reason="done")), target=A, caller=B),
     Sample(CALL, DRAIN, plain(lambda _: DrainRequest(generation=0, boot_id=101)), target=A, caller=B),
     Sample(CALL, PING, lambda _: Message()),
     Sample(CALL, HELLO, lambda _: Message()),
@@ -559,7 +558,6 @@ SAMPLES = [
         target=A,
     ),
     Sample(CALL, RENEW, lambda _: Message(), target=A),
-    Sample(CALL, QUIT, plain(lambda _: Quit(reason="a fault")), target=A, caller=B),
 ]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
