@@ -18,7 +18,6 @@ from lightning_swarm.client.pipeline import pipeline
 from lightning_swarm.client.pipeline.context import nothing
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import BackwardRequest, ComputeMode, ForwardRequest, StageReport
 from lightning_swarm.protocol.methods import BACKWARD, FORWARD
 
@@ -57,8 +56,7 @@ class Relayed(MicrobatchRun):
         reports: list[StageReport] = []
         for stage in range(calls.last_stage + 1):
             await self._send_forward(stage, hidden)
-            message, report = await calls.fetch(stage, "forward")
-            output, flags = from_message(message)
+            (output, flags), report = await calls.fetch(stage, "forward")
             hidden = (output,)
             reports.insert(0, report)
         self._learn(reports, took_s=float("inf"))
@@ -75,8 +73,7 @@ class Relayed(MicrobatchRun):
             try:
                 for stage in range(calls.last_stage, -1, -1):
                     await self._send_backward(stage, gradients)
-                    message, report = await calls.fetch(stage, "backward")
-                    gradients = from_message(message)[0]
+                    (gradients, _), report = await calls.fetch(stage, "backward")
                     calls.settle(stage, report)
                 await sent()
             finally:

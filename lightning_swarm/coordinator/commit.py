@@ -22,11 +22,12 @@ from lightning_swarm.coordinator.membership.rosters import choose_voters, next_r
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
-from lightning_swarm.coordinator.step.reconcile import ReconciledStep, StepServers, SumReconciliation
+from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
+from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
+from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol.messages.run import NO_CHANGE, Member, Selection, StepChange
@@ -142,7 +143,8 @@ class StepCommit:
         if the record could not be decided.
         """
         begun = await self._context.proposer.prepare()
-        assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
+        if begun is not None:  # what others proposed was finished before this peer came to coordinate
+            raise NotCoordinator(f"step {step.step} is not for this peer to decide: a voter accepted another's record")
         sums = self._sums_of(step, selection, late=late)
         while True:
             closed = await sums.close()
@@ -249,7 +251,7 @@ class StepCommit:
     ) -> float | None:
         """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
         closing = closed.closing
-        listening = [] if late else self._server_membership.listen(closing, change, closed.version_hashes)
+        listening = [] if late else self._server_membership.listen(closed, change)
         replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
@@ -282,7 +284,7 @@ class StepCommit:
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
-            servers.note_blameless(reason)
+            servers.note_blameless(reason, [peer for peer, reply in answered.items() if reply.failure])
         for peer in blamed:
             servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")

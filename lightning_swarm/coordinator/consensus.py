@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace as replaced
+
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
@@ -225,9 +227,9 @@ def serve(
     voter: Voter,
     transport: Transport,
     may_propose: Callable[[PeerId], bool],
-    may_succeed: Callable[
-        [PeerId], Awaitable[bool]
-    ],  # whether the voter misses the coordinator, or that one hands over
+    # Whether the voter misses the coordinator, or that one hands over.
+    may_succeed: Callable[[PeerId], Awaitable[bool]],
+    check_record: Callable[[Record], None],  # raises if the voter can tell that a record is wrong
 ) -> None:
     """Answer proposers who may be one; the term must be the caller's own."""
 
@@ -247,6 +249,7 @@ def serve(
     async def handle_propose(caller: PeerId, body: bytes) -> bytes:
         proposal = decode(body, Proposal)
         await check(caller, proposal.term)
+        check_record(proposal.record)
         return encode(voter.consider(proposal))
 
     transport.handle_call(PREPARE, handle_prepare)
@@ -265,8 +268,10 @@ class Proposer:
         timeout: float,  # seconds that a voter has to answer
         patience_s: float,  # for which the voters are asked again while a majority does not answer
         events: EventLog,
+        check_record: Callable[[Record], None],
     ) -> None:
         self._transport, self._run, self._events = transport, run, events
+        self._check_record = check_record
         self._timeout, self._patience_s = timeout, patience_s
         self._ballot: Ballot | None = None
         self.term = term
@@ -304,7 +309,21 @@ class Proposer:
     async def _prepare(self, ballot: Ballot, voter: Member, *, fence: bool = False) -> None:
         promise = await self._ask(voter, PREPARE, ballot.prepare(voter, fence=fence), Promise)
         if promise is not None:
-            ballot.hear_promise(voter, promise, fence=fence)
+            ballot.hear_promise(voter, self._checked(ballot, voter, promise), fence=fence)
+
+    def _checked(self, ballot: Ballot, voter: Member, promise: Promise) -> Promise:
+        """Take no notice of a record that no voter can have accepted: it would never be decided."""
+        if promise.accepted is None:
+            return promise
+        record = promise.accepted.record
+        try:
+            if slot_of(record) != ballot.slot:
+                raise ProtocolError(f"{ballot.slot} was asked for, got a record for {slot_of(record)}")
+            self._check_record(record)
+        except ProtocolError as error:
+            _log.warning("Voter %s says that it accepted what it must refuse: %s", voter.peer_id, error)
+            return replaced(promise, accepted=None)
+        return promise
 
     async def _propose(self, ballot: Ballot, voter: Member, proposals: Mapping[Member, Proposal]) -> None:
         vote = await self._ask(voter, PROPOSE, proposals[voter], Vote)

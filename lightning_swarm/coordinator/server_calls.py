@@ -8,7 +8,14 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.core.errors import Damaged, DeadlineExceeded, NotCoordinator, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.errors import (
+    Damaged,
+    DeadlineExceeded,
+    NotCoordinator,
+    ProtocolError,
+    SwarmError,
+    Unreachable,
+)
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
@@ -70,16 +77,13 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have the servers begin the open step with a change. One that is not reached takes no part in the step.
+        """Have the servers begin the open step with a change. One that refuses or is not reached takes no part in it.
 
-        Raises SwarmError if a server refuses, or none of a stage is reached.
+        Raises SwarmError if the coordinator's own server refuses, or all of a stage.
         """
         body = encode(request)
         replies = await self._ask_all(SETTLE, dict.fromkeys(self._run.servers, body), lambda _: None)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
-        for error in failed.values():
-            if not isinstance(error, PeerError):
-                raise error
         for roster in self._run.rosters:
             if all(member.peer_id in failed for member in roster):
                 raise failed[roster[0].peer_id]
@@ -205,4 +209,7 @@ class ServerCalls:
 
 
 def _average_reply(body: bytes) -> AverageReply:
-    return decode(body, AverageReply)
+    reply = decode(body, AverageReply)
+    if any(part.squared_norm < 0.0 for part in reply.parts):
+        raise ProtocolError(f"squared norms are not negative, got {[part.squared_norm for part in reply.parts]}")
+    return reply

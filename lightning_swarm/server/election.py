@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final
 
-from lightning_swarm.coordinator.consensus import MAX_STEP, Proposer, Voter, serve
+from lightning_swarm.coordinator.consensus import MAX_STEP, Proposer, Voter, serve, slot_of
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.coordinator.record_check import check_record
 from lightning_swarm.coordinator.takeover import gather_step_state
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -60,10 +61,10 @@ class Leadership:
         self._changed = asyncio.Event()
         self._leads = False  # from the promises on, before there is a coordinator's state
         self._electing = asyncio.Lock()
-        self._highest_number = 0  # of any term that was tried here, or that stood in the way of one
+        self._highest_number = 0  # of terms that were tried here, and of those in their way
         self._missed = NO_TERM  # the term whose coordinator does not answer this server, as far as it knows
         self._successor: PeerId | None = None  # which this server, as it leaves, asks to coordinate
-        self._waits_until_s = 0.0  # on the loop's clock: until then the coordinator of a new run may not coordinate yet
+        self._waits_until_s = 0.0  # see `follow`
         self.voter = Voter(context.boot_id)
         self.coordinator: Coordinator | None = None  # while this server coordinates
         self.behind = asyncio.Event()  # the others have a record that this server cannot get: it may be left out
@@ -71,7 +72,7 @@ class Leadership:
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
         transport.handle_call(TAKE_OVER, self._handle_take_over)
-        serve(self.voter, transport, self._membership.serves_with, self._may_succeed)
+        serve(self.voter, transport, self._membership.serves_with, self._may_succeed, self._check_record)
 
     async def enter_run(self, run: RunState) -> None:
         """The run begins, and its manifest names the coordinator."""
@@ -167,11 +168,10 @@ class Leadership:
         def agrees(term: Term) -> bool:
             # As a voter, who misses the coordinator agrees to a term that others promised already.
             may_promise = self._missed == run.term or (run.coordinator == self._me.peer_id and not self._leads)
-            would_promise = self.voter.term < term and term[0] <= self.voter.highest_number
-            return term == self.voter.term or (may_promise and would_promise)
+            is_next = self.voter.term < term and term[0] <= self.voter.highest_number
+            return term == self.voter.term or (may_promise and is_next)
 
-        timeout = self._limits.silence_timeout
-        term = await find_promised(self._transport, run, terms, timeout=timeout, own=agrees)
+        term = await find_promised(self._transport, run, terms, timeout=self._limits.silence_timeout, own=agrees)
         if term is not None:
             await self._follow_term(run, term)
 
@@ -224,6 +224,15 @@ class Leadership:
         except SwarmError as error:
             return not self._is_beginning(run, error)
         return not reply.coordinates or reply.successor == candidate
+
+    def _check_record(self, record: Record) -> None:
+        """Refuse to vote for a record that cannot follow from what is known here."""
+        run, closing = self._membership.running, record.closing
+        if slot_of(record) > (run.manifest.generation, run.version):  # this server has missed a record
+            return
+        check_record(run, record)
+        if self._me.peer_id not in closing.absent and not self._steps.rounds.holds(closing):
+            raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
 
     def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
         """Tell whether the coordinator only was not admitted yet to a run that begins."""
@@ -302,8 +311,10 @@ class Leadership:
     async def _find_successor(self, run: RunState, reason: str) -> None:
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
-        # A later version that one of them claims comes with the next coordinator's word, or with the voters' promises.
         await self._hear_of(run, {reply.term for reply in replies.values()})
+        # Records that others claim come with the next coordinator, or with the voters' promises.
+        if run.coordinator in replies and replies[run.coordinator].version > run.version:
+            await self._catch_up(run)
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
         if run.term == missed and self._me in candidates:
             # The lower ranks give the one before them the time that it needs to make itself known.
@@ -356,8 +367,7 @@ class Leadership:
             why = str(error) or "no majority of the voters let it in time"
             _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
             # By small steps, whatever a voter says: see `Voter`.
-            rival_number = min(proposer.rival_number, number + MAX_STEP // 2)
-            self._highest_number = max(self._highest_number, rival_number)
+            self._highest_number = max(self._highest_number, min(proposer.rival_number, number + MAX_STEP // 2))
             self._leads = False
             return
         state = await gather_step_state(self._transport, run, self._steps.sums.next.change, timeout=timeout)
@@ -370,7 +380,15 @@ class Leadership:
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
         timeout, patience_s = self._limits.call_timeout, self._limits.stage_timeout
-        return Proposer(self._transport, run, term, timeout=timeout, patience_s=patience_s, events=self._events)
+        return Proposer(
+            self._transport,
+            run,
+            term,
+            timeout=timeout,
+            patience_s=patience_s,
+            events=self._events,
+            check_record=self._check_record,
+        )
 
     async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState) -> None:
         def step_aside() -> None:

@@ -248,7 +248,7 @@ class GradientSums:
         self._check_round(request)
         named = {} if request.named is None else self._named(request.named)
         self.next.round, self.next.frozen_under = request.round, term
-        self._joining = request.joining
+        self._joining = request.challenge != 0
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
             stale += self._freeze_stage(stage, named.get(index), request)
@@ -257,7 +257,7 @@ class GradientSums:
                     stage_index=index,
                     held=pack(self._opened_step(request.step).ledgers[index].held),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
-                    version_hash=stage.fingerprint() if self._is_compared(stage) else None,
+                    version_hash=stage.fingerprint(request.challenge) if self._is_compared(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),

@@ -275,6 +275,7 @@ class ComputeHandlers:
         """Fetch what another stage computed, its flags, and the reports it comes with."""
         try:
             message, report = await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
+            return *from_message(message), _reports(report)
         except StageError:
             raise  # the model's own error: the trainer wants to see that one
         except TicketGone as error:  # nobody is to blame: it is computed again
@@ -283,7 +284,6 @@ class ComputeHandlers:
         except SwarmError as error:
             missing = GradientMissing if gradient else InputMissing
             raise missing(f"{source.name} did not come from {source.peer_id}: {error}") from error
-        return *from_message(message), _reports(report)
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
         try:

@@ -304,8 +304,10 @@ class Stage:
         if self._spare is not None:
             self._spare.clear()
 
-    def fingerprint(self) -> int:
-        """The fingerprint of weights, buffers and optimizer state at this version."""
+    def fingerprint(self, challenge: int = 0) -> int:
+        """The fingerprint of weights, buffers and optimizer state at this version, under a challenge unless it is 0."""
+        if challenge:
+            return fingerprint(self._held(), challenge)
         before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
@@ -323,9 +325,12 @@ class Stage:
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
         """Begin a fingerprint; returns also what changes if a tensor is replaced or written to."""
-        state = serialization.flatten(list(self.optimizer.state().values()))[1]
-        held = [*self.module.named_stage_tensors().values(), *state]
+        held = self._held()
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
+
+    def _held(self) -> list[Tensor]:
+        state = serialization.flatten(list(self.optimizer.state().values()))[1]
+        return [*self.module.named_stage_tensors().values(), *state]
 
     @property
     def mean_length(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter, deadline_s
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import NotEnlisted, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, StageError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
@@ -35,6 +35,25 @@ _DEFAULT_COPIES_BYTES = 4 << 30
 
 async def nothing() -> None:
     """Do nothing, where a caller may have something done."""
+
+
+class Refusal(PeerError):
+    """Says that a server answered with an error, or a message, with which no server of the run answers."""
+
+    def __init__(self, peer: PeerId, error: SwarmError) -> None:
+        super().__init__(f"{peer} answered {type(error).__name__}: {error}")
+        self.error = error
+
+
+@contextmanager
+def answers_of(peer: PeerId) -> Iterator[None]:
+    """Inside, blame a server for whatever it answers, but for what the model raised and for batches that are struck."""
+    try:
+        yield
+    except (PeerError, StageError, LeaseRevoked):
+        raise
+    except SwarmError as error:
+        raise Refusal(peer, error) from error
 
 
 @dataclass
@@ -126,9 +145,10 @@ class PipelineContext:
             return await self._send(peer, method, message, timeout=timeout)
 
     async def _send(self, peer: PeerId, method: str, message: Message, *, timeout: float) -> bytes:
-        if not message.tensors:
-            return await self.transport.call(peer, method, message.body, timeout=timeout)
-        return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
+        with answers_of(peer):
+            if not message.tensors:
+                return await self.transport.call(peer, method, message.body, timeout=timeout)
+            return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 
     async def wait_for_room(self) -> None:
         """Wait while some stage's peers have enough until their first forwards show which of them is slow."""

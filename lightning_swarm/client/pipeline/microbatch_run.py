@@ -23,7 +23,6 @@ from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, Protocol
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, StageReport
 from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -64,12 +63,12 @@ class MicrobatchRun:
         while True:
             try:
                 await _send_forwards(calls, in_order=recovery.num_failures > 0)
-                message, report = await calls.fetch(calls.last_stage, "forward")
+                result, report = await calls.fetch(calls.last_stage, "forward")
                 for charge in calls.route:
                     context.note_answer(charge.peer, step=calls.step)
                 # After a failure it is not certain which peers these reports are of.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
-                return from_message(message)
+                return result
             except StageCallFailed as failure:
                 await recovery.mend(failure)
 
@@ -232,8 +231,8 @@ class _BackwardRun:
                         await self._receive(stage)
                 if not self._wants_input_gradient:
                     return None
-                message, _ = await calls.fetch(0, "backward")
-                return from_message(message)[0]
+                (gradients, _), _ = await calls.fetch(0, "backward")
+                return gradients
             except StageCallFailed as failure:
                 await recovery.mend(failure)
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, answers_of
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, PeerError
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import (
     BackwardRequest,
     CallReport,
@@ -175,7 +176,9 @@ class StageCalls:
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
         with self._blaming(stage):
-            return decode(await self.context.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
+            reply = await self.context.send(self.peer(stage), CANCEL, request, ())
+            with answers_of(self.peer(stage)):
+                return decode(reply, CancelReply).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Cancel a call whose input comes from elsewhere by now: its peer would take the second for a repetition."""
@@ -190,16 +193,16 @@ class StageCalls:
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders
             timeout = self.context.timeout if is_only_one else self.context.patience_s(stage, self.route[stage])
-        with self._blaming(stage):
+        with self._blaming(stage), answers_of(self.peer(stage)):
             return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
-    async def fetch(self, stage: int, direction: Direction) -> tuple[Message, CallReport]:
-        """Wait for a call's tensors and its report; a forward may take as long as all stages up to it."""
+    async def fetch(self, stage: int, direction: Direction) -> tuple[tuple[serialization.Tree, list[bool]], CallReport]:
+        """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
         timeout = min(sum(self.context.patience_s(stage, self.route[stage]) for stage in stages), self.context.timeout)
-        with self._blaming(stage):
+        with self._blaming(stage), answers_of(self.peer(stage)):
             message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
-            return message, decode(report, CallReport)
+            return from_message(message), decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         return Ticket(peer_id=self.peer(stage), name=self.microbatch.key.name(stage, direction))
@@ -209,5 +212,9 @@ class StageCalls:
         peer = self.peer(stage)
         try:
             yield
+        except Refusal as refusal:
+            if len(self.context.routers[stage].peers) == 1:  # nobody else could do better
+                raise refusal.error from refusal
+            raise StageCallFailed(stage, peer, refusal) from refusal
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error

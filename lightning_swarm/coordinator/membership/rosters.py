@@ -58,17 +58,26 @@ def trainer_changes(
     return [one for one in coming if one not in trainers][:room], retired
 
 
+def electorate(rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> list[Member]:
+    """Return the members that may vote: the pipeline's servers or, if nothing is cut, all."""
+    servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
+    return list(dict.fromkeys(member for roster in servers for member in roster))
+
+
+def number_of_voters(num_members: int) -> int:
+    """Return how many of the members vote: an odd number."""
+    return (min(num_members, MAX_VOTERS) + 1) // 2 * 2 - 1
+
+
 def choose_voters(
     rosters: Sequence[Sequence[Member]],
     on_trainers: Sequence[bool],
     voters: Sequence[Member],
     hosts: Mapping[PeerId, str],
 ) -> list[Member]:
-    """Choose the voters on the next record: an odd number of the pipeline's servers or, if nothing is cut, of all."""
-    servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
-    members = list(dict.fromkeys(member for roster in servers for member in roster))
-    number = min(len(members), MAX_VOTERS)
-    number -= 1 - number % 2
+    """Choose the voters on the next record: an odd number of the electorate."""
+    members = electorate(rosters, on_trainers)
+    number = number_of_voters(len(members))
     chosen = [voter for voter in voters if voter in members][:number]  # voters go on voting, as far as there is room
     others = [member for member in members if member not in chosen]  # whose hosts have the fewest votes come first
     while len(chosen) < number:

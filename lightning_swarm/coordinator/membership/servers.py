@@ -16,6 +16,7 @@ from typing import Final
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
+from lightning_swarm.coordinator.step.reconcile import ReconciledStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended, gather
@@ -301,11 +302,10 @@ class ServerMembership:
 
     # ------------------------------------------------------------------ a round
 
-    def listen(
-        self, closing: Closing, change: StepChange, version_hashes: Sequence[int | None]
-    ) -> list[asyncio.Task[None]]:
+    def listen(self, closed: ReconciledStep, change: StepChange) -> list[asyncio.Task[None]]:
         """Have candidates that have caught up hold the round's result, too. Returns a task for each of them."""
-        round_ = _Round(ListenRequest(closing=closing, change=change), version_hashes)
+        closing, version_hashes = closed.closing, closed.version_hashes
+        round_ = _Round(ListenRequest(closing=closing, change=change, challenge=closed.challenge), version_hashes)
         rosters = self._run.present(closing.absent)
         listening = []
         num_asked = Counter[int]()
@@ -314,7 +314,7 @@ class ServerMembership:
             # All members send their parts to each joiner, so the others come with the rounds that follow; and with a
             # later round those that became ready when nobody had been asked for the hash of their stage.
             most = max(_MIN_ENTERING, len(rosters[index]))
-            if one.may_enter and version_hashes[index] is not None and num_asked[index] < most:
+            if one.may_enter and closed.challenge and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
                 one.asked = round_
                 listening.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))

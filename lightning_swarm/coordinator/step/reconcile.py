@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,7 @@ from lightning_swarm.coordinator.step.replay_plan import (
     ServerLedger,
     check_tied,
     named_receipts,
+    outvoted,
     plan_replays,
     read_ledger,
     replicas_differ,
@@ -29,9 +31,9 @@ from lightning_swarm.coordinator.step.replay_plan import (
     touched_parameters,
     version_hash,
 )
+from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
-    DeadlineExceeded,
     NotMember,
     PeerError,
     ProtocolError,
@@ -42,8 +44,9 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
-from lightning_swarm.protocol.messages.run import Member, Selection, first_trained
+from lightning_swarm.protocol.messages.run import Member, Selection, first_trained, trained_names
 from lightning_swarm.protocol.messages.step import (
+    CHALLENGE_BITS,
     Closing,
     FreezeReply,
     FreezeRequest,
@@ -51,63 +54,9 @@ from lightning_swarm.protocol.messages.step import (
     Replay,
     ReplayRequest,
 )
+from lightning_swarm.protocol.messages.wire import from_bitmap
 
-_MAX_BLAMELESS: Final = 3
-
-
-class StepServers:
-    """The servers that take part in one step, and those that do no more.
-
-    A server that does not know what the step trains takes no part in it.
-    """
-
-    def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
-        self._run, self._events = context.run, context.events
-        self._own = servers.own
-        self._step = step
-        self._num_blameless = 0
-        self._suspected: Counter[PeerId] = Counter()
-        self.gone: dict[PeerId, SwarmError] = {}  # those that take no part any more, and why
-        for peer, error in servers.unsettled.items():
-            self.lose(peer, error)
-
-    @property
-    def rosters(self) -> list[list[Member]]:
-        """The members of each stage that are there."""
-        return self._run.present(self.gone)
-
-    @property
-    def peers(self) -> list[PeerId]:
-        """All servers that are there."""
-        return sorted({member.peer_id for roster in self.rosters for member in roster})
-
-    def lose(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server; raise the error if it is the coordinator's own."""
-        if peer == self._own:
-            raise error
-        if peer not in self.gone:
-            self._events.note("gone", peer=peer, step=self._step, reason=str(error))
-        self.gone[peer] = error
-
-    def suspect(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""
-        self._suspected[peer] += 1
-        if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
-            self.lose(peer, error)
-
-    def note_blameless(self, reason: str) -> None:
-        """Count a round that failed although everybody was there: a message was damaged, perhaps.
-
-        Raises StepError if that happens too often.
-        """
-        self._num_blameless += 1
-        if self._num_blameless > _MAX_BLAMELESS:
-            raise StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
-
-    def look_again(self, peers: Iterable[PeerId]) -> None:
-        """Count servers as there again: they may have come back."""
-        for peer in peers:
-            self.gone.pop(peer, None)
+_MAX_DISCARDS: Final = 4  # of one server's sums in one step
 
 
 _MAX_REPLAYS: Final = 16
@@ -193,6 +142,7 @@ class ReconciledStep:
     named: Mapping[PeerId, list[NamedReceipts]]  # what each server holds of it, for each of its stages
     # For each stage, of the weights that its replicas agree on. None: it has one replica, and nobody joined.
     version_hashes: Sequence[int | None]
+    challenge: int  # under which these are taken; 0: under none, so they prove nothing
 
 
 class SumReconciliation:
@@ -221,6 +171,8 @@ class SumReconciliation:
         self._rounds = itertools.count(context.proposer.first_round)
         self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
+        self._discards: Counter[PeerId] = Counter()
+        self._trained = trained_names(selection) if selection is not None else ()
         self.step_servers = StepServers(context, servers, step.step)
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
@@ -236,7 +188,8 @@ class SumReconciliation:
         """
         while True:
             round_, began_s = next(self._rounds), now_s()
-            ledgers = await self._freeze(round_)
+            challenge = secrets.randbits(CHALLENGE_BITS) if self._joining() else 0
+            ledgers = await self._freeze(round_, challenge)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
@@ -244,15 +197,21 @@ class SumReconciliation:
             self._pause_s = _FIRST_PAUSE_S
             if replicas_differ(ledgers):
                 # Ask again, to say in which tensors. For a server that does not answer now its first ledger stands.
-                named = await self._freeze(next(self._rounds), each_tensor=True)
+                named = await self._freeze(next(self._rounds), challenge, each_tensor=True)
                 ledgers = [{**stage, **again} for stage, again in zip(ledgers, named, strict=True)]
+                wrong = {peer: error for stage in ledgers for peer, error in outvoted(stage).items()}
+                for peer, error in wrong.items():
+                    self.step_servers.lose(peer, error)
+                if wrong:
+                    continue
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
             plan = self._plan(ledgers)
             if plan.done:
                 self.loads = reported_loads(ledgers)
                 touched = [touched_parameters(stage.values()) for stage in ledgers]
-                return ReconciledStep(self._closing(round_), began_s, touched, named_receipts(ledgers), hashes)
+                named_held, closing = named_receipts(ledgers), self._closing(round_)
+                return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
@@ -269,6 +228,7 @@ class SumReconciliation:
         struck: list[int] | None = None,
         expected: Closing | None = None,
         each_tensor: bool = False,
+        challenge: int = 0,
     ) -> FreezeRequest:
         return FreezeRequest(
             generation=self._generation,
@@ -276,23 +236,25 @@ class SumReconciliation:
             round=round_,
             named=named,
             struck=struck,
-            joining=self._joining(),
+            challenge=challenge,
             expected=expected,
             each_tensor=each_tensor,
         )
 
-    async def _freeze(self, round_: int, *, each_tensor: bool = False) -> Ledgers:
+    async def _freeze(self, round_: int, challenge: int, *, each_tensor: bool = False) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
         # If nothing is amiss, servers need not wait for the closing to average. A late step waits for an idle link.
         expected = None if self._late or each_tensor else self._closing(round_)
-        request = self._request(round_, expected=expected, each_tensor=each_tensor)
+        request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
         found: Ledgers = [{} for _ in self._run.rosters]
         for index, roster in enumerate(there.rosters):
             for member in roster:
                 try:
-                    found[index][member] = read_ledger(replies[member.peer_id], member, index)
+                    ledger = read_ledger(replies[member.peer_id], member, index)
+                    from_bitmap(ledger.report.touched, len(self._run.ties.trainable(index, self._trained)))
+                    found[index][member] = ledger
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
@@ -356,6 +318,10 @@ class SumReconciliation:
         """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
         for index, peers in enumerate(plan.discards):
             for peer in peers:
+                self._discards[peer] += 1
+                if self._discards[peer] > _MAX_DISCARDS:
+                    self.step_servers.lose(peer, StepError(f"{peer} has begun its sums anew in vain too often"))
+                    return set()
                 self._events.note("discard", peer=peer, stage=index, step=self._step.step)
         concerned = {peer for peers in plan.discards for peer in peers}
         concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}

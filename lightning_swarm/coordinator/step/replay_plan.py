@@ -86,6 +86,24 @@ def replicas_differ(ledgers: Ledgers) -> bool:
     return any(len({ledger.report.version_hash for ledger in stage.values()}) > 1 for stage in ledgers)
 
 
+def outvoted(stage: Mapping[Member, ServerLedger]) -> dict[PeerId, StepError]:
+    """Find the servers whose weights are not those that most replicas of their stage have. Pure; none if all differ."""
+    hashes = Counter(ledger.report.version_hash for ledger in stage.values())
+    most, number = hashes.most_common(1)[0]
+    if 2 * number <= len(stage):
+        return {}
+    differing = [ledger for ledger in stage.values() if ledger.report.version_hash in (most, None)]
+    return {
+        member.peer_id: StepError(
+            f"the weights, buffers and optimizer state of {member.peer_id} are not those of {number} of {len(stage)} "
+            f"replicas{_in_what([ledger, *differing[:1]])}. Have the servers of a stage on machines of one kind, with "
+            "one build of torch, and their blocks change nothing but their output."
+        )
+        for member, ledger in stage.items()
+        if ledger.report.version_hash != most
+    }
+
+
 def check_tied(ledgers: Ledgers, *, step: int) -> None:
     """Raise StepError if stages hold different weights of what they share."""
     hashes: dict[str, set[int]] = {}

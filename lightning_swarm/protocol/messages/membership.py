@@ -8,7 +8,7 @@ import msgspec
 
 from lightning_swarm.protocol.messages.run import NO_CHANGE, RunView, SeatedMembers, StepChange
 from lightning_swarm.protocol.messages.state import Snapshot
-from lightning_swarm.protocol.messages.step import Closing, Record
+from lightning_swarm.protocol.messages.step import Challenge, Closing, Record
 from lightning_swarm.protocol.messages.wire import Addresses, Count, Seconds, ShortText, WireMessage
 
 
@@ -94,13 +94,14 @@ class ListenRequest(WireMessage, frozen=True):
 
     closing: Closing
     change: StepChange  # as in `Record`
+    challenge: Challenge  # as in `FreezeRequest`
 
 
 class ListenReply(WireMessage, frozen=True):
-    """A candidate tells the coordinator that it holds the mean gradient of the round."""
+    """A candidate tells the coordinator that it holds the mean gradient of the round, and proves to hold the stage."""
 
     boot_id: int
-    version_hash: int  # of weights and optimizer state before the step
+    version_hash: int  # of weights and optimizer state before the step, under the challenge
 
 
 class DrainRequest(WireMessage, frozen=True):

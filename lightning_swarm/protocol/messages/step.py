@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -33,6 +33,10 @@ Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 """Batches by their first positions."""
 
 
+CHALLENGE_BITS: Final = 62
+Challenge = Annotated[int, msgspec.Meta(ge=0, lt=1 << CHALLENGE_BITS)]
+
+
 class FreezeRequest(WireMessage, frozen=True):
     """The coordinator asks a server to add no more gradients to a step's sums, and to tell what they hold.
 
@@ -45,7 +49,8 @@ class FreezeRequest(WireMessage, frozen=True):
     round: Count = 0  # rises with each request of a step, so that a late one is refused
     named: list[NamedReceipts] | None = None  # for each stage of this server
     struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
-    joining: bool = False  # a server may join with the record: also send hashes of stages with a single replica
+    # Not 0: a server may join with the record. All hashes of weights are taken under this number, which nobody knew.
+    challenge: Challenge = 0
     expected: Closing | None = None  # what the sums should be: the server begins to average them at once
     each_tensor: bool = False  # replicas differ: also send a hash of each tensor, to say in which
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from torch import Tensor
 
+from lightning_swarm.coordinator.membership.servers import JoinBackoff
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId
@@ -29,6 +30,8 @@ _MAX_PIECES: Final = 4  # under way to one peer
 _MAX_PIECE_BYTES: Final = 4 << 20
 _MIN_PIECE_BYTES: Final = 64 << 10
 _IDLE_S: Final = 60.0  # after so long without a request a download is given up
+_MIN_BYTES_PER_S: Final = 64 << 10  # of a download, on the average; others wait for its place
+_MAX_RECORDS: Final = 16  # that a joiner may follow before it is let in, beside those that it has missed
 _HOLD_S: Final = 20.0
 _CATCH_UP: Final = 4.0  # a joiner catches up at least so many times as fast as records come
 _CONNECT_TIMEOUT_S: Final = 8.0  # the coordinator asks for a little longer
@@ -60,6 +63,7 @@ class _CatchingUp:
     stage_index: int
     version: int
     last_heard_s: float
+    due: int | None = None  # the version at which it gives its place to others; None: it is downloading
     entered: bool = False  # by the last record, which it may still ask for
 
 
@@ -67,7 +71,9 @@ class _CatchingUp:
 class _OutgoingCopy:
     """A download that a joiner has under way here."""
 
+    began_s: float
     last_heard_s: float
+    num_bytes: int = 0  # that were sent
     copy: StageCopy | None = None  # None: it is being made
     num_pieces: int = 0  # under way
 
@@ -96,6 +102,7 @@ class Donor:
         self._state = _DonorGeneration()
         self._met: dict[PeerId, Candidate] = {}
         self._queued: set[PeerId] = set()  # peers that wait for a place
+        self._backoff = JoinBackoff()  # of peers that began downloads, and were let in after none
         self._freed = asyncio.Event()  # perhaps a place is free; each time another event
         self._throttle = Throttle(limits.max_upload)
         self._applied_s = 0.0  # when the newest record was applied
@@ -113,13 +120,14 @@ class Donor:
         for newcomer in record.newcomers:
             peer = newcomer.member.peer_id
             self._met.pop(peer, None)
+            self._backoff.clear(peer)
             self._end_download(peer)  # it may have got another copy's pieces, and not say so
             if peer in state.followers:
                 state.followers[peer].entered = True
         if state.followers:
             state.kept[record.step] = (record, gradients, written, self._membership.run.seats_before)
+        self._give_up_stalled()
         self._drop_unneeded()
-        self._give_up_idle()
         self._notify()
 
     def enter_generation(self) -> None:
@@ -154,13 +162,15 @@ class Donor:
             raise Busy(f"stage {stage.index} has no weights here yet")
         if request.version not in (None, stage.version):
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
+        self._check_backoff(caller)
         state = self._state
         await self._get_place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
         if state is not self._state:
             raise TicketGone(f"stage {stage.index} began anew here meanwhile; the joiner has to begin again, too")
         at_s, generation = now_s(), self._membership.run.manifest.generation
-        download = state.downloads[caller] = _OutgoingCopy(at_s)
+        download = state.downloads[caller] = _OutgoingCopy(at_s, at_s)
         if request.version is None:
+            self._backoff.add(caller, now_s=at_s)
             # Before the copy is made: of what is applied after it nothing may be missed.
             state.followers[caller] = _CatchingUp(stage.index, self._steps.version, at_s)
         try:
@@ -194,6 +204,7 @@ class Donor:
         # A fraction of a second's worth, so that nothing waits for long behind it.
         stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload // 10)))
         download.num_pieces += 1
+        download.num_bytes += stop - start
         try:
             await self._throttle.acquire(stop - start)
         finally:
@@ -211,6 +222,9 @@ class Donor:
         if follower is None or follower.stage_index != stage.index:
             raise TicketGone("no records are kept here for this peer (any more); it has to begin again")
         follower.version, follower.last_heard_s = request.version, now_s()
+        if follower.due is None:
+            missed = max(0, self._steps.version - request.version)
+            follower.due = self._steps.version + missed + _MAX_RECORDS
         self._end_download(caller)
         self._drop_unneeded()
         await self._steps.passed(request.version, written=request.written, within_s=min(request.hold_s, _HOLD_S))
@@ -258,18 +272,31 @@ class Donor:
 
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
         """Count the peers that download, and those that follow the records: each is sent a gradient with every step."""
-        self._give_up_idle()
+        self._give_up_stalled()
         busy, oldest_s = set(self._state.downloads), now_s() - _IDLE_S
         for peer, follower in self._state.followers.items():
             if not helps and peer != caller and not follower.entered and follower.last_heard_s >= oldest_s:
                 busy.add(peer)
         return len(busy)
 
-    def _give_up_idle(self) -> None:
-        oldest_s = now_s() - _IDLE_S
-        for peer, download in list(self._state.downloads.items()):
-            if download.copy is not None and not download.num_pieces and download.last_heard_s < oldest_s:
+    def _check_backoff(self, caller: PeerId) -> None:
+        count, wait_s = self._backoff.missed(caller, now_s=now_s())
+        if wait_s > 0:
+            raise Busy(f"{caller} began {count} downloads here and was let in after none; it may in {wait_s:.0f} s")
+
+    def _give_up_stalled(self) -> None:
+        """Take their places from joiners that do not go on."""
+        at_s, state = now_s(), self._state
+        bytes_per_s = min(_MIN_BYTES_PER_S, self._limits.max_upload / (2 * _MAX_JOINING))
+        for peer, download in list(state.downloads.items()):
+            if download.copy is None:
+                continue
+            is_slow = at_s > download.began_s + _IDLE_S + download.num_bytes / bytes_per_s
+            if is_slow or (not download.num_pieces and at_s > download.last_heard_s + _IDLE_S):
                 self._end_download(peer)
+        for peer, follower in list(state.followers.items()):
+            if follower.due is not None and self._steps.version > follower.due and not follower.entered:
+                del state.followers[peer]
 
     def _end_download(self, peer: PeerId) -> None:
         """End a download; its copy is dropped with the last peer that wants it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
@@ -254,7 +255,7 @@ class Joiner:
                 await self._steps.wait_for_written(closing.step, request.change.number)  # they come from its donor
             await self._steps.follow_change(closing.step, request.change, {})
             mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
-        version_hash = await self._compute(stage.fingerprint)
+        version_hash = await self._compute(partial(stage.fingerprint, request.challenge))
         self._steps.sums.check(caller, closing.generation, closing.step)
         if not held:
             self._steps.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})

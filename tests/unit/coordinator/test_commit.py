@@ -488,17 +488,18 @@ def test_weights_are_hashed_where_somebody_may_compare_them(make_swarm: MakeSwar
     swarm = make_swarm("a c", "b")
     coordinator = swarm.servers[A]._transport
 
-    def hash_of(peer: PeerId, *, joining: bool = False) -> int | None:
-        request = FreezeRequest(generation=0, step=0, joining=joining)
+    def hash_of(peer: PeerId, *, challenge: int = 0) -> int | None:
+        request = FreezeRequest(generation=0, step=0, challenge=challenge)
         answer = swarm.run(coordinator.call(peer, FREEZE, encode(request), timeout=1.0))
         return decode(answer, FreezeReply).ledgers[0].version_hash
 
-    def fingerprint_of(peer: PeerId, stage: int) -> int:
-        return swarm.servers[peer].steps.stage(stage).fingerprint()
+    def fingerprint_of(peer: PeerId, stage: int, challenge: int = 0) -> int:
+        return swarm.servers[peer].steps.stage(stage).fingerprint(challenge)
 
     assert hash_of(A) == hash_of(C) == fingerprint_of(A, 0)
     assert hash_of(B) is None
-    assert hash_of(B, joining=True) == fingerprint_of(B, 1)
+    assert hash_of(B, challenge=7) == fingerprint_of(B, 1, 7) != fingerprint_of(B, 1)
+    assert hash_of(A, challenge=8) == fingerprint_of(C, 0, 8) != fingerprint_of(C, 0, 7)
 
 
 # ---------------------------------------------------------------------- what comes late

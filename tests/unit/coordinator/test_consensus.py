@@ -72,7 +72,8 @@ class Election:
         self.transports: list[Transport] = []
         for voter, member in zip(self.voters, self.members, strict=True):
             self.transports.append(self.network.transport(member.peer_id))
-            serve(voter, self.transports[-1], lambda peer: peer in (COORDINATOR, RIVAL, LATE), self.may_succeed)
+            may_propose = (COORDINATOR, RIVAL, LATE).__contains__
+            serve(voter, self.transports[-1], may_propose, self.may_succeed, lambda _: None)
         self.run = RunState(
             Manifest(
                 protocol_version=PROTOCOL_VERSION,
@@ -96,7 +97,15 @@ class Election:
 
     def proposes(self, name: PeerId, term: Term, run: RunState | None = None) -> Proposer:
         transport = self.network.transport(name)
-        return Proposer(transport, run or self.run, term, timeout=1.0, patience_s=10.0, events=self.events)
+        return Proposer(
+            transport,
+            run or self.run,
+            term,
+            timeout=1.0,
+            patience_s=10.0,
+            events=self.events,
+            check_record=lambda _: None,
+        )
 
     async def may_succeed(self, candidate: PeerId) -> bool:
         return not self.coordinated

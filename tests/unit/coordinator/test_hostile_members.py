@@ -12,7 +12,7 @@ from lightning_swarm.coordinator.consensus import MAX_STEP
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, Term, WatchReply
-from lightning_swarm.protocol.messages.step import Prepare, Promise, Proposal, Vote
+from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vacancy, Vote
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import FREEZE, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
 from lightning_swarm.testing import FaultPlan
@@ -56,6 +56,13 @@ class Coup(Trial):
 
     def lie(self, method: str, kind: type[Any], **changes: Any) -> None:
         self.answer(method, lambda body: encode(replaced(decode(body, kind), **changes)))
+
+    def claim(self, **changes: Any) -> None:
+        """Have it say that it accepted a record of the open step, under the term of somebody who is gone."""
+        newest = self.records[-1]
+        closing = replaced(newest.closing, **{"step": len(self.records), **changes})
+        record = replaced(newest, closing=closing, next_voters=None)
+        self.lie(PREPARE, Promise, accepted=Accepted(term=(1, "z", 0), record=record))
 
     def talk_nonsense(self, *methods: str) -> None:
         for method in methods:
@@ -143,6 +150,8 @@ LIES: dict[str, Callable[[Coup], None]] = {
         PREPARE, Promise, promised=False, term=(HIGHEST, "d", 103)
     ),
     "that the step was decided": lambda coup: coup.lie(PREPARE, Promise, promised=False, behind=True),
+    "that it accepted what nobody averaged": lambda coup: coup.claim(round=7),
+    "that it accepted a record of another step": lambda coup: coup.claim(step=9),
     "a vote for another": lambda coup: coup.lie(PROPOSE, Vote, accepted=False, term=(HIGHEST, "d", 103)),
     "no message": lambda coup: coup.talk_nonsense(WATCH, PREPARE, PROPOSE),
 }
@@ -174,4 +183,46 @@ def test_a_server_that_says_it_follows_another_is_left_out(make_swarm: MakeSwarm
     assert coup.count("takeover") == 0
     assert coup.members() == [[A, B, E], [D, B, E]]
     assert coup.coordinators == [A]
+    coup.check()
+
+
+def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: MakeSwarm) -> None:
+    """Whatever its coordinator makes of it: each of these is refused before the honest one is accepted."""
+    coup = Coup(make_swarm)
+    swarm, num_refused = coup.swarm, 0
+    calls = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
+    vote = calls[PROPOSE]
+
+    def forged(record: Record) -> list[Record]:
+        closing, stranger = record.closing, swarm.members[D]
+        return [
+            replaced(record, clip_factor=0.5),
+            replaced(record, outcome="skip"),
+            replaced(record, squared_norm=-1.0),
+            replaced(record, squared_norm=float("inf")),
+            replaced(record, hyperparameters=[*record.hyperparameters, {"lr": 1.0}]),
+            replaced(record, left=[Vacancy(member=stranger, stage_index=0)]),
+            replaced(record, left=[Vacancy(member=one, stage_index=1) for one in swarm.rosters_now[1]]),
+            replaced(record, next_voters=[swarm.members[LIAR]]),
+            replaced(record, next_voters=[swarm.members[LIAR]] * 5),
+            replaced(record, retired=[swarm.manifest.lead]),
+            replaced(record, enlisted=[PeerId("stranger")]),
+            replaced(record, closing=replaced(closing, absent=[LIAR])),
+            replaced(record, closing=replaced(closing, total_weight=closing.total_weight * 10)),
+        ]
+
+    async def tempted(caller: PeerId, body: bytes) -> bytes:
+        nonlocal num_refused
+        proposal = decode(body, Proposal)
+        for record in forged(proposal.record):
+            with pytest.raises(ProtocolError):
+                await vote(caller, encode(replaced(proposal, record=record)))
+            num_refused += 1
+        answer: bytes = await vote(caller, body)
+        assert decode(answer, Vote).accepted
+        return answer
+
+    calls[PROPOSE] = tempted
+    coup.train(1)
+    assert num_refused == 13
     coup.check()

@@ -38,6 +38,7 @@ def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns:
     """The older coordinator's answer is there, and so many turns of the loop later the newer one asks."""
     swarm = Swarm("a b", trainers="trainer")
     steps, call = swarm.steps, swarm.trainer.call
+    swarm.servers[A].voter.follow((2, "b", 101))  # it has promised
     reports: list[ReportReply] = []
     reporting: list[asyncio.Task[None]] = []
 

@@ -1,0 +1,88 @@
+"""What a voter can tell to be wrong in a record, whatever its coordinator says. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+from lightning_swarm.coordinator.membership.rosters import electorate, number_of_voters
+from lightning_swarm.coordinator.step.open_step import clip_factor
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.protocol.messages.run import MAX_TRAINERS, check_change
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.run_state import RunState
+
+
+def check_record(run: RunState, record: Record) -> None:
+    """Refuse a record of the open step that cannot follow from the run, as it is known here."""
+    run.check_generation(record.closing.generation)
+    if record.step != run.version:
+        raise ProtocolError(f"step {run.version} is decided next here, got a record of step {record.step}")
+    check_change(record.change, run.manifest.stages)
+    _check_arithmetic(run, record)
+    _check_servers(run, record)
+    _check_voters(run, record)
+    _check_trainers(run, record)
+
+
+def _refuse(record: Record, rule: str, value: object) -> NoReturn:
+    raise ProtocolError(f"{rule}; record {record.step} has {value}")
+
+
+def _check_arithmetic(run: RunState, record: Record) -> None:
+    """How the step is taken follows from the gradient's norm and the manifest."""
+    outcome = "apply" if math.isfinite(record.squared_norm) else "skip"
+    if record.outcome != outcome or record.squared_norm < 0.0:
+        _refuse(record, "a step is skipped if its gradient is not finite, and else applied", record.outcome)
+    factor = clip_factor(record.squared_norm, run.manifest.gradient_clip_norm)
+    if record.clip_factor != factor and not math.isnan(factor):
+        _refuse(record, f"the factor of clipping follows from the norm: {factor}", record.clip_factor)
+    selection = record.change.selection or run.selection
+    groups = len(record.hyperparameters)
+    if outcome == "apply" and selection is not None and groups != selection.num_groups:
+        _refuse(record, f"there are {selection.num_groups} parameter groups", f"{groups} sets of hyperparameters")
+
+
+def _check_servers(run: RunState, record: Record) -> None:
+    """Only members leave, and who took no part in the step leaves, unless the record comes late."""
+    run.check(record)
+    for vacancy in record.left:
+        if vacancy.member not in run.rosters[vacancy.stage_index]:
+            _refuse(record, "only who holds a stage leaves it", vacancy)
+    gone = {vacancy.member.peer_id for vacancy in record.left}
+    if moving := [one for one in record.departures if one.member.peer_id not in gone]:
+        _refuse(record, "who moves leaves its stage", moving[:1])
+    staying = {member.peer_id for roster in run.members_after(record).rosters for member in roster}
+    absent = {*record.closing.absent} & staying - {one.member.peer_id for one in record.newcomers}
+    if absent and not run.manifest.settings.delay_optimizer_step:
+        _refuse(record, "who takes no part in a step leaves with its record", sorted(absent)[:1])
+
+
+def _check_voters(run: RunState, record: Record) -> None:
+    """Voters are members, an odd number, and go on voting as long as they are there."""
+    if record.next_voters is None:
+        return
+    on_trainers = [stage.on_trainers for stage in run.manifest.stages]
+    members = set(electorate(run.members_after(record).rosters, on_trainers))
+    number = number_of_voters(len(members))
+    kept = [voter for voter in run.voters if voter in members][:number]
+    voters = record.next_voters
+    if (
+        len(voters) != number
+        or len(set(voters)) != number
+        or not members.issuperset(voters)
+        or voters[: len(kept)] != kept
+    ):
+        _refuse(record, f"{number} members vote, and these go on to: {[voter.peer_id for voter in kept]}", voters)
+
+
+def _check_trainers(run: RunState, record: Record) -> None:
+    """Trainers come and go where the run takes any, and the lead stays."""
+    manifest, trainers = run.manifest, set(run.trainers)
+    enlisted, retired = set(record.enlisted), set(record.retired)
+    if (enlisted or retired) and not manifest.open_to_trainers:
+        _refuse(record, "the run takes no trainers beside those that it began with", sorted(enlisted | retired)[:1])
+    if enlisted & trainers or not retired <= trainers - {manifest.lead}:
+        _refuse(record, "who trains retires, and who does not enlists, but for the lead", (enlisted, retired))
+    if len(trainers | enlisted) - len(retired) > MAX_TRAINERS:
+        _refuse(record, f"at most {MAX_TRAINERS} train", len(trainers | enlisted))

@@ -1,0 +1,75 @@
+"""The servers that take part in one step, and those that do no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.core.errors import DeadlineExceeded, StepError, SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import Member
+
+_MAX_BLAMELESS: Final = 3
+
+
+class StepServers:
+    """The servers that take part in one step, and those that do no more.
+
+    A server that does not know what the step trains takes no part in it.
+    """
+
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
+        self._run, self._events = context.run, context.events
+        self._own = servers.own
+        self._step = step
+        self._num_blameless = 0
+        self._suspected: Counter[PeerId] = Counter()
+        self.gone: dict[PeerId, SwarmError] = {}  # those that take no part any more, and why
+        for peer, error in servers.unsettled.items():
+            self.lose(peer, error)
+
+    @property
+    def rosters(self) -> list[list[Member]]:
+        """The members of each stage that are there."""
+        return self._run.present(self.gone)
+
+    @property
+    def peers(self) -> list[PeerId]:
+        """All servers that are there."""
+        return sorted({member.peer_id for roster in self.rosters for member in roster})
+
+    def lose(self, peer: PeerId, error: SwarmError) -> None:
+        """Go on without a server; raise the error if it is the coordinator's own."""
+        if peer == self._own:
+            raise error
+        if peer not in self.gone:
+            self._events.note("gone", peer=peer, step=self._step, reason=str(error))
+        self.gone[peer] = error
+
+    def suspect(self, peer: PeerId, error: SwarmError) -> None:
+        """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""
+        self._suspected[peer] += 1
+        if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
+            self.lose(peer, error)
+
+    def note_blameless(self, reason: str, complaining: Collection[PeerId]) -> None:
+        """Count a round that failed although everybody was there: a message was damaged, perhaps.
+
+        If that happens too often, go on without those who say so; raises StepError if all do.
+        """
+        self._num_blameless += 1
+        if self._num_blameless <= _MAX_BLAMELESS:
+            return
+        error = StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
+        if set(complaining) >= set(self.peers):
+            raise error
+        for peer in complaining:
+            self.lose(peer, error)
+
+    def look_again(self, peers: Iterable[PeerId]) -> None:
+        """Count servers as there again: they may have come back."""
+        for peer in peers:
+            self.gone.pop(peer, None)

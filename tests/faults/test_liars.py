@@ -1,0 +1,135 @@
+"""A server that answers what no server does is left out, or done without; the weights are those of a run without it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.core.errors import ConfigError, ProtocolError, Replaced, RunOver, StepError, SwarmError
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.messages.step import AverageReply, FreezeReply
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, FORWARD, FREEZE
+from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD
+from lightning_swarm.testing import FaultPlan
+from tests.faults.harness import FaultySwarm
+from tests.faults.plans import STAGES, TRAINERS, VOTERS
+
+LIAR = PeerId("b")
+FIRST_LIE = 1  # step
+Answer = Callable[[PeerId, Any], Awaitable[Any]]
+
+
+class LyingSwarm(FaultySwarm):
+    """One server lies from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__(*STAGES, plan=FaultPlan(), voters=VOTERS, trainers=TRAINERS)
+        self.num_lies = 0
+        self.transport: Any = self.servers[LIAR]._transport
+
+    def lies(self, method: str, lie: Callable[[Any], Any]) -> None:
+        calls, streams = self.transport._call_handlers, self.transport._stream_handlers
+        if method in calls:
+            calls[method] = self._lying(calls[method], lie)
+        if method in streams:
+            handler, max_bytes = streams[method]
+            streams[method] = self._lying(handler, lie), max_bytes
+
+    def _lying(self, honest: Answer, lie: Callable[[Any], Any]) -> Answer:
+        async def answer(caller: PeerId, request: Any) -> Any:
+            reply = await honest(caller, request)
+            if self.servers[LIAR].steps.version < FIRST_LIE:
+                return reply
+            self.num_lies += 1
+            return lie(reply)
+
+        return answer
+
+    def tell(self) -> None:
+        try:
+            self.train()
+            assert self.num_lies > 0
+            self.audit_samples()
+            self.audit_state()
+        finally:
+            self.close()
+
+
+def refuse(error: SwarmError) -> Callable[[Any], Any]:
+    def lie(reply: Any) -> Any:
+        raise error
+
+    return lie
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        (FORWARD, ProtocolError("no")),
+        (FORWARD, RunOver("all done")),
+        (BACKWARD, Replaced("by me")),
+        (BACKWARD, ConfigError("wrong")),
+    ],
+    ids=lambda one: one if isinstance(one, str) else type(one).__name__,
+)
+def test_an_error_of_one_server_ends_no_run(method: str, error: SwarmError) -> None:
+    swarm = LyingSwarm()
+    swarm.lies(method, refuse(error))
+    swarm.tell()
+
+
+def freezing(**changes: Any) -> Callable[[bytes], bytes]:
+    def lie(body: bytes) -> bytes:
+        reply = decode(body, FreezeReply)
+        return encode(replaced(reply, ledgers=[replaced(ledger, **changes) for ledger in reply.ledgers]))
+
+    return lie
+
+
+def averaging(change: Callable[[AverageReply], AverageReply]) -> Callable[[bytes], bytes]:
+    return lambda body: encode(change(decode(body, AverageReply)))
+
+
+def negative(reply: AverageReply) -> AverageReply:
+    return replaced(reply, parts=[replaced(part, squared_norm=-1.0) for part in reply.parts])
+
+
+LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "no message": (FREEZE, lambda _: b"\xc1"),
+    "an error": (FREEZE, refuse(StepError("lost"))),
+    "other weights": (FREEZE, freezing(version_hash=7)),
+    "flags of more parameters": (FREEZE, freezing(touched=b"\x01\x02\x03")),
+    "receipts of nothing, for ever": (FREEZE, freezing(held=[(1 << 20, 0, b"\x01")])),
+    "more receipts than a message may name": (FREEZE, freezing(held=[(1, 0, b"\xff" * 60_000)])),
+    "no mean": (AVERAGE, lambda _: b"\xc1"),
+    "an error in place of a mean": (AVERAGE, refuse(StepError("lost"))),
+    "a negative norm": (AVERAGE, averaging(negative)),
+    "a failure that nobody had": (AVERAGE, averaging(lambda _: AverageReply(parts=[], failure="I did not like it"))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.replace(" ", "-"))
+def test_what_one_server_says_of_a_step_is_its_own_fault(lie: str) -> None:
+    swarm = LyingSwarm()
+    swarm.lies(*LIES[lie])
+    try:
+        swarm.train()
+        assert swarm.num_lies > 0
+        swarm.audit_samples()
+        swarm.audit_state()
+        assert LIAR not in swarm.survivors()
+        assert swarm.count("gone") > 0
+    finally:
+        swarm.close()
+
+
+def test_what_a_server_computed_is_no_message() -> None:
+    """Its reader, a server of the next stage or the trainer, says so, and the microbatch goes another way."""
+    swarm = LyingSwarm()
+    for method in (FETCH_METHOD, WAIT_METHOD):
+        swarm.lies(method, lambda message: Message(b"\xc1", message.tensors))
+    swarm.tell()
