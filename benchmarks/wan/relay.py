@@ -88,7 +88,12 @@ class Relayed(MicrobatchRun):
     async def _send_forward(self, stage: int, hidden: serialization.Tree) -> None:
         structure, tensors = serialization.flatten((hidden, self.microbatch.extras[stage]))
         request = ForwardRequest(
-            key=self.microbatch.key, stage_index=stage, mode=self._mode(stage), source=None, structure=structure
+            key=self.microbatch.key,
+            stage_index=stage,
+            mode=self._mode(stage),
+            source=None,
+            result_key=self._calls.result_key(stage, "forward"),
+            structure=structure,
         )
         await self.context.send(self._calls.peer(stage), FORWARD, request, tensors)
 
@@ -101,6 +106,7 @@ class Relayed(MicrobatchRun):
             weight=self.microbatch.weight,
             accumulate=True,
             source=None,
+            result_key=self._calls.result_key(stage, "backward"),
             structure=structure,
         )
         await self.context.send(self._calls.peer(stage), BACKWARD, request, tensors)

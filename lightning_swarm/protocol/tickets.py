@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
+from lightning_swarm.core.errors import Busy, DeadlineExceeded, SwarmError, TicketGone
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
-from lightning_swarm.protocol.messages.calls import Ticket, TicketName
+from lightning_swarm.protocol.messages.calls import Ticket, TicketKey, TicketName
 from lightning_swarm.protocol.messages.wire import Count, Seconds, WireMessage, decode, encode
 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
 
 _HOLD_S = 10.0  # a long poll is answered "pending" after this, so that a dead consumer is not served for ever
-_MAX_UNPROMISED = 10_000
+_MAX_EARLY = 4096  # names that one peer asks for before they are promised; it can wait for no more calls than that
+_MAX_EARLY_IN_ALL = 32_768
 _REPLY_MARGIN_S = 5.0  # if an answer is later than this, the consumer asks again
+
+
+Readers = Callable[[PeerId, bytes | None], bool]
+"""``(caller, the key that it shows)``: whether it may read. It is asked each time."""
+
+
+def with_key(key: TicketKey) -> Readers:
+    """Let all peers read that show `key`."""
+    return lambda _, shown: shown is not None and hmac.compare_digest(shown, key)
 
 
 class WaitRequest(WireMessage, frozen=True):
@@ -25,6 +38,7 @@ class WaitRequest(WireMessage, frozen=True):
     name: TicketName
     hold_s: Seconds
     take_bytes: Count | None = None  # send the tensors along if they have no more bytes; None: do not send them
+    ticket_key: TicketKey | None = None
 
 
 class WaitReply(WireMessage, frozen=True):
@@ -39,11 +53,13 @@ class FetchRequest(WireMessage, frozen=True):
     """A consumer asks a producer for the named tensors, which exist."""
 
     name: TicketName
+    ticket_key: TicketKey | None = None
 
 
 @dataclass
 class _Entry:
-    promised: bool = False
+    readers: Readers | None = None  # None: it is not promised
+    asked_by: PeerId | None = None  # the first peer that asked before the promise, whose account it is on
     message: Message | None = None
     error: SwarmError | None = None
     report: bytes = b""
@@ -68,38 +84,41 @@ class TicketStore:
         self._transport = transport
         self._max_bytes = max_bytes
         self._entries: dict[str, _Entry] = {}
+        self._early = Counter[PeerId]()  # names that are not promised yet, by who asked first
+        self._num_early = 0  # of all peers
         transport.handle_stream(WAIT_METHOD, self._handle_wait, max_bytes=0)
         transport.handle_stream(FETCH_METHOD, self._handle_fetch, max_bytes=0)
 
     # ------------------------------------------------------------------ the producer's side
 
-    def promise(self, name: str) -> bool:
-        """Promise that `name` will exist. Return False if it was promised before and has not failed or gone."""
+    def promise(self, name: str, readers: Readers) -> bool:
+        """Promise that `name` will exist, for its `readers`. Return False if it is promised, and not failed or gone."""
         entry = self._entries.setdefault(name, _Entry())
         if entry.error is not None or entry.gone:  # the call was sent again, so neither is final
             entry = self._entries[name] = _Entry()
-        if entry.promised:
+        if entry.readers is not None:
             return False
-        entry.promised = True
+        self._discharge(entry)
+        entry.readers = readers
         return True
 
     def fulfil(self, name: str, message: Message, report: bytes = b"", *, once: bool = False) -> None:
         """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch."""
         entry = self._entries.get(name)
-        if entry is None or entry.done.is_set():  # a name that was dropped meanwhile stays dropped
+        if entry is None or entry.readers is None or entry.done.is_set():  # what was dropped meanwhile stays dropped
             return
-        entry.promised, entry.message, entry.report, entry.once = True, message, report, once
+        entry.message, entry.report, entry.once = message, report, once
         entry.done.set()
 
-    def offer(self, name: str, message: Message) -> None:
+    def offer(self, name: str, message: Message, readers: Readers) -> None:
         """Promise and fulfil at once."""
-        self.promise(name)
+        self.promise(name, readers)
         self.fulfil(name, message)
 
     def fail(self, name: str, error: SwarmError) -> None:
         """Break a promise: every consumer that waits gets the error."""
         entry = self._entries.get(name)
-        if entry is None or entry.done.is_set():
+        if entry is None or entry.readers is None or entry.done.is_set():
             return
         entry.error = error
         entry.done.set()
@@ -109,7 +128,7 @@ class TicketStore:
         entry = self._entries.get(name)
         if entry is None:
             return
-        entry.promised = False
+        entry.readers = None
         if entry.done.is_set() or entry.waiting == 0:
             del self._entries[name]
 
@@ -117,6 +136,7 @@ class TicketStore:
         """Forget all names that begin with `prefix`."""
         for name in [name for name in self._entries if name.startswith(prefix)]:
             entry = self._entries.pop(name)
+            self._discharge(entry)
             if not entry.done.is_set():
                 entry.error = TicketGone(f"{name} was released")
                 entry.done.set()
@@ -126,7 +146,7 @@ class TicketStore:
     async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
         """Wait until the tensors exist, or existed, and return the producer's report; raise what they failed with."""
         if ticket.peer_id == self._transport.peer_id:
-            return (await self._ready(ticket.name, timeout)).report
+            return (await self._own(ticket.name, timeout)).report
         return (await self._wait(ticket, None, timeout))[0].report
 
     async def _wait(self, ticket: Ticket, take_bytes: int | None, timeout: float) -> tuple[WaitReply, Message]:
@@ -134,13 +154,13 @@ class TicketStore:
         deadline = now_s() + timeout
         while (left_s := deadline - now_s()) > 0:
             hold_s = min(left_s, _HOLD_S)
-            request = Message(encode(WaitRequest(name=ticket.name, hold_s=hold_s, take_bytes=take_bytes)))
+            asked = WaitRequest(name=ticket.name, ticket_key=ticket.key, hold_s=hold_s, take_bytes=take_bytes)
             held_s = now_s() + hold_s
             try:
                 answer = await self._transport.stream(
                     ticket.peer_id,
                     WAIT_METHOD,
-                    request,
+                    Message(encode(asked)),
                     timeout=hold_s + _REPLY_MARGIN_S,
                     max_bytes=take_bytes or 0,
                 )
@@ -162,11 +182,11 @@ class TicketStore:
     async def fetch_reported(self, ticket: Ticket, *, timeout: float) -> tuple[Message, bytes]:
         """Fetch the tensors with the producer's report; see `fetch` and `wait`."""
         if ticket.peer_id == self._transport.peer_id:
-            entry = await self._ready(ticket.name, timeout)
+            entry = await self._own(ticket.name, timeout)
             return self._take(ticket.name, entry), entry.report
         reply, message = await self._wait(ticket, min(SMALL_BYTES, self._max_bytes), timeout)
         if reply.taken is None:
-            request = Message(encode(FetchRequest(name=ticket.name)))
+            request = Message(encode(FetchRequest(name=ticket.name, ticket_key=ticket.key)))
             message = await self._transport.stream(
                 ticket.peer_id, FETCH_METHOD, request, timeout=timeout, max_bytes=self._max_bytes
             )
@@ -177,7 +197,7 @@ class TicketStore:
     async def _handle_wait(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, WaitRequest)
         try:
-            entry = await self._done(request.name, min(request.hold_s, _HOLD_S))
+            entry = await self._done(request.name, min(request.hold_s, _HOLD_S), caller, request.ticket_key)
         except DeadlineExceeded:
             return Message(encode(WaitReply(ready=False)))
         if entry.error is not None:  # raised out here, for it may be a `DeadlineExceeded`, too
@@ -188,11 +208,12 @@ class TicketStore:
         return Message(encode(WaitReply(ready=True, report=entry.report, taken=taken.body)), taken.tensors)
 
     async def _handle_fetch(self, caller: PeerId, message: Message) -> Message:
-        name = decode(message.body, FetchRequest).name
-        entry = self._entries.get(name)
+        request = decode(message.body, FetchRequest)
+        entry = self._entries.get(request.name)
         if entry is None or not entry.done.is_set():
-            raise TicketGone(f"{name} is not there (wait for it first)")
-        return self._take(name, entry)
+            raise TicketGone(f"{request.name} is not there (wait for it first)")
+        self._check_reads(entry, request.name, caller, request.ticket_key)
+        return self._take(request.name, entry)
 
     def _take(self, name: str, entry: _Entry) -> Message:
         if entry.error is not None:
@@ -205,19 +226,19 @@ class TicketStore:
             entry.message, entry.gone = None, True
         return message
 
-    async def _ready(self, name: str, timeout: float) -> _Entry:
-        entry = await self._done(name, timeout)
+    async def _own(self, name: str, timeout: float) -> _Entry:
+        """Wait until this peer's own tensors exist, or raise what they failed with."""
+        entry = await self._done(name, timeout, self._transport.peer_id, None)
         if entry.error is not None:
             raise entry.error
         return entry
 
-    async def _done(self, name: str, timeout: float) -> _Entry:
-        """Wait until the tensors exist or have failed."""
+    async def _done(self, name: str, timeout: float, caller: PeerId, key: bytes | None) -> _Entry:
+        """Wait until the tensors exist or have failed; refuse all but their readers."""
         entry = self._entries.get(name)
         if entry is None:
-            if sum(not entry.promised for entry in self._entries.values()) >= _MAX_UNPROMISED:
-                raise ProtocolError(f"more than {_MAX_UNPROMISED} names that nobody promised are asked for")
-            entry = self._entries[name] = _Entry()
+            entry = self._entries[name] = self._asked_early(caller)
+        self._check_reads(entry, name, caller, key)
         entry.waiting += 1
         try:
             async with asyncio.timeout(timeout):
@@ -226,6 +247,32 @@ class TicketStore:
             raise DeadlineExceeded(f"{name} did not appear within {timeout:g} s") from None
         finally:
             entry.waiting -= 1
-            if not entry.promised and entry.waiting == 0 and self._entries.get(name) is entry:
-                del self._entries[name]
+            if entry.readers is None and entry.waiting == 0 and self._entries.get(name) is entry:
+                self._discharge(self._entries.pop(name))
+        self._check_reads(entry, name, caller, key)
         return entry
+
+    def _asked_early(self, caller: PeerId) -> _Entry:
+        """Make the entry of a name that nobody promised yet, on the account of the peer that asks for it."""
+        if self._early[caller] >= _MAX_EARLY or self._num_early >= _MAX_EARLY_IN_ALL:
+            raise Busy(
+                f"{self._early[caller]} names that are not promised yet are asked for by {caller}, of at most "
+                f"{_MAX_EARLY}, and {self._num_early} by all peers, of at most {_MAX_EARLY_IN_ALL}. Ask again later."
+            )
+        self._early[caller] += 1
+        self._num_early += 1
+        return _Entry(asked_by=caller)
+
+    def _discharge(self, entry: _Entry) -> None:
+        """Take a name that is promised, or forgotten, off the account of the peer that asked for it first."""
+        if entry.asked_by is not None:
+            self._num_early -= 1
+            self._early[entry.asked_by] -= 1
+            if not self._early[entry.asked_by]:
+                del self._early[entry.asked_by]
+            entry.asked_by = None
+
+    def _check_reads(self, entry: _Entry, name: str, caller: PeerId, key: bytes | None) -> None:
+        """Refuse a caller that may not read what is promised. Of what is not, the readers are not known yet."""
+        if entry.readers is not None and caller != self._transport.peer_id and not entry.readers(caller, key):
+            raise TicketGone(f"{name} is not for {caller}: it is held for others, or for those that show its key")

@@ -63,6 +63,7 @@ class AveragingRounds:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
         self._compute: Compute = context.compute
         self._sums = sums
+        self._membership = context.membership
         self._me = context.me
         self._timeout = context.limits.call_timeout  # for one exchange of a round
         self._held: _HeldRound | None = None
@@ -241,6 +242,7 @@ class AveragingRounds:
             prefix=round_name(closing, index),
             tickets=self._tickets,
             timeout=self._timeout,
+            shares_with=self._membership.knows_server,
         )
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:

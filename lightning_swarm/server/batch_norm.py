@@ -15,7 +15,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.server.averaging.all_reduce import Group, fetched, withhold
+from lightning_swarm.server.averaging.all_reduce import Group, fetched
 
 _TICKET: Final = "seen"
 _PATIENCE: Final = 2.0  # timeout in exchanges: other replicas may come to the round a little later
@@ -25,7 +25,7 @@ def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -
     """Offer what this peer saw of microbatches, a vector ``[length]`` for each."""
     keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
     values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
-    group.tickets.offer(f"{group.prefix}/{_TICKET}", to_message((keys, values)))
+    group.offer(_TICKET, to_message((keys, values)))
 
 
 async def collect_statistics(
@@ -44,7 +44,7 @@ async def collect_statistics(
 
 def refuse_statistics(group: Group, reason: str) -> None:
     """Give nothing in this round, unless it was given by now."""
-    withhold(group, [_TICKET], reason)
+    group.withhold([_TICKET], reason)
 
 
 async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Container
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -62,6 +62,7 @@ class RunMembership:
         self._former_lead: PeerId | None = None  # of the run that it was in before: it may end this peer, too
         self.trains_in: RunState | None = None  # the run that this peer joined as a trainer; its server may be out
         self.loaded: set[int] = set()  # stages that have their initial weights in this generation
+        self.introduced: Container[PeerId] = ()  # peers that join the run, as its coordinator said
 
     @property
     def run(self) -> RunState:
@@ -101,6 +102,10 @@ class RunMembership:
     def serves_with(self, peer: PeerId) -> bool:
         """Tell whether `peer` is a server of the run that this one is in."""
         return self.run_or_none is not None and peer in self.run_or_none.servers
+
+    def knows_server(self, peer: PeerId) -> bool:
+        """Tell whether `peer` is a server of the run, or joins it: the record that lets it in may be late here."""
+        return self.serves_with(peer) or peer in self.introduced
 
     # ------------------------------------------------------------------ in and out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -101,7 +102,7 @@ class ComputeHandlers:
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
             raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
-        self.under_way.start(name, lambda: self._forward(name, stage, request, given))
+        self.under_way.start(name, request.result_key, lambda: self._forward(name, stage, request, given))
         return Message()
 
     async def _forward(self, name: str, stage: Stage, request: ForwardRequest, given: _Inputs) -> None:
@@ -158,7 +159,8 @@ class ComputeHandlers:
         self._check_backward(request)
         gradients, again = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward")
-        self.under_way.start(name, lambda: self._backward(name, stage, request, gradients, again))
+        work = partial(self._backward, name, stage, request, gradients, again)
+        self.under_way.start(name, request.result_key, work)
         return Message()
 
     def _check_backward(self, request: BackwardRequest) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Final
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import ended
-from lightning_swarm.protocol.messages.calls import Direction
-from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.protocol.messages.calls import Direction, TicketKey
+from lightning_swarm.protocol.tickets import TicketStore, with_key
 
 _log = logging.getLogger(__name__)
 
@@ -27,9 +27,9 @@ class PendingWork:
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the names of their tickets
         self._begun = asyncio.Event()
 
-    def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start work that fulfils a ticket, unless it is under way, or its result is there."""
-        if self._tickets.promise(name):
+    def start(self, name: str, key: TicketKey, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start work that fulfils a ticket, to be read with `key`, unless it is under way, or its result is there."""
+        if self._tickets.promise(name, with_key(key)):
             task = self.tasks[name] = self._spawn(self._guarded(name, work))
             self._begun.set()
             task.add_done_callback(partial(self._ended, name))

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from lightning_swarm.network import Message
+from lightning_swarm.protocol.tickets import with_key
 from lightning_swarm.server.gradient_buffer import GradientSum
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import FaultySwarm
@@ -19,7 +20,7 @@ def audited(plan: FaultPlan, *, spoil: str = "") -> None:
         server = swarm.servers[swarm.manifest.coordinator]
         stage = server.steps.stage(0)
         if spoil == "ticket":
-            server._tickets.offer("left", Message())
+            server._tickets.offer("left", Message(), with_key(bytes(16)))
         elif spoil == "replica":
             next(iter(stage.parameters.values())).data.add_(1e-12)
         elif spoil == "buffer":

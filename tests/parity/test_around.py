@@ -329,6 +329,7 @@ class Looks(L.Callback):
             stage_index=index,
             mode=ComputeMode(training=False, grad=False),
             source=None,
+            result_key=bytes(16),
             structure=["tuple", ["tuple"], {}],
         )
         with pytest.raises(ProtocolError, match="what trainers compute themselves"):

@@ -58,6 +58,7 @@ T = TypeVar("T")
 
 LEAD = PeerId("trainer")
 WIDTH = 3
+RESULT_KEY = b"key of results  "
 HYPERPARAMETERS: list[dict[str, Any]] = [{"lr": 0.1}]
 PATIENCE = Patience(answer_s=30.0, successor_s=600.0)
 MODE = ComputeMode(training=True, grad=True, input_grad=True, default_dtype="float64")
@@ -84,6 +85,11 @@ def rows(seed: int, num_rows: int = 2) -> Tensor:
 def key(first: int = 0, index: int = 0, **changes: Any) -> CallKey:
     """A microbatch of step 0."""
     return CallKey(**{"generation": 0, "step": 0, "first": first, "index": index, "call": 0, **changes})
+
+
+def result_of(peer: PeerId, k: CallKey, stage: int, direction: Direction) -> Ticket:
+    """The ticket of a result that was asked for by hand, as below."""
+    return Ticket(peer_id=peer, name=k.name(stage, direction), key=RESULT_KEY)
 
 
 def closing(**changes: Any) -> Closing:
@@ -385,9 +391,11 @@ class Swarm:
     def forward_request(
         self, k: CallKey, stage: int, route: Sequence[PeerId], x: Tensor, mode: ComputeMode = MODE
     ) -> Message:
-        source = Ticket(peer_id=route[stage - 1], name=k.name(stage - 1, "forward")) if stage else None
+        source = result_of(route[stage - 1], k, stage - 1, "forward") if stage else None
         structure, tensors = serialization.flatten((None if stage else (x,), {}))
-        request = ForwardRequest(key=k, stage_index=stage, mode=mode, source=source, structure=structure)
+        request = ForwardRequest(
+            key=k, stage_index=stage, mode=mode, source=source, result_key=RESULT_KEY, structure=structure
+        )
         return Message(encode(request), tuple(tensors))
 
     def backward_request(
@@ -402,7 +410,8 @@ class Swarm:
             "mode": MODE,
             "weight": 1.0,
             "accumulate": True,
-            "source": None if last else Ticket(peer_id=route[stage + 1], name=k.name(stage + 1, "backward")),
+            "source": None if last else result_of(route[stage + 1], k, stage + 1, "backward"),
+            "result_key": RESULT_KEY,
             "structure": structure,
         }
         return Message(encode(BackwardRequest(**{**fields, **changes})), tuple(tensors))
@@ -419,8 +428,8 @@ class Swarm:
         route = route or self.route()
         for stage, peer in enumerate(route):
             await self.send(peer, FORWARD, self.forward_request(k, stage, route, x, mode))
-        ticket = Ticket(peer_id=route[-1], name=k.name(len(route) - 1, "forward"))
-        return (await self.tickets.fetch(ticket, timeout=30.0)).tensors[0]
+        output = result_of(route[-1], k, len(route) - 1, "forward")
+        return (await self.tickets.fetch(output, timeout=30.0)).tensors[0]
 
     async def backward(
         self, k: CallKey, gradient: Tensor, *, route: Sequence[PeerId] | None = None, **changes: Any
@@ -433,11 +442,11 @@ class Swarm:
 
     async def receipts(self, k: CallKey, route: Sequence[PeerId]) -> list[CallReport]:
         """The reports of backwards that were sent."""
-        names = [Ticket(peer_id=peer, name=k.name(stage, "backward")) for stage, peer in enumerate(route)]
+        names = [result_of(peer, k, stage, "backward") for stage, peer in enumerate(route)]
         return [decode(await self.tickets.wait(name, timeout=30.0), CallReport) for name in names]
 
     async def input_gradient(self, k: CallKey, peer: PeerId) -> Tensor | None:
-        message = await self.tickets.fetch(Ticket(peer_id=peer, name=k.name(0, "backward")), timeout=30.0)
+        message = await self.tickets.fetch(result_of(peer, k, 0, "backward"), timeout=30.0)
         (gradient,), _ = from_message(message)
         return gradient
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
 
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, St
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
+from lightning_swarm.protocol.messages.calls import TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import WireMessage, encode
@@ -31,6 +35,7 @@ _ACCEPT_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
 _DEFAULT_COPIES_BYTES = 4 << 30
+_KEY_BYTES = 16
 
 
 async def nothing() -> None:
@@ -72,6 +77,7 @@ class PipelineContext:
     # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     num_under_way: int = 0  # microbatches
+    _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # peers not reached the last time, and why
 
@@ -132,6 +138,11 @@ class PipelineContext:
                 peer,
                 error,
             )
+
+    def result_key(self, name: str) -> TicketKey:
+        """Return the key of a result, which this trainer tells its holder and its reader, and no other peer knows."""
+        # Derived, not drawn: a call that is sent again has the same key, and no holder hears of a new route.
+        return blake2b(name.encode(), key=self._secret, digest_size=_KEY_BYTES).digest()
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """Send a small call if there are no tensors, and a stream if there are."""

@@ -25,6 +25,7 @@ from lightning_swarm.protocol.messages.calls import (
     ForwardRequest,
     StageReport,
     Ticket,
+    TicketKey,
 )
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD
@@ -134,6 +135,7 @@ class StageCalls:
             stage_index=stage,
             mode=microbatch.modes[stage],
             source=self._ticket(stage - 1, "forward") if stage else None,
+            result_key=self.result_key(stage, "forward"),
             structure=structure,
             keep=stage >= self.gradient_end,
         )
@@ -161,6 +163,7 @@ class StageCalls:
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,
+            result_key=self.result_key(stage, "backward"),
             structure=structure,
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
@@ -205,7 +208,12 @@ class StageCalls:
             return from_message(message), decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
-        return Ticket(peer_id=self.peer(stage), name=self.microbatch.key.name(stage, direction))
+        name = self.microbatch.key.name(stage, direction)
+        return Ticket(peer_id=self.peer(stage), name=name, key=self.context.result_key(name))
+
+    def result_key(self, stage: int, direction: Direction) -> TicketKey:
+        """Return the key that the readers of a call's result show to its holder."""
+        return self.context.result_key(self.microbatch.key.name(stage, direction))
 
     @contextmanager
     def _blaming(self, stage: int) -> Iterator[None]:

@@ -18,6 +18,7 @@ PLACES: Final = 1 << 26  # most samples of a step; a batch granted again gets a 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
 Direction = Literal["forward", "backward"]
 TicketName = Annotated[str, msgspec.Meta(max_length=512)]
+TicketKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
 
 
 class Ticket(WireMessage, frozen=True):
@@ -25,6 +26,7 @@ class Ticket(WireMessage, frozen=True):
 
     peer_id: PeerId
     name: TicketName
+    key: TicketKey | None  # to show to the holder; None: the holder knows its readers by their ids
 
 
 class CallKey(WireMessage, frozen=True):
@@ -119,6 +121,7 @@ class ForwardRequest(WireMessage, frozen=True):
     stage_index: int
     mode: ComputeMode
     source: Ticket | None  # the input, at the previous stage's server; None: it comes with the message
+    result_key: TicketKey  # to be shown by the readers of the result
     structure: Any  # tree of (inputs or None, extras), whose tensors come with the message
     keep: bool = True  # keep what the backward needs; False: no backward will come, whatever the mode
 
@@ -132,6 +135,7 @@ class BackwardRequest(WireMessage, frozen=True):
     weight: Positive  # of the batch, from its grant
     accumulate: bool  # False: compute only the input's gradient
     source: Ticket | None  # the output's gradient, at the next stage's server; None: it comes with the message
+    result_key: TicketKey  # to be shown by the readers of the result
     # Tree of a pair, whose tensors come with the message. First: the gradient or None of each output leaf, or None if
     # they come from `source`. Second: (inputs or None, extras) as in `ForwardRequest`, or None if they are left out.
     structure: Any

@@ -23,7 +23,7 @@ from lightning_swarm.network.tensors import parse_spec, spec_of
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, from_message, to_message
 from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.serialization import Encoded
-from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.protocol.tickets import Readers, TicketStore
 
 # Elements whose squares torch adds up at once: so few that it does so in one thread, so in one order; and that its copy
 # of them in float64 is no memory that Linux has to clear first.
@@ -104,6 +104,22 @@ class Group:
     prefix: str  # names the round; unique to generation, step, round and stage
     tickets: TicketStore  # carry the parts
     timeout: float  # seconds for each exchange
+    shares_with: Callable[[PeerId], bool] = lambda _: False  # whether another peer may have what the group finds
+
+    def offer(self, name: str, message: Message, to: int | None = None) -> None:
+        """Give something in this round: to the peer at one place of the roster, or to all that may have it."""
+        self.tickets.offer(f"{self.prefix}/{name}", message, self._readers(to))
+
+    def withhold(self, names: Iterable[str], reason: str) -> None:
+        """Give nothing by these names, unless it was given by now."""
+        for name in names:
+            self.tickets.promise(f"{self.prefix}/{name}", self._readers(None))
+            self.tickets.fail(f"{self.prefix}/{name}", TicketGone(reason))
+
+    def _readers(self, to: int | None) -> Readers:
+        if to is not None:
+            return lambda caller, _: caller == self.roster[to]
+        return lambda caller, _: caller in self.roster or self.shares_with(caller)
 
     def bounds(self, length: int) -> list[slice]:
         """The bounds of a vector's parts; each peer reduces one."""
@@ -145,7 +161,7 @@ async def average(
         part, left_over = vector[bounds[i]], None
         if carried is not None and lost is not None:
             part, left_over = torch.add(part, carried[bounds[i]], alpha=total_weight), lost[bounds[i]]
-        await _send(group, f"part{i}", part, parts, left_over)
+        await _send(group, f"part{i}", part, parts, left_over, to=i)
     if lost is not None:
         lost /= total_weight
     pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
@@ -165,10 +181,12 @@ async def average(
     return GroupMean(mean, norm, lost)
 
 
-async def _send(group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None) -> Tensor:
-    """Send a part, and note its codec's loss in `lost`; returns the part as the other peers get it."""
+async def _send(
+    group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None, *, to: int | None = None
+) -> Tensor:
+    """Send a part `to` one place or to all; note its codec's loss in `lost`; return the part as other peers get it."""
     message = await parts.to_message(part)
-    group.tickets.offer(f"{group.prefix}/{name}", message)
+    group.offer(name, message, to)
     if parts.codec is None:
         return part
     received = await parts.from_message(message, like=part, length=len(part))
@@ -187,7 +205,7 @@ async def taken(
 async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
     """Fetch and `read` what another peer of the group has to give in a round; `AveragingFailed` if it does not come."""
     peer = group.roster[place]
-    ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
+    ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}", key=None)
     try:
         return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
     except SwarmError as error:
@@ -199,21 +217,14 @@ async def fetched(group: Group, place: int, name: str, read: Callable[[Message],
 
 def refuse(group: Group, place: int, reason: str) -> None:
     """Give nothing more in a round, so that no peer waits for this one, or takes it for gone; what it gave stays."""
-    withhold(group, [f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
-
-
-def withhold(group: Group, names: Iterable[str], reason: str) -> None:
-    """Give nothing by these names, unless it was given by now."""
-    for name in names:
-        group.tickets.promise(f"{group.prefix}/{name}")
-        group.tickets.fail(f"{group.prefix}/{name}", TicketGone(reason))
+    group.withhold([f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
 
 
 async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE) -> Tensor:
     """The mean of a round without this peer, as every member of the roster has it; `like` as their sums ``[n]``."""
 
     async def take(i: int, part: slice) -> Tensor:
-        ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}")
+        ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}", key=None)
         message = await group.tickets.fetch(ticket, timeout=group.timeout)
         return await parts.from_message(message, like=like, length=part.stop - part.start)
 

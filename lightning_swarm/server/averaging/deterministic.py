@@ -89,14 +89,14 @@ class DeterministicAverager(Averager):
         others = [i for i in range(len(group.roster)) if i != place]
         for i in others:
             coarse, fine = vector[:, bounds[i]]
-            group.tickets.offer(f"{group.prefix}/part{i}", to_message((coarse, fine, counts)))
+            group.offer(f"part{i}", to_message((coarse, fine, counts)), to=i)
         own = vector[:, bounds[place]]
         read = partial(_read, length=own.shape[1])
         found = await gather(fetched(group, i, f"part{place}", read) for i in others)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
         await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)
-        group.tickets.offer(f"{group.prefix}/reduced{place}", to_message(mean[bounds[place]]))
+        group.offer(f"reduced{place}", to_message(mean[bounds[place]]))
         reduced = await gather(
             taken(group, i, f"reduced{i}", like=mean, length=bounds[i].stop - bounds[i].start) for i in others
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.protocol.compression import to_message
 from lightning_swarm.protocol.messages.run import TiedTensors
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, add_up, squared_norm, taken, withhold
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, add_up, squared_norm, taken
 from lightning_swarm.server.averaging.averager import AveragingResult
 
 _SHARE: Final = "tied"
@@ -38,7 +38,7 @@ class TiedMeans:
         own = self._shares({index: result.mean for index, result in found.items()})
         for index, share in own.items():
             group = self.group(index)
-            group.tickets.offer(f"{group.prefix}/{_SHARE}", to_message(torch.cat(list(share.values()))))
+            group.offer(_SHARE, to_message(torch.cat(list(share.values()))))
         shares = await self._with_others(own, min(places.values()))
 
         def end() -> dict[int, AveragingResult]:
@@ -62,7 +62,7 @@ class TiedMeans:
     def refuse(self, indices: Collection[int], reason: str) -> None:
         """Give no share of these stages, unless it was given by now."""
         for index in indices:
-            withhold(self.group(index), [_SHARE], reason)
+            self.group(index).withhold([_SHARE], reason)
 
     def _shares(self, means: Mapping[int, Tensor]) -> Shares:
         places = {index: self.ties.places(index, self.trained) for index in means}

@@ -101,6 +101,7 @@ class Donor:
         self._limits = limits
         self._state = _DonorGeneration()
         self._met: dict[PeerId, Candidate] = {}
+        self._membership.introduced = self._met
         self._queued: set[PeerId] = set()  # peers that wait for a place
         self._backoff = JoinBackoff()  # of peers that began downloads, and were let in after none
         self._freed = asyncio.Event()  # perhaps a place is free; each time another event

@@ -10,11 +10,11 @@ from lightning_swarm.core.errors import PeerError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt, Ticket
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.step import Record, Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import BACKWARD, FORWARD, REPLAY
-from tests.unit.swarm import Swarm, key, rows
+from tests.unit.swarm import Swarm, key, result_of, rows
 
 
 class Replayer:
@@ -102,7 +102,7 @@ class Replayer:
         for stage in range(last):
             await swarm.send(route[stage], FORWARD, swarm.forward_request(k, stage, route, x))
         for stage in range(last, min(one.holders) - 1, -1):
-            source = Ticket(peer_id=route[stage - 1], name=k.name(stage - 1, "forward")) if stage else None
+            source = result_of(route[stage - 1], k, stage - 1, "forward") if stage else None
             request = swarm.backward_request(
                 k,
                 stage,
@@ -115,7 +115,7 @@ class Replayer:
             )
             await swarm.send(route[stage], BACKWARD, request)
         for stage, peer in one.holders.items():
-            await swarm.tickets.wait(Ticket(peer_id=peer, name=k.name(stage, "backward")), timeout=30.0)
+            await swarm.tickets.wait(result_of(peer, k, stage, "backward"), timeout=30.0)
 
 
 def batch_of(step: int, num_microbatches: int) -> list[Tensor]:

@@ -16,7 +16,6 @@ from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver, St
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
-from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import AverageRequest, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -24,7 +23,7 @@ from lightning_swarm.protocol.methods import APPLY, AVERAGE, BACKWARD, DONE, FRE
 from lightning_swarm.server.averaging.averager import AveragingResult
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, closing, key, plain_steps, rows
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, closing, key, plain_steps, result_of, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 OTHER = PeerId("other")
@@ -499,7 +498,7 @@ def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: Ma
     """A late copy of a microbatch that counts, but on another replica, would be in the mean twice."""
     swarm = make_swarm("a", "b c")
     refusals: list[Any] = []
-    source = Ticket(peer_id=A, name=key().name(0, "forward"))
+    source = result_of(A, key(), 0, "forward")
     for phase in (FREEZE, AVERAGE):
         handler = swarm.servers[C]._transport._call_handlers[phase]  # type: ignore[attr-defined]
 
@@ -508,7 +507,7 @@ def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: Ma
             request = swarm.backward_request(key(), 1, [A, C], rows(1), again=(None, {}), inputs=source)
             await swarm.send(C, BACKWARD, request)
             with pytest.raises(LeaseRevoked, match="its closing does not name"):
-                await swarm.tickets.wait(Ticket(peer_id=C, name=key().name(1, "backward")), timeout=1.0)
+                await swarm.tickets.wait(result_of(C, key(), 1, "backward"), timeout=1.0)
             refusals.append(caller)
             return answer
 

@@ -27,7 +27,6 @@ from lightning_swarm.protocol.messages.batches import (
     RegisterRequest,
     ReportReply,
 )
-from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.messages.step import Prepare, Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, GRANT, REGISTER, TAKE_METRICS
@@ -37,7 +36,7 @@ from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.replays import Replayer, batch_of
 from tests.unit.coordinator.step.test_data_order import plan
-from tests.unit.swarm import LEAD, Swarm, key, plain_steps, rows
+from tests.unit.swarm import LEAD, Swarm, key, plain_steps, result_of, rows
 
 A, B, C, D, E = map(PeerId, "abcde")
 OTHER = PeerId("other")
@@ -623,7 +622,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
         output = await swarm.forward(k, rows(5), route=route)
         await swarm.send(D, BACKWARD, swarm.backward_request(k, 1, route, output))
         with pytest.raises(LeaseRevoked, match="its closing does not name"):
-            await swarm.tickets.wait(Ticket(peer_id=D, name=k.name(1, "backward")), timeout=1.0)
+            await swarm.tickets.wait(result_of(D, k, 1, "backward"), timeout=1.0)
         swarm.network.mend(OTHER, B)
         await other.report_revoked(grant.lease)
         assert other.run.coordinator == B

@@ -145,9 +145,10 @@ from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchReq
 from lightning_swarm.server.state_transfer.snapshots import copied
 from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, closing, key, rows
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, RESULT_KEY, Swarm, closing, key, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+RESULT = key().name(1, "forward")
 COUNTED: list[Receipt] = [(0, 0, 0)]
 LOGGED = LoggedValue(
     name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
@@ -427,8 +428,12 @@ SAMPLES = [
     Sample(CALL, HELLO, lambda _: Message()),
     Sample(CALL, REPORT, lambda _: Message()),
     Sample(CALL, OTHERS, lambda _: Message()),
-    Sample(STREAM, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
-    Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
+    Sample(
+        STREAM,
+        WAIT_METHOD,
+        plain(lambda _: WaitRequest(name=RESULT, hold_s=1.0, ticket_key=RESULT_KEY)),
+    ),
+    Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=RESULT, ticket_key=RESULT_KEY))),
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
     Sample(STREAM, LOAD, weights, phase="admitted"),
     Sample(STREAM, LOAD, momenta),
@@ -632,6 +637,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "plans",
         "position",
         "scaling",
+        "ticket_key",
         *(name for name in RunSettings.__struct_fields__ if name != "target_batch_size"),
     }
     for path, value in paths(message):

@@ -24,7 +24,15 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol import tickets
 from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, TicketStore, WaitReply, WaitRequest
+from lightning_swarm.protocol.tickets import (
+    FETCH_METHOD,
+    WAIT_METHOD,
+    FetchRequest,
+    TicketStore,
+    WaitReply,
+    WaitRequest,
+    with_key,
+)
 
 T = TypeVar("T")
 
@@ -32,8 +40,12 @@ MESSAGE = Message(b"body", (torch.arange(3),))
 HOLDER = PeerId("holder")
 
 
+def anybody(_peer: PeerId, _key: bytes | None) -> bool:
+    return True
+
+
 def ticket(name: str) -> Ticket:
-    return Ticket(peer_id=HOLDER, name=name)
+    return Ticket(peer_id=HOLDER, name=name, key=None)
 
 
 class Pair:
@@ -80,7 +92,7 @@ def consumer(pair: Pair, request: pytest.FixtureRequest) -> TicketStore:
 def test_asking_before_the_promise_is_fine(pair: Pair, consumer: TicketStore) -> None:
     waiting = pair.start(consumer.wait(ticket("x"), timeout=100.0))
     fetching = pair.start(consumer.fetch(ticket("x"), timeout=100.0))
-    assert pair.holder.promise("x") is True
+    assert pair.holder.promise("x", anybody) is True
     pair.run(asyncio.sleep(50.0))
     assert not waiting.done()
     pair.holder.fulfil("x", MESSAGE, b"report")
@@ -92,17 +104,17 @@ def test_asking_before_the_promise_is_fine(pair: Pair, consumer: TicketStore) ->
 
 
 def test_a_result_can_be_asked_for_any_number_of_times(pair: Pair, consumer: TicketStore) -> None:
-    pair.holder.offer("x", MESSAGE)
+    pair.holder.offer("x", MESSAGE, anybody)
     for _ in range(3):
         assert pair.run(consumer.wait(ticket("x"), timeout=1.0)) == b""
         assert pair.run(consumer.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
 
 def test_a_promise_is_given_once(pair: Pair) -> None:
-    assert pair.holder.promise("x") is True
-    assert pair.holder.promise("x") is False
+    assert pair.holder.promise("x", anybody) is True
+    assert pair.holder.promise("x", anybody) is False
     pair.holder.fulfil("x", MESSAGE)
-    assert pair.holder.promise("x") is False
+    assert pair.holder.promise("x", anybody) is False
     pair.holder.fulfil("x", Message(b"another"))
     assert pair.run(pair.asker.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
@@ -110,7 +122,7 @@ def test_a_promise_is_given_once(pair: Pair) -> None:
 @pytest.mark.parametrize("error", [StageError("a block"), Busy("full"), ProtocolError("no"), DeadlineExceeded("late")])
 def test_a_failure_reaches_who_waits_by_its_name(pair: Pair, consumer: TicketStore, error: SwarmError) -> None:
     waiting = pair.start(consumer.wait(ticket("x"), timeout=100.0))
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     pair.holder.fail("x", error)
 
     with pytest.raises(type(error), match=str(error)):
@@ -120,9 +132,9 @@ def test_a_failure_reaches_who_waits_by_its_name(pair: Pair, consumer: TicketSto
 
 
 def test_a_failure_is_not_for_good(pair: Pair, consumer: TicketStore) -> None:
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     pair.holder.fail("x", StageError("once"))
-    assert pair.holder.promise("x") is True
+    assert pair.holder.promise("x", anybody) is True
     pair.holder.fail("y", StageError("nobody promised y"))
     pair.holder.fulfil("x", MESSAGE)
     pair.holder.fail("x", StageError("too late"))
@@ -130,19 +142,19 @@ def test_a_failure_is_not_for_good(pair: Pair, consumer: TicketStore) -> None:
 
 
 def test_what_is_fetched_once_is_forgotten_but_not_its_report(pair: Pair, consumer: TicketStore) -> None:
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     pair.holder.fulfil("x", MESSAGE, b"report", once=True)
     assert pair.run(consumer.fetch(ticket("x"), timeout=1.0)).body == b"body"
 
     with pytest.raises(TicketGone):
         pair.run(consumer.fetch(ticket("x"), timeout=1.0))
     assert pair.run(consumer.wait(ticket("x"), timeout=1.0)) == b"report"
-    assert pair.holder.promise("x") is True, "it may be computed again"
+    assert pair.holder.promise("x", anybody) is True, "it may be computed again"
 
 
 def test_of_two_who_fetch_what_is_there_once_one_gets_it(pair: Pair, consumer: TicketStore) -> None:
     both = [pair.start(consumer.fetch(ticket("x"), timeout=100.0)) for _ in range(2)]
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     pair.holder.fulfil("x", MESSAGE, once=True)
     pair.run(asyncio.sleep(1.0))
     failed = [task.exception() for task in both if task.exception()]
@@ -151,7 +163,7 @@ def test_of_two_who_fetch_what_is_there_once_one_gets_it(pair: Pair, consumer: T
 
 
 def test_tensors_that_were_fetched_once_are_gone(pair: Pair, consumer: TicketStore) -> None:
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     pair.holder.fulfil("x", MESSAGE, once=True)
     assert pair.run(consumer.fetch(ticket("x"), timeout=1.0)).body == b"body"
     with pytest.raises(TicketGone, match="dropped to save memory"):
@@ -159,9 +171,9 @@ def test_tensors_that_were_fetched_once_are_gone(pair: Pair, consumer: TicketSto
 
 
 def test_dropped_names_are_forgotten_and_their_waiters_told(pair: Pair, consumer: TicketStore) -> None:
-    pair.holder.offer("s1.x", MESSAGE)
-    pair.holder.offer("s10.x", MESSAGE)
-    pair.holder.promise("s1.y")
+    pair.holder.offer("s1.x", MESSAGE, anybody)
+    pair.holder.offer("s10.x", MESSAGE, anybody)
+    pair.holder.promise("s1.y", anybody)
     waiting = pair.start(consumer.wait(ticket("s1.y"), timeout=100.0))
 
     pair.holder.drop("s1.")
@@ -176,11 +188,11 @@ def test_dropped_names_are_forgotten_and_their_waiters_told(pair: Pair, consumer
 
 
 def test_who_waits_outlasts_a_withdrawn_promise(pair: Pair, consumer: TicketStore) -> None:
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     fetching = pair.start(consumer.fetch(ticket("x"), timeout=100.0))
     pair.holder.withdraw("x")
     pair.holder.withdraw("unknown")
-    assert pair.holder.promise("x") is True
+    assert pair.holder.promise("x", anybody) is True
     pair.holder.fulfil("x", MESSAGE)
     assert pair.result(fetching).body == b"body"
 
@@ -208,20 +220,70 @@ def test_a_holder_that_is_silent_is_given_up(pair: Pair) -> None:
     assert pair.loop.time() < 15.0
 
 
-def test_unpromised_names_are_bounded(pair: Pair, consumer: TicketStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets, "_MAX_UNPROMISED", 3)
-    pair.holder.offer("there", MESSAGE)
-    early = [pair.start(consumer.wait(Ticket(peer_id=PeerId("holder"), name=f"{i}"), timeout=100.0)) for i in range(3)]
-    with pytest.raises(ProtocolError, match="more than 3 names"):
-        pair.run(consumer.wait(ticket("one more"), timeout=1.0))
-    pair.run(consumer.wait(ticket("there"), timeout=1.0))
-    pair.holder.offer("0", MESSAGE)
+def test_names_that_nobody_promised_are_bounded_for_each_peer_and_in_all(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "_MAX_EARLY", 3)
+    monkeypatch.setattr(tickets, "_MAX_EARLY_IN_ALL", 5)
+    pair.holder.offer("there", MESSAGE, anybody)
+    others = [TicketStore(pair.network.transport(f"other-{i}"), max_bytes=1 << 20) for i in range(3)]
+    early = [pair.start(pair.asker.wait(ticket(f"{i}"), timeout=100.0)) for i in range(3)]
+
+    with pytest.raises(Busy, match="3 names that are not promised yet are asked for by asker, of at most 3"):
+        pair.run(pair.asker.wait(ticket("one more"), timeout=1.0))
+    again = pair.start(pair.asker.wait(ticket("2"), timeout=100.0))
+    pair.run(pair.asker.wait(ticket("there"), timeout=1.0))
+    waiting = [pair.start(other.wait(ticket(f"of {i}"), timeout=100.0)) for i, other in enumerate(others[:2])]
+    with pytest.raises(Busy, match="and 5 by all peers, of at most 5"):
+        pair.run(others[2].wait(ticket("one more"), timeout=1.0))
+
+    pair.holder.offer("0", MESSAGE, anybody)
+    pair.holder.drop("1")
     pair.result(early[0])
-    with pytest.raises(DeadlineExceeded):
-        pair.run(consumer.wait(ticket("one more"), timeout=1.0))
-    for task in early[1:]:
+    with pytest.raises(TicketGone):
+        pair.result(early[1])
+    for store in (pair.asker, others[2]):
+        with pytest.raises(DeadlineExceeded):
+            pair.run(store.wait(ticket("one more"), timeout=1.0))
+    for task in (early[2], again, *waiting):
         with pytest.raises(DeadlineExceeded):
             pair.result(task)
+    assert (dict(pair.holder._early), pair.holder._num_early) == ({}, 0)
+
+
+@pytest.mark.parametrize("shown", [None, bytes(16)])
+@pytest.mark.parametrize("first", ["asks", "promises", "has it"])
+def test_who_only_guesses_a_name_gets_nothing_and_takes_nothing_away(
+    pair: Pair, first: str, shown: bytes | None
+) -> None:
+    key = b"told to a reader"
+    guessed, known = Ticket(peer_id=HOLDER, name="x", key=shown), Ticket(peer_id=HOLDER, name="x", key=key)
+    reader = TicketStore(pair.network.transport("reader"), max_bytes=1 << 20)
+    waiting = [pair.start(store.fetch(guessed, timeout=100.0)) for store in [pair.asker] if first == "asks"]
+    reading = pair.start(reader.fetch(known, timeout=100.0))
+    pair.holder.promise("x", with_key(key))
+    if first == "promises":
+        waiting.append(pair.start(pair.asker.fetch(guessed, timeout=100.0)))
+    pair.holder.fulfil("x", MESSAGE, b"report", once=True)
+    if first == "has it":
+        waiting.append(pair.start(pair.asker.fetch(guessed, timeout=100.0)))
+
+    with pytest.raises(TicketGone, match="x is not for asker"):
+        pair.result(waiting[0])
+    fetch = Message(encode(FetchRequest(name="x", ticket_key=shown)))
+    with pytest.raises(TicketGone, match="x is not for asker"):
+        pair.run(pair.asker._transport.stream(HOLDER, FETCH_METHOD, fetch, timeout=1.0))
+    with pytest.raises(TicketGone, match="x is not for asker"):
+        pair.run(pair.asker.wait(guessed, timeout=1.0))
+    assert pair.result(reading).body == b"body"
+
+
+def test_the_error_of_a_result_is_for_its_readers_too(pair: Pair) -> None:
+    early = pair.start(pair.asker.wait(ticket("x"), timeout=100.0))
+    pair.holder.promise("x", with_key(b"told to a reader"))
+    pair.holder.fail("x", StageError("a line of the model"))
+    with pytest.raises(TicketGone, match="x is not for asker"):
+        pair.result(early)
 
 
 @pytest.mark.parametrize("hold_s", [float("nan"), float("inf"), -1.0])
@@ -233,7 +295,7 @@ def test_an_absurd_time_to_hold_is_refused(pair: Pair, hold_s: float) -> None:
 
 
 def test_a_ticket_larger_than_the_limit_is_refused(pair: Pair) -> None:
-    pair.holder.offer("x", Message(tensors=(torch.zeros((1 << 20) + 1, dtype=torch.uint8),)))
+    pair.holder.offer("x", Message(tensors=(torch.zeros((1 << 20) + 1, dtype=torch.uint8),)), anybody)
     with pytest.raises(ProtocolError, match="at most"):
         pair.run(pair.asker.fetch(ticket("x"), timeout=1.0))
 
@@ -241,7 +303,7 @@ def test_a_ticket_larger_than_the_limit_is_refused(pair: Pair) -> None:
 @pytest.mark.parametrize(("num_bytes", "num_fetched"), [(60_000, 0), (SMALL_BYTES - 4, 0), (SMALL_BYTES, 1)])
 def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_bytes: int, num_fetched: int) -> None:
     bound = tickets.SMALL_BYTES
-    pair.holder.offer("x", Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8),)))
+    pair.holder.offer("x", Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8),)), anybody)
     message = pair.run(pair.asker.fetch(ticket("x"), timeout=1.0))
     assert (message.body, message.tensors[0].numel()) == (b"body", num_bytes)
     sent = pair.asker._transport.traffic.sent_bytes
@@ -250,7 +312,7 @@ def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_byte
 
 
 def test_who_does_not_ask_for_the_tensor_leaves_it_there(pair: Pair) -> None:
-    pair.holder.promise("x")
+    pair.holder.promise("x", anybody)
     pair.holder.fulfil("x", MESSAGE, b"report", once=True)
     for _ in range(2):
         assert pair.run(pair.asker.wait(ticket("x"), timeout=1.0)) == b"report"
@@ -259,8 +321,8 @@ def test_who_does_not_ask_for_the_tensor_leaves_it_there(pair: Pair) -> None:
 
 @pytest.mark.parametrize("take_bytes", [0, 10, 1 << 40])
 def test_no_more_comes_than_was_asked_for(pair: Pair, take_bytes: int) -> None:
-    pair.holder.offer("x", MESSAGE)
-    pair.holder.offer("large", Message(tensors=(torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8),)))
+    pair.holder.offer("x", MESSAGE, anybody)
+    pair.holder.offer("large", Message(tensors=(torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8),)), anybody)
     for name in ("x", "large"):
         request = Message(encode(WaitRequest(name=name, hold_s=1.0, take_bytes=take_bytes)))
         answer = pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, request, timeout=1.0))
@@ -285,6 +347,6 @@ def test_a_holder_that_does_not_hold_the_question_is_asked_no_oftener_for_it(loo
     for ask in (asker.wait, asker.fetch):
         num_asked, begin_s = 0, loop.time()
         with pytest.raises(DeadlineExceeded, match="x did not appear at holder within 25 s"):
-            loop.run_until_complete(ask(Ticket(peer_id=PeerId("holder"), name="x"), timeout=25.0))
+            loop.run_until_complete(ask(Ticket(peer_id=PeerId("holder"), name="x", key=None), timeout=25.0))
         assert loop.time() - begin_s == pytest.approx(25.0)
         assert num_asked == 3

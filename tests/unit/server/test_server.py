@@ -17,6 +17,7 @@ from lightning_swarm.core.errors import (
     Busy,
     ConfigError,
     GradientMissing,
+    DeadlineExceeded,
     InputMissing,
     LeaseRevoked,
     ProtocolError,
@@ -34,9 +35,10 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE, WATCH
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import RunSettings
+from lightning_swarm.protocol.tickets import TicketStore, with_key
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import LEAD, MODE, Swarm, key, make_module, plain_steps, rows
+from tests.unit.swarm import LEAD, MODE, RESULT_KEY, Swarm, key, make_module, plain_steps, result_of, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
@@ -133,7 +135,7 @@ def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> l
         server.calls.cache.drop("")
         server._tickets.drop(key().name(1, "backward"))
         server._tickets.drop(key().name(0, "backward"))
-    source = Ticket(peer_id=A, name=key().name(0, "forward"))
+    source = result_of(A, key(), 0, "forward")
 
     async def go() -> list[bool]:
         message = swarm.backward_request(key(), 1, [A, B], output, again=(None, {}), inputs=source)
@@ -265,17 +267,40 @@ def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwa
     assert swarm.servers[A].calls.num_forwards == num_forwards, "it gave away what it had kept, for nothing"
 
 
+def test_no_peer_reads_results_that_it_was_not_told_of(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b c"), rows(1)
+    stranger = TicketStore(swarm.network.transport("stranger"), max_bytes=1 << 20)
+    names = [(A, key().name(0, "forward")), (B, key().name(1, "forward")), (A, key().name(0, "backward"))]
+
+    async def guess() -> int:
+        num_refused = 0
+        for store in (stranger, swarm.servers[C]._tickets):  # a member is no reader either
+            for peer, name in names:
+                for take in (store.wait, store.fetch):
+                    with pytest.raises((TicketGone, DeadlineExceeded)):
+                        await take(Ticket(peer_id=peer, name=name, key=None), timeout=1.0)
+                    num_refused += 1
+        return num_refused
+
+    output = swarm.run(swarm.forward(key(), x))
+    swarm.run(guess())
+    reports = swarm.run(swarm.backward(key(), output))
+    assert swarm.run(guess()) == 2 * 3 * 2
+    assert all(report.receipt for report in reports)
+    assert swarm.run(swarm.input_gradient(key(), A)) is not None
+
+
 def test_a_malformed_gradient_adds_nothing_and_another_one_may_come(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b"), rows(1)
     output = swarm.run(swarm.forward(key(), x))
     before = swarm.state()
     name, sender = key().name(1, "backward"), swarm.servers[B]._tickets
-    sender.promise(name)
+    sender.promise(name, with_key(RESULT_KEY))
     sender.fulfil(name, Message(b"nonsense"), encode(CallReport(busy_s=0.0, queued=0)), once=True)
 
     async def received() -> None:
         await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output))
-        await swarm.tickets.wait(Ticket(peer_id=A, name=key().name(0, "backward")), timeout=30.0)
+        await swarm.tickets.wait(result_of(A, key(), 0, "backward"), timeout=30.0)
 
     with pytest.raises(GradientMissing, match=r"did not come from b: .* must hold one Computed"):
         swarm.run(received())
@@ -415,7 +440,7 @@ def test_an_input_that_never_comes_blames_its_sender(make_swarm: MakeSwarm) -> N
 
     async def go() -> Message:
         await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
-        return await swarm.tickets.fetch(Ticket(peer_id=B, name=key().name(1, "forward")), timeout=100.0)
+        return await swarm.tickets.fetch(result_of(B, key(), 1, "forward"), timeout=100.0)
 
     with pytest.raises(InputMissing, match="did not come from a"):
         swarm.run(go())
@@ -501,10 +526,10 @@ BAD_BACKWARDS: dict[str, dict[str, Any]] = {
     "more tensors than named": {"structure": ["tuple", ["list"], None]},
     "no list of gradients": {"structure": ["tuple", ["tensor", 0], None]},
     "no pair": {"structure": ["list", ["tensor", 0]]},
-    "inputs from somewhere, and no extras": {"inputs": Ticket(peer_id=A, name="there")},
+    "inputs from somewhere, and no extras": {"inputs": Ticket(peer_id=A, name="there", key=None)},
     "inputs from somewhere, and with it": {
         "structure": ["tuple", ["list"], ["tuple", ["tuple", ["tensor", 0]], {}]],
-        "inputs": Ticket(peer_id=A, name="there"),
+        "inputs": Ticket(peer_id=A, name="there", key=None),
     },
 }
 

@@ -23,7 +23,7 @@ from lightning_swarm.protocol.methods import ARMED, BACKWARD, DONE, FENCE
 from lightning_swarm.protocol.tickets import TicketStore
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import key, plain_steps, rows
+from tests.unit.swarm import key, plain_steps, result_of, rows
 
 OTHER, A, B = PeerId("other"), PeerId("a"), PeerId("b")
 
@@ -178,7 +178,7 @@ def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_do
         run.network.thaw(OTHER)
         await run.swarm.send(B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output))
         with pytest.raises(LeaseRevoked, match="its closing does not name"):
-            await run.tickets.wait(Ticket(peer_id=B, name=run.key_of(grant).name(1, "backward")), timeout=5.0)
+            await run.tickets.wait(result_of(B, run.key_of(grant), 1, "backward"), timeout=5.0)
 
     run.swarm.run(go())
     run.check(run.swarm.run(run.swarm.record(0)))
@@ -415,7 +415,7 @@ def test_a_fence_ends_what_is_under_way_and_refuses_what_comes(make_swarm: MakeS
         message = run.swarm.backward_request(run.key_of(grant), 0, [A, B], output)
         await run.swarm.send(A, BACKWARD, message)
         waiting = asyncio.create_task(
-            run.swarm.tickets.wait(Ticket(peer_id=A, name=run.key_of(grant).name(0, "backward")), timeout=100.0)
+            run.swarm.tickets.wait(result_of(A, run.key_of(grant), 0, "backward"), timeout=100.0)
         )
         await asyncio.sleep(1.0)
         assert run.servers[A].calls.under_way.tasks

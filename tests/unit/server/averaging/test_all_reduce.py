@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import PeerError, ProtocolError
+from lightning_swarm.core.errors import PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.compression import CODECS, Codec
+from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import all_reduce
 from lightning_swarm.server.averaging.all_reduce import (
@@ -55,6 +56,7 @@ class Ring:
         self.names = [PeerId(f"peer-{i}") for i in range(len(vectors))]
         self.transports = [self.network.transport(name) for name in self.names]
         self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
+        self.shares_with: Callable[[PeerId], bool] = frozenset[PeerId]().__contains__
 
     async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> GroupMean:
         group = self.group(place, prefix, timeout)
@@ -65,7 +67,7 @@ class Ring:
             raise
 
     def group(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Group:
-        return Group(self.names, prefix, self.tickets[place], timeout)
+        return Group(self.names, prefix, self.tickets[place], timeout, self.shares_with)
 
     def average_by(self, codec: Codec, carried: list[Tensor]) -> list[GroupMean]:
         """With what an earlier round lost of each peer's."""
@@ -194,9 +196,33 @@ def test_a_member_that_gives_up_makes_everyone_raise_and_is_not_to_blame(loop: V
 def test_a_part_of_another_shape_or_dtype_is_refused(loop: VirtualLoop, part: Tensor) -> None:
     ring = Ring(loop, vectors(3, 100))
     for i in (1, 2):
-        ring.tickets[0].offer(f"round-0/part{i}", Message(tensors=(part,)))
+        ring.tickets[0].offer(f"round-0/part{i}", Message(tensors=(part,)), lambda *_: True)
     failures = ring.failures(lambda: None)
     assert [failure.missed for failure in failures] == 2 * [ring.names[0]]
+
+
+def test_a_part_is_for_its_reducer_and_the_mean_for_the_run(loop: VirtualLoop) -> None:
+    ring, names = Ring(loop, vectors(3, 90)), ("part1", "part2", "reduced0")
+    joiner, stranger = (TicketStore(ring.network.transport(name), max_bytes=1 << 20) for name in ("joiner", "stranger"))
+    ring.shares_with = frozenset({PeerId("joiner")}).__contains__
+    ring.average()
+
+    async def reads(store: TicketStore, name: str) -> bool:
+        try:
+            await store.fetch(Ticket(peer_id=ring.names[0], name=f"round-0/{name}", key=None), timeout=1.0)
+        except TicketGone:
+            return False
+        return True
+
+    async def table() -> list[list[bool]]:
+        return [[await reads(store, name) for name in names] for store in (*ring.tickets[1:], joiner, stranger)]
+
+    assert loop.run_until_complete(table()) == [
+        [True, False, True],
+        [False, True, True],
+        [False, False, True],
+        [False, False, False],
+    ]
 
 
 def test_a_repeated_round_gives_the_same_bytes(loop: VirtualLoop) -> None:

@@ -182,7 +182,7 @@ class Ring:
         self.averager = DeterministicAverager(torch.empty(LENGTH), compute)
 
     def group(self, place: int) -> Group:
-        return Group(self.names[:-1], "round-0", self.tickets[place], 30.0)
+        return Group(self.names[:-1], "round-0", self.tickets[place], 30.0, shares_with=self.names[-1:].__contains__)
 
     async def one(self, place: int) -> AveragingResult:
         return await self.averager.average(self.sums[place], 7.0, self.group(place), place, AveragingState())
@@ -249,6 +249,6 @@ def test_more_than_can_be_added_has_no_mean(loop: VirtualLoop) -> None:
 )
 def test_a_part_of_another_kind_is_refused(loop: VirtualLoop, tree: Any) -> None:
     ring = Ring(loop, scattered(2, seed=0, added=gradients(4)))
-    ring.tickets[1].offer("round-0/part0", to_message(tree))
+    ring.tickets[1].offer("round-0/part0", to_message(tree), lambda *_: True)
     with pytest.raises(PeerError, match="whole numbers twice"):
         ring.loop.run_until_complete(ring.one(0))
