@@ -27,15 +27,16 @@ def _process_settings_kept() -> Iterator[None]:
 
 
 with _process_settings_kept():
+    from hivemind.dht import node as dht_node
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, P2PDaemonError, PeerID
+    from hivemind.p2p import P2P, P2PContext, P2PDaemonError, PeerID
     from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
     from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
-    from hivemind.proto import p2pd_pb2
+    from hivemind.proto import dht_pb2, p2pd_pb2
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.multiaddr import Multiaddr
 
@@ -48,11 +49,14 @@ __all__ = [
     "DictionaryDHTValue",
     "MSGPackSerializer",
     "Multiaddr",
+    "P2PContext",
     "P2PDaemonError",
     "PeerID",
     "RecordValidatorBase",
     "StreamInfo",
     "ValidationError",
+    "dht_node",
+    "dht_pb2",
     "p2pd_pb2",
     "read_pbmsg_safe",
     "write_pbmsg",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -18,30 +17,22 @@ from lightning_swarm.network.hivemind._engine import (
     DHTID,
     P2P,
     DHTNode,
-    DHTProtocol,
     DHTRecord,
     DictionaryDHTValue,
     MSGPackSerializer,
     RecordValidatorBase,
     ValidationError,
 )
+from lightning_swarm.network.hivemind.kademlia import BoundedProtocol
 from lightning_swarm.network.transport import BaseTransport
 
-_MAX_DEPTH: Final = 8  # a dictionary of records nests five deep
-_NESTING_EXTENSIONS: Final = (0x40, 0x50)  # hivemind's extensions for tuples and dictionaries: it decodes their bytes
 _MAX_PEER_ID_BYTES: Final = 128
 _CLOCK_SKEW_S: Final = 60.0
-# First bytes of msgpack objects: the width of the count that follows, and what it counts.
-_SIZED: Final = {
-    **{
-        first: (width, "bytes")
-        for first, width in zip((0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB), (1, 2, 4) * 2, strict=True)
-    },
-    **{first: (width, "extension") for first, width in zip((0xC7, 0xC8, 0xC9), (1, 2, 4), strict=True)},
-    **{first: (width, "items") for first, width in zip((0xDC, 0xDD), (2, 4), strict=True)},
-    **{first: (width, "pairs") for first, width in zip((0xDE, 0xDF), (2, 4), strict=True)},
-}
-_FIXED_BYTES: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+# First bytes of msgpack objects.
+_BYTES: Final = frozenset({0xC4, 0xC5, 0xC6})
+_EXTENSIONS: Final = frozenset({0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)})
+_DICTIONARY: Final = 0x50  # hivemind's extension for the records under one key
+_MAX_RECORDS: Final = 4096  # under one key
 _MAX_PACKED_BYTES: Final = MAX_RECORD_BYTES + 64
 
 
@@ -68,20 +59,38 @@ def unpack(data: object, now_s: float) -> bytes | None:
     return announcement.value if now_s < announcement.expires_at <= now_s + MAX_RECORD_TTL_S + _CLOCK_SKEW_S else None
 
 
-class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's serializer without deep nesting: 1 KB of nested msgpack would end the process that decodes it."""
+_ShortBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PACKED_BYTES)]
+_ShortText = Annotated[str, msgspec.Meta(max_length=_MAX_PEER_ID_BYTES)]
+_Records = Annotated[list[tuple[_ShortText, _ShortBytes, float]], msgspec.Meta(max_length=_MAX_RECORDS)]
+_bytes_decoder = msgspec.msgpack.Decoder(_ShortBytes)
+_text_decoder = msgspec.msgpack.Decoder(_ShortText)
+_extension_decoder = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
+_dictionary_decoder = msgspec.msgpack.Decoder(tuple[float, float, _Records])  # two bounds, of which none is believed
 
+
+class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is untyped
+    """hivemind's serializer, for what the directory has: names, bytes, and dictionaries of records."""
+
+    # hivemind decodes whatever comes: 1 KB of nested msgpack would end the process, and 4 MB of nothing block its loop.
     @classmethod
     def loads(cls, buf: bytes) -> object:
         """Decode bytes that came from a stranger."""
-        check_nesting(buf)
-        value = super().loads(buf)
-        # hivemind computes with these two, outside of any `try`.
-        if isinstance(value, DictionaryDHTValue) and not (
-            value.maxsize == math.inf and isinstance(value.latest_expiration_time, float)
-        ):
-            raise ProtocolError("A dictionary of records is malformed.")
-        return value
+        first = buf[0] if buf else None
+        try:
+            if first in _EXTENSIONS:
+                return _to_dictionary(_extension_decoder.decode(buf))
+            return (_bytes_decoder if first in _BYTES else _text_decoder).decode(buf)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise ProtocolError(f"A record of the directory is malformed: {error}.") from error
+
+
+def _to_dictionary(packed: msgspec.msgpack.Ext) -> DictionaryDHTValue:
+    if packed.code != _DICTIONARY:
+        raise ProtocolError(f"A dictionary of records is an extension of the kind {_DICTIONARY}, got {packed.code}.")
+    with DictionaryDHTValue().freeze() as found:
+        for subkey, value, expires_at in _dictionary_decoder.decode(packed.data)[2]:
+            found.store(subkey, value, expires_at)
+        return found
 
 
 class PlainRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
@@ -112,68 +121,13 @@ def _is_short_bytes(packed: Any) -> bool:
     return width is not None and len(packed) == 1 + width + int.from_bytes(packed[1 : 1 + width], "big")
 
 
-def check_nesting(data: bytes) -> None:
-    """Refuse msgpack that nests deeper than any record does, or ends too early, without decoding or recursion."""
-    regions = [(0, len(data), 0)]
-    while regions:
-        offset, end, depth = regions.pop()
-        missing = [math.inf]
-        while offset < end:
-            missing[-1] -= 1
-            header = _read_header(data, offset)
-            offset = header.end + header.num_bytes
-            if header.num_items:
-                missing.append(header.num_items)
-            if header.extension in _NESTING_EXTENSIONS:
-                regions.append((header.end, offset, depth + len(missing)))
-            if depth + len(missing) > _MAX_DEPTH or offset > end:
-                raise ProtocolError("A record nests too deeply, or is cut off.")
-            while missing[-1] == 0:
-                missing.pop()
-
-
-class _Header(NamedTuple):
-    """The header of one msgpack object: where it ends, and what it says will follow."""
-
-    end: int
-    num_bytes: int = 0
-    num_items: int = 0
-    extension: int | None = None
-
-
-def _read_header(data: bytes, offset: int) -> _Header:
-    first = data[offset]
-    offset += 1
-    if first in _SIZED:
-        width, what = _SIZED[first]
-        count = int.from_bytes(data[offset : offset + width], "big")
-        offset += width
-        if what == "items":
-            return _Header(offset, num_items=count)
-        if what == "pairs":
-            return _Header(offset, num_items=2 * count)
-        if what == "bytes":
-            return _Header(offset, num_bytes=count)
-        return _Header(offset + 1, num_bytes=count, extension=int.from_bytes(data[offset : offset + 1], "big"))
-    if 0x80 <= first <= 0x8F:
-        return _Header(offset, num_items=2 * (first & 0x0F))
-    if 0x90 <= first <= 0x9F:
-        return _Header(offset, num_items=first & 0x0F)
-    if 0xA0 <= first <= 0xBF:
-        return _Header(offset, num_bytes=first & 0x1F)
-    if 0xD4 <= first <= 0xD8:
-        extension = int.from_bytes(data[offset : offset + 1], "big")
-        return _Header(offset + 1, num_bytes=1 << (first - 0xD4), extension=extension)
-    return _Header(offset, num_bytes=_FIXED_BYTES.get(first, 0))
-
-
 _TIMEOUT_S: Final = 15.0
 _LEAVE_TIMEOUT_S: Final = 1.0
 _NEWER_S: Final = 0.001  # hivemind tells records apart by their expiry: a record that ends so much later is newer
 _NODE_ID_BITS: Final = 160
 
 # For the class, not for one node: a node serves others before its creation returns.
-DHTProtocol.serializer = GuardedSerializer
+BoundedProtocol.serializer = GuardedSerializer
 
 
 class HivemindDirectory(Directory):
@@ -196,6 +150,9 @@ class HivemindDirectory(Directory):
                     node_id=DHTID(secrets.randbits(_NODE_ID_BITS)),
                     initial_peers=list(initial_peers) or None,
                     record_validator=PlainRecordsOnly(),
+                    cache_locally=False,  # peers read the newest records, and keep none for others in a cache
+                    cache_on_store=False,
+                    cache_nearest=0,
                 )
         except TimeoutError as error:
             raise DeadlineExceeded(f"The initial peers did not answer within {_TIMEOUT_S:g} s.") from error

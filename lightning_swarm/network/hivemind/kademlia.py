@@ -1,0 +1,274 @@
+"""hivemind's Kademlia protocol within bounds: what one peer may ask for, and what it and all together may store."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from lightning_swarm.core.errors import Busy, ProtocolError
+from lightning_swarm.network.hivemind._engine import (
+    DHTID,
+    DHTProtocol,
+    DictionaryDHTValue,
+    P2PContext,
+    PeerID,
+    dht_node,
+    dht_pb2,
+)
+
+MAX_KEYS: Final = 64  # of one request
+MAX_REQUEST_BYTES: Final = 256 << 10  # of the records of one request
+_MAX_ANSWER_BYTES: Final = 2 << 20  # hivemind's messages have up to 4 MiB
+_MAX_KEY_BYTES: Final = 1 << 20  # of the records under one key, which are read together
+_MAX_KEYS_IN_ALL: Final = 1024
+_MAX_PEER_BYTES: Final = 1 << 20  # of the records that one peer stored here, its own and those that it passed on
+_MAX_BYTES_IN_ALL: Final = 16 << 20
+_RECORD_BYTES: Final = 256  # that a record takes besides its value
+_MAX_NEIGHBOURS: Final = 64  # in an answer; a bucket has 20
+_MAX_NODES: Final = 4096  # in the routing table
+_NODE_ID_BYTES: Final = 20
+# A search asks each other peer once or twice. What costs as much time as some requests, counts as so many.
+_REQUESTS_PER_S: Final = 32.0
+_BURST: Final = 512.0
+_BYTES_PER_REQUEST: Final = 16 << 10
+_RECORDS_PER_REQUEST: Final = 8
+_NODE_COST: Final = 64.0  # all records are looked at, and it may get some
+_MAX_CALLERS: Final = 1024
+_SWEEP_S: Final = 1.0
+
+
+@dataclass
+class RequestRates:
+    """Tells which peers ask for too much: each may ask for so much a second, and for more at once after a pause."""
+
+    _left: dict[Hashable, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by peer: what it may ask for, and since when
+
+    def charge(self, peer: Hashable, cost: float, now_s: float) -> None:
+        """Count a request, or refuse it with `Busy`."""
+        left, at_s = self._left.pop(peer, (_BURST, now_s))
+        left = min(_BURST, left + (now_s - at_s) * _REQUESTS_PER_S) - cost
+        self._left[peer] = (left if left >= 0 else left + cost), now_s
+        if len(self._left) > _MAX_CALLERS:  # the one that has been silent for longest
+            del self._left[next(iter(self._left))]
+        if left < 0:
+            raise Busy(
+                f"a peer asks this one's directory for {_REQUESTS_PER_S:g} things a second, on average. Ask later."
+            )
+
+
+@dataclass
+class Quotas:
+    """Counts the bytes of stored records: by key, by the peer that stored them, and in all."""
+
+    # By key and subkey: who stored the record, its bytes, and when it expires.
+    _records: dict[tuple[Hashable, Hashable], tuple[Hashable, int, float]] = field(default_factory=dict)
+    _by_key: Counter[Hashable] = field(default_factory=Counter)
+    _by_peer: Counter[Hashable] = field(default_factory=Counter)
+    _num_bytes: int = 0
+    _swept_s: float = 0.0
+
+    def take(
+        self, peer: Hashable, key: Hashable, subkey: Hashable, num_bytes: int, *, expires_at: float, now_s: float
+    ) -> bool:
+        """Count a record in place of the one before it. False: there is no room for it, and nothing has changed."""
+        num_bytes += _RECORD_BYTES
+        before = self._records.get((key, subkey), (None, 0, 0.0))
+        if not self._has_room(peer, key, num_bytes, before) and not (
+            self._sweep(now_s) and self._has_room(peer, key, num_bytes, before)
+        ):
+            return False
+        self._forget(key, subkey)
+        self._records[key, subkey] = peer, num_bytes, expires_at
+        self._by_key[key] += num_bytes
+        self._by_peer[peer] += num_bytes
+        self._num_bytes += num_bytes
+        return True
+
+    def num_bytes(self, key: Hashable) -> int:
+        """Return the bytes of all records under a key."""
+        return self._by_key[key]
+
+    def _has_room(self, peer: Hashable, key: Hashable, num_bytes: int, before: tuple[Hashable, int, float]) -> bool:
+        former_peer, former_bytes, _ = before
+        more = num_bytes - former_bytes
+        own = num_bytes - (former_bytes if former_peer == peer else 0)
+        return (
+            self._by_key[key] + more <= _MAX_KEY_BYTES
+            and self._by_peer[peer] + own <= _MAX_PEER_BYTES
+            and self._num_bytes + more <= _MAX_BYTES_IN_ALL
+            and (key in self._by_key or len(self._by_key) < _MAX_KEYS_IN_ALL)
+        )
+
+    def _sweep(self, now_s: float) -> bool:
+        """Forget what has expired, now and then; true if it was done."""
+        if now_s < self._swept_s + _SWEEP_S:
+            return False
+        self._swept_s = now_s
+        for key, subkey in [at for at, (_, _, expires_at) in self._records.items() if expires_at < now_s]:
+            self._forget(key, subkey)
+        return True
+
+    def _forget(self, key: Hashable, subkey: Hashable) -> None:
+        peer, num_bytes, _ = self._records.pop((key, subkey), (None, 0, 0.0))
+        if num_bytes:
+            self._num_bytes -= num_bytes
+            for used, owner in ((self._by_key, key), (self._by_peer, peer)):
+                used[owner] -= num_bytes
+                if not used[owner]:
+                    del used[owner]
+
+
+class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
+    """Looks at the size of each message before its content, and stores no more than `Quotas` allow."""
+
+    _rpc_handlers = None  # hivemind keeps them with the class
+    _stub_type = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._rates = RequestRates()
+        self._quotas = Quotas()
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return str(DHTProtocol._get_handle_name(namespace, method_name))
+
+    # ------------------------------------------------------------------ what other peers ask for
+
+    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        """See `DHTProtocol`."""
+        self._charge(context, 1.0)
+        _check_node_id(request.peer.node_id)
+        return await super().rpc_ping(request, context)
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """See `DHTProtocol`."""
+        _check_number(len(request.keys), MAX_KEYS, "keys are looked for")
+        num_bytes = sum(map(self._quotas.num_bytes, map(DHTID.from_bytes, request.keys)))
+        _check_number(num_bytes, _MAX_ANSWER_BYTES, "bytes are asked for")
+        self._charge(context, len(request.keys) + num_bytes / _BYTES_PER_REQUEST)
+        _check_node_id(request.peer.node_id)
+        return await super().rpc_find(request, context)
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """See `DHTProtocol`. Nothing is cached for others."""
+        columns = request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache
+        for column in columns:
+            _check_number(len(column), MAX_KEYS, "records are stored")
+        num_bytes = sum(map(len, request.values)) + sum(map(len, request.subkeys))
+        _check_number(num_bytes, MAX_REQUEST_BYTES, "bytes are stored")
+        self._charge(context, len(request.keys) + num_bytes / _BYTES_PER_REQUEST)
+        _check_node_id(request.peer.node_id)
+        if request.peer.node_id:
+            node_id = DHTID.from_bytes(request.peer.node_id)
+            asyncio.create_task(self.update_routing_table(node_id, context.remote_id))  # noqa: RUF006 - as hivemind does
+        stored = [
+            not in_cache and self._store(context.remote_id, key, tag, value, expires_at)
+            for key, tag, value, expires_at, in_cache in zip(*columns, strict=True)
+        ]
+        return dht_pb2.StoreResponse(store_ok=stored, peer=self.node_info)
+
+    def _charge(self, context: P2PContext, cost: float) -> None:
+        self._rates.charge(context.remote_id, cost, time.time())
+
+    def _store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires_at: float) -> bool:
+        """Store a record, or a dictionary of them; true if all of it was newer than what was there, and had room."""
+        if tag == self.IS_DICTIONARY:
+            found = self.serializer.loads(value)
+            if not isinstance(found, DictionaryDHTValue) or not self._validate_dictionary(key, found):
+                return False
+            with found.freeze():
+                records = [(subkey, item.value, item.expiration_time) for subkey, item in found.items()]
+        elif self._validate_record(key, tag, value, expires_at):
+            records = [(self.serializer.loads(tag), value, expires_at)]
+        else:
+            return False
+        key_id = DHTID.from_bytes(key)
+        self._rates.charge(sender, len(records) / _RECORDS_PER_REQUEST, time.time())
+        stored = [self._store_one(sender, key_id, *record) for record in records]
+        return all(stored)
+
+    def _store_one(self, sender: PeerID, key_id: DHTID, subkey: str, value: bytes, expires_at: float) -> bool:
+        held = self.storage.get(key_id)
+        before = held.value.get(subkey) if held is not None else None
+        now_s = time.time()
+        if expires_at < now_s or (before is not None and before.expiration_time >= expires_at):
+            return False
+        if not self._quotas.take(sender, key_id, subkey, len(value), expires_at=expires_at, now_s=now_s):
+            return False
+        stored = bool(self.storage.store_subkey(key_id, subkey, value, expires_at))
+        _drop_ghosts(self.storage)
+        _drop_ghosts(self.storage.data[key_id].value)
+        return stored
+
+    # ------------------------------------------------------------------ the routing table
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """See `DHTProtocol`. A peer has one node id, the newest, and the table has an end."""
+        table = self.routing_table
+        former_id = table.get(peer_id=peer_id)
+        if responded and node_id is not None and former_id != node_id:
+            is_taken = table.get(node_id=node_id) is not None  # by another peer
+            if is_taken or (former_id is None and len(table.uid_to_peer_id) >= _MAX_NODES):
+                return
+            with suppress(Busy):
+                self._rates.charge(peer_id, _NODE_COST, time.time())
+                if former_id is not None:
+                    del table[former_id]
+                await super().update_routing_table(node_id, peer_id, responded)
+            return
+        await super().update_routing_table(node_id, peer_id, responded)
+
+    # ------------------------------------------------------------------ what other peers answer
+
+    def get_stub(self, peer: PeerID) -> Any:
+        """See `DHTProtocol`."""
+        return _CheckedStub(super().get_stub(peer))
+
+
+class _CheckedStub:
+    """Sends requests to a peer, and refuses answers that are longer than any."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stub, name)
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, timeout: float | None = None) -> dht_pb2.FindResponse:
+        response = await self._stub.rpc_find(request, timeout=timeout)
+        _check_number(len(response.results), len(request.keys), "answers have come")
+        for result in response.results:
+            for ids in (result.nearest_node_ids, result.nearest_peer_ids):
+                _check_number(len(ids), _MAX_NEIGHBOURS, "neighbours are named")
+            for node_id in result.nearest_node_ids:
+                _check_node_id(node_id)
+        return response
+
+
+def _check_node_id(node_id: bytes) -> None:
+    if len(node_id) not in (0, _NODE_ID_BYTES):
+        raise ProtocolError(f"A node's id has {_NODE_ID_BYTES} bytes, got {len(node_id)}.")
+
+
+def _check_number(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise ProtocolError(f"{number} {what} by one message of the directory, at most {most} may be.")
+
+
+def _drop_ghosts(storage: Any) -> None:
+    """Make an end of the entries that hivemind's storage leaves in its heap for each record that was replaced."""
+    if len(storage.expiration_heap) > 2 * len(storage.data) + 16:
+        storage.expiration_heap = list(storage.key_to_heap.values())
+        heapq.heapify(storage.expiration_heap)
+
+
+dht_node.DHTProtocol = BoundedProtocol  # the one that nodes make
