@@ -90,7 +90,7 @@ class TrainerHandlers:
         transport.handle_call(PLAN, self._handle_plan)
         transport.handle_call(TAKE_PLAN, self._handle_take_plan)
         transport.handle_call(GRANT, self._handle_grant)
-        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes)
+        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes, admit=self._run.check_trainer)
         transport.handle_call(ARMED, self._handle_armed)
         transport.handle_call(BEGIN, self._handle_begin)
         transport.handle_call(REGISTER, self._handle_register)

@@ -38,6 +38,8 @@ class Limits:
         max_metric_bytes: Bytes that the batches of one step, of all trainers together, may add to torchmetrics objects
             that are logged with `sync_dist=True`.
         max_message_bytes: Bytes of tensors that one message may carry.
+        receive_bytes: Bytes of tensors that other peers, all together, may have on their way to this one; one of them
+            has up to half. More wait. A message that is larger comes alone.
         snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
             died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
             one server of another stage. None takes no snapshots, and such a run breaks off.
@@ -65,6 +67,7 @@ class Limits:
     max_in_flight: int = 64
     max_metric_bytes: int = 256 << 20
     max_message_bytes: int = 8 << 30
+    receive_bytes: int = 8 << 30
     snapshot_interval: float | None = 300.0
     snapshot_bytes: int = 4 << 30
     revive_timeout: float = 60.0

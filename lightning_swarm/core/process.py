@@ -8,7 +8,9 @@ import gc
 import logging
 import os
 import platform
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -69,11 +71,21 @@ _OLD_MAX_BYTES: Final = 32 << 20
 _KEPT_BYTES: Final = 1 << 30
 
 
-class ProcessSettings:
-    """Changes how this process collects garbage and, with `keeps_memory`, frees memory, until `close`."""
+def max_files() -> int:
+    """Return how many files this process may have open at once."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
+
+class ProcessSettings:
+    """Changes how this process collects garbage, how many files it may open and, with `keeps_memory`, frees memory."""
+
+    # Until `close`, except the number of files: other code may have opened more by then.
     def __init__(self, *, keeps_memory: bool) -> None:
         self._froze = False
+        with contextlib.suppress(OSError, ValueError):  # where the hard limit is none that can be set
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.callbacks.append(self._freeze)
         # The kernel would clear each page before it hands it out again: a step needs the memory of the step before.
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None

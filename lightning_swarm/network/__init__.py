@@ -45,6 +45,10 @@ StreamHandler = Callable[[PeerId, Message], Awaitable[Message]]
 """``(caller, message) -> message``, both with tensors."""
 
 
+Admit = Callable[[PeerId], None]
+"""Looks at a caller, and raises a `SwarmError` if it may not call."""
+
+
 @dataclass
 class Traffic:
     """Bytes, framing included, that this peer exchanged with others, by ``(other peer, method)``."""
@@ -117,8 +121,11 @@ class Transport(ABC):
         """Answer the calls of `method`, which may be registered only once."""
 
     @abstractmethod
-    def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
-        """Answer the streams of `method`. A request with more tensor bytes than `max_bytes` is refused unread."""
+    def handle_stream(
+        self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES, admit: Admit | None = None
+    ) -> None:
+        """Answer the streams of `method`. Requests with more tensor bytes than `max_bytes` are refused unread."""
+        # So are those of callers that `admit` refuses. A method without `admit` takes little of one caller at once.
 
     @abstractmethod
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:

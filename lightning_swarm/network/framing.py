@@ -239,10 +239,19 @@ def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
+async def read_fixed_header(reader: Reader) -> FixedHeader:
+    """Read the beginning of a message: `read_control` must follow. After an error the stream is of no more use."""
+    return _parse_fixed_header(await reader.readexactly(HEADER_BYTES))
+
+
+async def read_control(reader: Reader, fixed: FixedHeader) -> Head:
+    """Read the rest of a message, except its tensors: `read_tensors` must follow."""
+    return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
+
+
 async def read_head(reader: Reader) -> Head:
     """Read a message, except its tensors: `read_tensors` must follow. After an error the stream is of no more use."""
-    fixed = _parse_fixed_header(await reader.readexactly(HEADER_BYTES))
-    return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
+    return await read_control(reader, await read_fixed_header(reader))
 
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_swarm.core.errors import NotCoordinator
-from lightning_swarm.network import MAX_STREAM_BYTES, CallHandler, Message, PeerId, StreamHandler, Transport
+from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, Message, PeerId, StreamHandler, Transport
 
 
 class Role(Transport):
@@ -25,6 +25,7 @@ class Role(Transport):
         self.traffic = transport.traffic
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
+        self._admits: dict[str, Admit | None] = {}
         # The role's methods are registered now, so that they are refused with a clear error before it is first played.
         for method in calls:
             self.handle_call(method, None)
@@ -51,11 +52,19 @@ class Role(Transport):
             self._transport.handle_call(method, partial(self._answer, method))
         self._handlers[method] = handler
 
-    def handle_stream(self, method: str, handler: StreamHandler | None, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+    def handle_stream(
+        self,
+        method: str,
+        handler: StreamHandler | None,
+        *,
+        max_bytes: int = MAX_STREAM_BYTES,
+        admit: Admit | None = None,
+    ) -> None:
         """Answer until the role ends; without a handler, refuse."""
         if method not in self._handlers:
-            self._transport.handle_stream(method, partial(self._answer, method), max_bytes=max_bytes)
-        self._handlers[method] = handler
+            answer, look = partial(self._answer, method), partial(self._admit, method)
+            self._transport.handle_stream(method, answer, max_bytes=max_bytes, admit=look)
+        self._handlers[method], self._admits[method] = handler, admit
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
@@ -82,6 +91,13 @@ class Role(Transport):
     async def close(self) -> None:
         """End the role, and leave the peer's transport open."""
         self.retire()
+
+    def _admit(self, method: str, caller: PeerId) -> None:
+        if self._handlers[method] is None:
+            raise self._refusal(method)
+        admit = self._admits[method]
+        if admit is not None:
+            admit(caller)
 
     async def _answer(self, method: str, caller: PeerId, request: Any) -> Any:
         handler = self._handlers[method]

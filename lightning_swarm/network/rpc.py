@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any, Final, NamedTuple, TypeVar
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import Message
-from lightning_swarm.network.framing import Buffer, Head, Kind, Reader, encode, encode_error, read_head, read_tensors
+from lightning_swarm.network.framing import (
+    Buffer,
+    Head,
+    Kind,
+    Reader,
+    encode,
+    encode_error,
+    read_control,
+    read_fixed_header,
+    read_head,
+    read_tensors,
+)
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -85,8 +96,21 @@ class Channel:
 
 
 Responder = Callable[[Message], Awaitable[Message]]
-Endpoint = tuple[int, Responder]
-"""Most tensor bytes that a request may bring, and the function that answers it."""
+Hold = Callable[[int], AbstractAsyncContextManager[None]]
+"""Makes a context in which there is room for so many bytes of a request. It waits for that, or raises `Busy`."""
+
+
+def hold_all(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
+    """Have room for everything."""
+    return nullcontext()
+
+
+class ServedMethod(NamedTuple):
+    """What answers a request."""
+
+    max_bytes: int  # of tensors that a request may bring
+    respond: Responder
+    hold: Hold = hold_all  # for the tensors of the request, until it is answered
 
 
 async def ask(
@@ -118,20 +142,25 @@ def check_answer(head: Head, exchange_id: int, method: str) -> None:
 
 async def serve(
     channel: Channel,
-    find: Callable[[Head], Endpoint],  # or raises `ProtocolError`
+    find: Callable[[Head], ServedMethod],  # or raises a `SwarmError`, before the tensors are read
     count: Callable[[str, Channel], None],  # is called after each request
     *,
     idle_timeout: float,
+    hold: Hold = hold_all,  # for what a request is without its tensors
 ) -> None:
-    """Answer the requests that come over a channel, one after the other, until it ends or breaks the protocol."""
+    """Answer the requests that come over a channel, one after the other, until it ends or one is refused unread."""
     while True:
         exchange_id, method = 0, ""
         try:
             async with asyncio.timeout(idle_timeout):
-                head = await read_head(channel)
-            exchange_id, method = head.exchange_id, head.method
-            await _serve_one(channel, head, find)
-        except ProtocolError as error:
+                fixed = await read_fixed_header(channel)
+            exchange_id = fixed.exchange_id
+            async with hold(fixed.control_bytes):
+                async with asyncio.timeout(idle_timeout):
+                    head = await read_control(channel, fixed)
+                method = head.method
+                await _serve_one(channel, head, find)
+        except SwarmError as error:
             await _refuse(channel, exchange_id, error)
             return
         except (OSError, EOFError):
@@ -140,16 +169,17 @@ async def serve(
             count(method, channel)
 
 
-async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> None:
-    max_bytes, respond = find(head)
-    head.check_size(max_bytes)
-    message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
-    work = answer_to(head, respond, message)
-    async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
-        await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
-        if hangup.done():  # nobody wants the answer any more, so the handler is cancelled
-            raise EOFError("the caller is gone, or does not wait for its answers")
-        answer = working.result()
+async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], ServedMethod]) -> None:
+    served = find(head)
+    head.check_size(served.max_bytes)
+    async with served.hold(head.payload_bytes):
+        message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
+        work = answer_to(head, served.respond, message)
+        async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
+            await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
+            if hangup.done():  # nobody wants the answer any more, so the handler is cancelled
+                raise EOFError("the caller is gone, or does not wait for its answers")
+            answer = working.result()
     await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
 
 
@@ -173,7 +203,7 @@ async def answer_to(
         return encode_error(head.exchange_id, error)
 
 
-async def _refuse(channel: Channel, exchange_id: int, error: ProtocolError) -> None:
+async def _refuse(channel: Channel, exchange_id: int, error: SwarmError) -> None:
     """Answer a request that has not been read to its end, and wait for the caller to hang up."""
     try:
         async with asyncio.timeout(_LINGER_S):

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.core.clock import now_s
@@ -24,6 +23,7 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.network import (
     MAX_STREAM_BYTES,
     SMALL_BYTES,
+    Admit,
     CallHandler,
     LinkEstimates,
     Message,
@@ -33,9 +33,21 @@ from lightning_swarm.network import (
     Transport,
     framing,
 )
+from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.liveness import Exchange, Liveness
-from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, ask, check_answer, serve
+from lightning_swarm.network.rpc import (
+    STALL_TIMEOUT_S,
+    Channel,
+    Hold,
+    Responder,
+    ServedMethod,
+    answer_to,
+    ask,
+    check_answer,
+    hold_all,
+    serve,
+)
 
 _T = TypeVar("_T")
 
@@ -46,6 +58,12 @@ SILENCE_S: Final = 10.0
 """Seconds without a sign of life after which the exchanges with a peer are ended."""
 
 _IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream, so that no request meets a closing one
+
+
+# Of requests that are not answered yet. Of strangers: whoever knows no more than this peer's address may call.
+_STRANGERS_BYTES: Final = 512 << 20
+_STRANGER_BYTES: Final = 64 << 20
+_FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: their number is bounded
 
 
 class Tap(Protocol):
@@ -63,7 +81,7 @@ class Tap(Protocol):
 class BaseTransport(Transport):
     """A transport without the wire, which subclasses add by `_send_call` and `_send_stream`."""
 
-    def __init__(self, peer_id: PeerId, *, silence_s: float) -> None:
+    def __init__(self, peer_id: PeerId, *, silence_s: float, receive_bytes: int = MAX_STREAM_BYTES) -> None:
         self.traffic = Traffic()
         self.links = LinkEstimates()
         self.tap: Tap | None = None
@@ -71,7 +89,9 @@ class BaseTransport(Transport):
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_handlers: dict[str, CallHandler] = {}
-        self._stream_handlers: dict[str, tuple[StreamHandler, int]] = {}
+        self._stream_handlers: dict[str, tuple[StreamHandler, int, Admit | None]] = {}
+        self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # of callers that a method admitted
+        self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
         self._deadlines: dict[asyncio.Timeout, None] = {}  # ordered, so that a run repeats exactly
         self._serving: set[asyncio.Task[Any]] = set()
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
@@ -93,10 +113,12 @@ class BaseTransport(Transport):
         _check_unregistered(method, self._call_handlers)
         self._call_handlers[method] = handler
 
-    def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+    def handle_stream(
+        self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES, admit: Admit | None = None
+    ) -> None:
         """See `Transport`."""
         _check_unregistered(method, self._stream_handlers)
-        self._stream_handlers[method] = (handler, max_bytes)
+        self._stream_handlers[method] = (handler, max_bytes, admit)
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
@@ -173,41 +195,60 @@ class BaseTransport(Transport):
         """Make the encoded answer to an encoded call."""
         method = ""
         try:
-            head = framing.decode(request)
-            max_bytes, respond = self._find(caller, head)
-            head.check_size(max_bytes)
-            method = head.method
-            message = Message(head.body, framing.take_tensors(request, head))
-            answer = b"".join(await answer_to(head, respond, message, max_bytes=SMALL_BYTES))
-        except ProtocolError as error:
+            with self._counting(caller, len(request)):
+                head = framing.decode(request)
+                served = self._find(caller, head)
+                head.check_size(served.max_bytes)
+                method = head.method
+                message = Message(head.body, framing.take_tensors(request, head))
+                answer = b"".join(await answer_to(head, served.respond, message, max_bytes=SMALL_BYTES))
+        except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
         self.traffic.received_bytes[caller, method] += len(request)
         self.traffic.sent_bytes[caller, method] += len(answer)
         return answer
 
-    def _find(self, caller: PeerId, head: Head) -> Endpoint:
-        max_bytes, respond = self._handler(caller, head)
-        return max_bytes, respond if self.tap is None else self.tap.answer(caller, self._peer_id, head, respond)
+    @contextmanager
+    def _counting(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
+        """Count the bytes of a call while it is answered, or refuse it as `Busy`."""
+        if num_bytes <= _FREE_BYTES:
+            yield
+            return
+        if not self._strangers_budget.take(caller, num_bytes):
+            raise Busy(f"calls of {caller} with {_STRANGER_BYTES} bytes, or of all peers with {_STRANGERS_BYTES}, wait")
+        try:
+            yield
+        finally:
+            self._strangers_budget.give_back(caller, num_bytes)
 
-    def _handler(self, caller: PeerId, head: Head) -> Endpoint:
+    def _find(self, caller: PeerId, head: Head) -> ServedMethod:
+        served = self._served(caller, head)
+        if self.tap is None:
+            return served
+        return served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
+
+    def _served(self, caller: PeerId, head: Head) -> ServedMethod:
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
             async def respond(message: Message) -> Message:
                 return Message(await on_call(caller, message.body))
 
-            return 0, respond
+            return ServedMethod(0, respond)
         if head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
-            on_stream, max_bytes = entry
-            return max_bytes, lambda message: on_stream(caller, message)
+            on_stream, max_bytes, admit = entry
+            if admit is not None:
+                admit(caller)
+            hold = _holding(self._strangers_budget if admit is None else self._budget, caller)
+            return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold)
         raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
     async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Run this peer's own handler, under the limits that hold for other callers."""
         head = _describe(kind, method, message)
-        max_request_bytes, respond = self._find(self._peer_id, head)
-        head.check_size(max_request_bytes)
+        served = self._find(self._peer_id, head)
+        head.check_size(served.max_bytes)
         try:
-            answer = await respond(message)
+            answer = await served.respond(message)
         except SwarmError:
             raise
         except Exception as error:
@@ -225,15 +266,23 @@ class BaseTransport(Transport):
         finally:
             self._count(peer, method, channel)
 
-    async def _serve_channel(self, channel: Channel, caller: PeerId) -> None:
-        """Answer the messages with tensors that `caller` sends over a channel."""
+    async def _serve_channel(self, channel: Channel, caller: PeerId, slot: StreamSlot | None = None) -> None:
+        """Answer the messages with tensors that `caller` sends over a channel, and note in `slot` when it is busy."""
+
+        def find(head: Head) -> ServedMethod:
+            if slot is not None:
+                slot.begin()
+            return self._find(caller, head)
 
         def count(method: str, channel: Channel) -> None:
+            if slot is not None and slot.num_busy:  # else the request was no message
+                slot.end()
             # Unknown method names share one entry, or strangers could fill the memory by making up names.
             known = method in self._call_handlers or method in self._stream_handlers
             self._count(caller, method if known else "", channel)
 
-        await serve(channel, partial(self._find, caller), count, idle_timeout=_IDLE_TIMEOUT_S)
+        hold = _holding(self._strangers_budget, caller)
+        await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
         """Count the bytes that went over a channel since the last time."""
@@ -309,6 +358,17 @@ class BaseTransport(Transport):
         cancelled = self._serving - {asyncio.current_task()}
         if cancelled:
             await asyncio.wait(cancelled)
+
+
+def _holding(budget: ByteBudget, caller: PeerId) -> Hold:
+    """Hold requests of a caller within a budget, except short ones."""
+
+    def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
+        if num_bytes <= _FREE_BYTES:
+            return hold_all(num_bytes)
+        return budget.holding(caller, num_bytes, timeout=STALL_TIMEOUT_S)
+
+    return hold
 
 
 async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:

@@ -229,6 +229,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
                 initial_peers=[address.maddr for address in config.initial_peers],
                 startup_timeout=config.limits.start_timeout,
                 silence_timeout=config.limits.silence_timeout,
+                receive_bytes=config.limits.receive_bytes,
                 neighbours=talks_to_neighbours(),
             )
         )

@@ -166,6 +166,15 @@ class RunMembership:
         if caller != self.run.manifest.lead:
             raise ProtocolError(f"the lead {self.run.manifest.lead} {does}, not {caller}")
 
+    def check_trainer(self, caller: PeerId) -> None:
+        """Refuse a caller that does not train in the run."""
+        self.run.check_trainer(caller)
+
+    def check_server(self, caller: PeerId) -> None:
+        """Refuse a caller that neither holds a stage of the run nor joins it."""
+        if not self.knows_server(caller):
+            raise ProtocolError(f"{caller} is no server of the run of this peer")
+
     def check_released_by(self, caller: PeerId) -> None:
         """Refuse a second release, of a run that was left already, by any peer but the one that led it."""
         if self._former_lead not in (None, caller):

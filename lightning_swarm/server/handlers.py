@@ -67,8 +67,9 @@ class ComputeHandlers:
         self.num_forwards = 0  # so far
         self.num_samples = 0  # likewise, in all stages together
         self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls whose tensors are not there yet
-        transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
-        transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
+        max_bytes, admit = limits.max_message_bytes, self._membership.check_trainer
+        transport.handle_stream(FORWARD, self._handle_forward, max_bytes=max_bytes, admit=admit)
+        transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=max_bytes, admit=admit)
         transport.handle_call(FORWARD, self._handle_forward_call)
         transport.handle_call(BACKWARD, self._handle_backward_call)
         transport.handle_call(CANCEL, self._handle_cancel)

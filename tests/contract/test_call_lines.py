@@ -16,6 +16,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode, encode_cancel
 
 pytest.importorskip("lightning_swarm.network.hivemind")
+from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.hivemind import calls
 from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
 from lightning_swarm.network.hivemind.streams import Stream
@@ -244,7 +245,7 @@ def test_who_reads_no_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, fas
 
     async def go(tasks: Tasks) -> None:
         async with connected() as (ours, theirs):
-            serving = asyncio.create_task(answer_calls(ours, large, tasks.spawn))
+            serving = asyncio.create_task(answer_calls(ours, large, tasks.spawn, StreamSlot("theirs", ours.close)))
             await theirs.write(request(1))
             await serving
             assert ours.ended

@@ -12,7 +12,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError, Unreachable
 from lightning_swarm.network import Message
 from lightning_swarm.network.framing import Buffer, Head, Kind, encode, read_head, read_tensors
-from lightning_swarm.network.rpc import Channel, Endpoint, Feed, ask, serve
+from lightning_swarm.network.rpc import Channel, Feed, ServedMethod, ask, serve
 
 IDLE_TIMEOUT_S = 60.0
 
@@ -93,10 +93,10 @@ class Server:
         self.handled: list[bytes] = []
         self.counted: list[str] = []
 
-    def find(self, head: Head) -> Endpoint:
+    def find(self, head: Head) -> ServedMethod:
         if head.method != "echo":
             raise ProtocolError("no such method")
-        return 100, self.echo
+        return ServedMethod(100, self.echo)
 
     async def echo(self, message: Message) -> Message:
         self.handled.append(message.body)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, Unreachable
+from lightning_swarm.network import MAX_STREAM_BYTES
 from lightning_swarm.network.addresses import HostPort
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
 from lightning_swarm.network.hivemind.daemon import on_its_own
@@ -35,6 +36,7 @@ async def start(
     initial_peers: Sequence[str] = (),  # full addresses of peers to join; empty begins a new network
     startup_timeout: float = 60.0,  # of each attempt to start the daemon
     silence_timeout: float = SILENCE_S,  # without a sign of life, after which exchanges with another peer are ended
+    receive_bytes: int = MAX_STREAM_BYTES,  # of tensors that peers may have under way to this one, all together
     neighbours: bool = True,  # reach peers of this machine past the daemons; not for measurements and emulated networks
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop. The caller closes the directory first, the transport last."""
@@ -44,7 +46,7 @@ async def start(
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     _check_free(listen)
     p2p = await _start_daemon(listen.maddr, announce, identity_path, initial_peers, startup_timeout)
-    transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours)
+    transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
     try:
         await transport.open()
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers)

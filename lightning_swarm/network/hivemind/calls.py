@@ -12,6 +12,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ProtocolError, Unreachable
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import PeerId, framing
+from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.framing import FixedHeader, Kind
 from lightning_swarm.network.hivemind.streams import Stream
 from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel
@@ -25,7 +26,7 @@ _PATIENCE_S: Final = 60.0
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
 _OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
 _READ_BYTES: Final = 1 << 18
-_MAX_UNSENT_BYTES: Final = 8 << 20  # left by calls that were given up, to a peer that does not read
+_MAX_UNSENT_BYTES: Final = 16 << 20  # calls that were given up, or answers, to a peer that does not read
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
@@ -189,10 +190,12 @@ class _IncomingMessages:
         return head, message
 
 
-async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+async def answer_calls(
+    stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn, slot: StreamSlot
+) -> None:
     """Answer the encoded calls of a stream by `serve`, all at once, until it ends or breaks the protocol."""
     incoming = _IncomingMessages(stream.channel)
-    answers = _Answers(stream, serve, spawn)
+    answers = _Answers(stream, serve, spawn, slot)
     stream.gather_writes()
     try:
         while True:
@@ -217,6 +220,7 @@ class _Answers:
     _stream: Stream
     _serve: Callable[[bytes], Awaitable[bytes]]
     _spawn: Spawn
+    _slot: StreamSlot  # is told when the stream is busy
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by exchange id
 
     async def accept(self, head: FixedHeader, request: bytes) -> None:
@@ -232,7 +236,12 @@ class _Answers:
             await self._send(b"".join(framing.encode_error(exchange_id, busy)))
         else:
             self.tasks[exchange_id] = task = self._spawn(self._answer(request))
-            task.add_done_callback(lambda _: self.tasks.pop(exchange_id))
+            self._slot.begin()
+            task.add_done_callback(lambda _: self._end(exchange_id))
+
+    def _end(self, exchange_id: int) -> None:
+        del self.tasks[exchange_id]
+        self._slot.end()
 
     async def _answer(self, request: bytes) -> None:
         await self._send(await self._serve(request))
@@ -240,6 +249,8 @@ class _Answers:
     async def _send(self, data: bytes) -> None:
         try:
             self._stream.write_soon(data)
+            if self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
+                raise ConnectionResetError("the caller does not read its answers")
             if self._stream.is_full:
                 async with asyncio.timeout(STALL_TIMEOUT_S):
                     await self._stream.drain()

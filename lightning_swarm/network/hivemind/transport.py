@@ -12,8 +12,10 @@ from typing import Final
 from typing_extensions import override
 
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.core.process import max_files
 from lightning_swarm.core.tasks import ended, gather
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
+from lightning_swarm.network.admission import StreamSlots
 from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
@@ -25,6 +27,9 @@ from lightning_swarm.network.transport import BaseTransport
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"
+# Open at once to this peer from one other, which uses one for its calls, and few more while it replaces a broken one.
+_MAX_STREAMS: Final = {_CALL: 4, _STREAM: 96}
+_MAX_STREAMS_IN_ALL: Final = 2048
 _CONNECT_TIMEOUT_S: Final = 30.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 
@@ -32,8 +37,8 @@ _SHUTDOWN_TIMEOUT_S: Final = 5.0
 class HivemindTransport(BaseTransport):
     """A peer's transport on libp2p, made by `start` of this package; it owns `p2p`, the client of the daemon."""
 
-    def __init__(self, p2p: P2P, *, silence_s: float, neighbours: bool) -> None:
-        super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s)
+    def __init__(self, p2p: P2P, *, silence_s: float, neighbours: bool, receive_bytes: int = MAX_STREAM_BYTES) -> None:
+        super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s, receive_bytes=receive_bytes)
         self._p2p = p2p
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._open_stream, protocol=_STREAM))
@@ -45,6 +50,8 @@ class HivemindTransport(BaseTransport):
             if neighbours
             else None
         )
+        # Half of the files that may be open: the others are this peer's own, and those of the user's code.
+        self._slots = StreamSlots(min(max_files() // 2, _MAX_STREAMS_IN_ALL))
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -147,16 +154,20 @@ class HivemindTransport(BaseTransport):
     ) -> None:
         """Answer the requests that come over a stream which another peer opened."""
         stream = Stream(reader, writer)
+        at_most = _MAX_STREAMS.get(protocol, 0)
+        slot = None if self._closed else self._slots.open((caller, protocol), stream.close, at_most=at_most)
         try:
-            if not self._closed:
+            if slot is not None:
                 with self._ended_by_close():
                     if protocol == _CALL:
-                        await answer_calls(stream, partial(self._serve_call, caller), self._spawn)
-                    elif protocol == _STREAM:
-                        await self._serve_channel(stream.channel, caller)
+                        await answer_calls(stream, partial(self._serve_call, caller), self._spawn, slot)
+                    else:
+                        await self._serve_channel(stream.channel, caller, slot)
         except asyncio.CancelledError:
             # asyncio's stream server would log the cancellation of a task that it started as a failure.
             if not self._closed:
                 raise
         finally:
             stream.close()
+            if slot is not None:
+                self._slots.close(slot)

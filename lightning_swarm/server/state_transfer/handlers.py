@@ -35,16 +35,19 @@ class StateHandlers:
         self._steps = steps
         self._on_loaded = on_loaded  # called with a stage that has its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
-        transport.handle_stream(LOAD, self._handle_load, max_bytes=max_bytes)
-        transport.handle_stream(LEND, self._handle_lend, max_bytes=max_bytes)
+        transport.handle_stream(LOAD, self._handle_load, max_bytes=max_bytes, admit=self._check_brings)
+        transport.handle_stream(LEND, self._handle_lend, max_bytes=max_bytes, admit=self._check_brings)
         transport.handle_stream(STATE, self._handle_state, max_bytes=0)
         transport.handle_stream(WRITE, self._handle_write, max_bytes=0)
 
     # ------------------------------------------------------------------ what comes
 
+    def _check_brings(self, caller: PeerId) -> None:
+        self._membership.check_lead(caller, "brings weights")
+
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """Take a stage's initial weights, or its optimizer's state, from the lead. No other peer's are ever used."""
-        self._membership.check_lead(caller, "brings weights")
+        self._check_brings(caller)
         run = self._membership.run
         state = decode(message.body, StageState)
         run.check_generation(state.generation)
@@ -66,7 +69,7 @@ class StateHandlers:
 
     async def _handle_lend(self, caller: PeerId, message: Message) -> Message:
         """Take weights from the lead that evaluations may use."""
-        self._membership.check_lead(caller, "brings weights")
+        self._check_brings(caller)
         lent = decode(message.body, LentWeights)
         self._membership.run.check_generation(lent.generation)
         stage = self._steps.stage(lent.stage_index)

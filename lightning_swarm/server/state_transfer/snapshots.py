@@ -49,7 +49,9 @@ class KeptLoops:
         self._ordered = ordered  # the versions of the snapshots that there are to be
         self._kept: dict[int, Message] = {}
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
-        context.transport.handle_stream(KEEP_LOOP, self._handle_keep, max_bytes=context.limits.loop_bytes)
+        context.transport.handle_stream(
+            KEEP_LOOP, self._handle_keep, max_bytes=context.limits.loop_bytes, admit=self._check_says
+        )
 
     @property
     def versions(self) -> list[int]:
@@ -77,10 +79,13 @@ class KeptLoops:
         self.prune()
         return Message()
 
+    def _check_says(self, caller: PeerId) -> None:
+        self._membership.check_lead(caller, "says what its loop was at")
+
     def _check(self, caller: PeerId, head: KeptLoop) -> None:
         run = self._membership.run
         run.check_generation(head.generation)
-        self._membership.check_lead(caller, "says what its loop was at")
+        self._check_says(caller)
         if why := self.unfit(run.manifest):
             raise ProtocolError(f"this peer could not lead the run: {why}")
 
@@ -213,7 +218,8 @@ class Snapshots:
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
         transport.handle_call(HELD, self._handle_held)
-        transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
+        max_bytes, admit = limits.max_message_bytes, self._membership.check_server
+        transport.handle_stream(KEEP, self._handle_keep, max_bytes=max_bytes, admit=admit)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
 
     def discard(self) -> None:

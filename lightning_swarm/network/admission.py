@@ -1,0 +1,131 @@
+"""What other peers may have this one hold: bytes that come, and streams; bounded for each of them, and for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy
+from lightning_swarm.network import PeerId
+
+
+@dataclass(eq=False)
+class ByteBudget:
+    """Bytes that this peer may hold for others. They are taken before they are read."""
+
+    max_bytes: int  # of all peers
+    max_peer_bytes: int  # of each
+    _by_peer: Counter[PeerId] = field(default_factory=Counter)
+    _num_bytes: int = 0
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)  # each time another one
+
+    def take(self, peer: PeerId, num_bytes: int) -> bool:
+        """Take so many bytes on the account of a peer; false if there is no room now. Alone, any number fits."""
+        held = self._by_peer[peer]
+        if (held and held + num_bytes > self.max_peer_bytes) or (
+            self._num_bytes and self._num_bytes + num_bytes > self.max_bytes
+        ):
+            return False
+        self._by_peer[peer] += num_bytes
+        self._num_bytes += num_bytes
+        return True
+
+    def give_back(self, peer: PeerId, num_bytes: int) -> None:
+        """Give back what `take` took."""
+        self._num_bytes -= num_bytes
+        self._by_peer[peer] -= num_bytes
+        if not self._by_peer[peer]:
+            del self._by_peer[peer]
+        freed, self._freed = self._freed, asyncio.Event()
+        freed.set()
+
+    @asynccontextmanager
+    async def holding(self, peer: PeerId, num_bytes: int, *, timeout: float) -> AsyncIterator[None]:
+        """Hold bytes within this context, after waiting for room, `timeout` seconds at most; else `Busy`."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.take(peer, num_bytes):
+                    await self._freed.wait()
+        except TimeoutError:
+            raise Busy(
+                f"{num_bytes} bytes of {peer} found no room within {timeout:g} s: it has {self._by_peer[peer]} of "
+                f"{self.max_peer_bytes} under way here, and all peers have {self._num_bytes} of {self.max_bytes}. Send "
+                "less at once, or raise `Limits.receive_bytes` at that peer."
+            ) from None
+        try:
+            yield
+        finally:
+            self.give_back(peer, num_bytes)
+
+
+@dataclass(eq=False)
+class StreamSlot:
+    """The place of a stream that another peer opened."""
+
+    owner: Hashable
+    hang_up: Callable[[], None]
+    num_busy: int = 0  # requests that are being answered
+    since_s: float = field(default_factory=now_s)  # when it was last busy
+
+    def begin(self) -> None:
+        """Note a request."""
+        self.num_busy += 1
+
+    def end(self) -> None:
+        """Note that a request is answered."""
+        self.num_busy -= 1
+        self.since_s = now_s()
+
+
+@dataclass(eq=False)
+class StreamSlots:
+    """The streams that other peers have open here: each costs this process a file descriptor."""
+
+    max_in_all: int
+    _by_owner: dict[Hashable, dict[StreamSlot, None]] = field(default_factory=dict)
+    _num_open: int = 0
+
+    def open(self, owner: Hashable, hang_up: Callable[[], None], *, at_most: int) -> StreamSlot | None:
+        """Give a new stream a place. Idle ones make room for it. None: it is one too many, and has to go."""
+        own = self._by_owner.get(owner, {})
+        if len(own) >= at_most:
+            self._evict(own)
+        elif self._num_open >= self.max_in_all:
+            self._evict(slot for slots in self._by_owner.values() for slot in slots) or self._evict_of_most(len(own))
+        own = self._by_owner.get(owner, {})
+        if len(own) >= at_most or self._num_open >= self.max_in_all:
+            return None
+        slot = StreamSlot(owner, hang_up)
+        self._by_owner.setdefault(owner, own)[slot] = None
+        self._num_open += 1
+        return slot
+
+    def close(self, slot: StreamSlot) -> None:
+        """Free a place. Twice is fine."""
+        slots = self._by_owner.get(slot.owner, {})
+        if slot in slots:
+            del slots[slot]
+            self._num_open -= 1
+            if not slots:
+                del self._by_owner[slot.owner]
+
+    def _evict(self, slots: Iterable[StreamSlot]) -> bool:
+        """Hang up the one of these streams that has been idle for longest; false if all are busy."""
+        idle = min((slot for slot in slots if not slot.num_busy), key=lambda slot: slot.since_s, default=None)
+        if idle is None:
+            return False
+        self.close(idle)
+        idle.hang_up()
+        return True
+
+    def _evict_of_most(self, num_own: int) -> None:
+        """Hang up a busy stream of whoever has most, if the newcomer would have fewer."""
+        most = max(self._by_owner.values(), key=len)
+        if len(most) > num_own + 1:
+            slot = next(iter(most))
+            self.close(slot)
+            slot.hang_up()
