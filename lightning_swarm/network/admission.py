@@ -68,8 +68,8 @@ class StreamSlot:
 
     owner: Hashable
     hang_up: Callable[[], None]
+    since_s: float  # when it was last busy, or opened
     num_busy: int = 0  # requests that are being answered
-    since_s: float = field(default_factory=now_s)  # when it was last busy
 
     def begin(self) -> None:
         """Note a request."""
@@ -99,7 +99,7 @@ class StreamSlots:
         own = self._by_owner.get(owner, {})
         if len(own) >= at_most or self._num_open >= self.max_in_all:
             return None
-        slot = StreamSlot(owner, hang_up)
+        slot = StreamSlot(owner, hang_up, now_s())
         self._by_owner.setdefault(owner, own)[slot] = None
         self._num_open += 1
         return slot

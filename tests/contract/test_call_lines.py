@@ -245,7 +245,7 @@ def test_who_reads_no_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, fas
 
     async def go(tasks: Tasks) -> None:
         async with connected() as (ours, theirs):
-            serving = asyncio.create_task(answer_calls(ours, large, tasks.spawn, StreamSlot("theirs", ours.close)))
+            serving = asyncio.create_task(answer_calls(ours, large, tasks.spawn, StreamSlot("theirs", ours.close, 0.0)))
             await theirs.write(request(1))
             await serving
             assert ours.ended

@@ -165,6 +165,29 @@ def test_the_directory_decodes_names_bytes_and_dictionaries_of_records_and_nothi
             loads(other)
 
 
+@pytest.mark.parametrize(("protocol", "at_most"), [("lightning_swarm.call", 4), ("lightning_swarm.stream", 96)])
+def test_idle_streams_of_a_stranger_are_bounded_and_hold_nobody_up(
+    world: HivemindWorld, protocol: str, at_most: int
+) -> None:
+    stranger, friend = world.another(world.b), world.another(world.b)
+    slots = world.b.transport._slots  # type: ignore[attr-defined]
+    before = slots._num_open
+
+    async def go() -> None:
+        streams = []
+        for _ in range(at_most + 20):
+            streams.append(await stranger.transport._daemon.open_stream(world.b.id, protocol))  # type: ignore[attr-defined]
+        while sum(stream.ended for stream in streams) < 20:  # noqa: ASYNC110 - the daemon sets no event
+            await asyncio.sleep(0.01)
+        assert slots._num_open == before + at_most
+        for peer in (stranger, friend):
+            assert await peer.transport.ping(world.b.id) < 10.0
+        for stream in streams:
+            stream.close()
+
+    world.run(go())
+
+
 def test_calls_that_were_given_up_are_forgotten(world: HivemindWorld) -> None:
     async def go() -> None:
         ended = asyncio.Event()

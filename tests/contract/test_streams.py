@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.core.errors import Busy, ConfigError, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, SMALL_BYTES, Message, PeerId, rpc
+from lightning_swarm.core.errors import (
+    Busy,
+    ConfigError,
+    DeadlineExceeded,
+    NotEnlisted,
+    ProtocolError,
+    SwarmError,
+    Unreachable,
+)
+from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, SMALL_BYTES, Message, PeerId, framing, rpc
+from lightning_swarm.network.admission import ByteBudget
 from lightning_swarm.network.framing import Buffer, Head
 from lightning_swarm.network.tensors import DTYPES
 from tests.contract.world import World
@@ -213,6 +222,58 @@ def test_bounds_hold_for_what_goes_beside_calls_too(world: World, method: str, n
 
     world.b.transport.handle_stream(method, take, max_bytes=1000)
     world.run(go())
+
+
+def test_who_is_not_admitted_is_told_before_anything_is_read(
+    world: World, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def admit(caller: PeerId) -> None:
+        if caller == world.a.id:
+            raise NotEnlisted(f"{caller} does not train")
+
+    def no_memory(n: int) -> Tensor:
+        raise AssertionError(f"{n} bytes were read")
+
+    world.b.transport.handle_stream(method, echo, admit=admit)
+    big, friend = Message(b"", (torch.zeros(1 << 20),)), world.another(world.b)
+    answer = world.run(friend.transport.stream(world.b.id, method, big, timeout=EVENTUALLY_S))
+    assert len(answer.tensors) == 1
+    monkeypatch.setattr(framing, "new_bytes", no_memory)
+    for message in (big, Message()):
+        with pytest.raises(NotEnlisted, match="does not train"):
+            world.run(world.a.transport.stream(world.b.id, method, message, timeout=EVENTUALLY_S))
+
+
+def test_what_one_peer_may_have_under_way_is_bounded_and_others_are_not_held_up(world: World, method: str) -> None:
+    victim, friend = world.another(world.a), world.another()
+    world.run(friend.transport.connect(world.run(victim.transport.addresses())))
+    budget = ByteBudget(1 << 30, 5 << 20)
+    victim.transport._strangers_budget = budget  # type: ignore[attr-defined]
+    number, most, begun = 0, 0, asyncio.Event()
+
+    async def take(caller: PeerId, message: Message) -> Message:
+        nonlocal number, most
+        number += 1
+        most = max(most, number)
+        begun.set()
+        await asyncio.sleep(0.05)
+        number -= 1
+        return Message()
+
+    victim.transport.handle_stream(method, take)
+    victim.transport.handle_stream(f"{method} at once", echo)
+
+    async def go() -> None:
+        stream = partial(world.a.transport.stream, victim.id, method, timeout=EVENTUALLY_S)
+        sending = [asyncio.create_task(stream(Message(b"", (torch.zeros(1 << 19),)))) for _ in range(6)]
+        await begun.wait()
+        message = Message(b"", (torch.zeros(1 << 19),))
+        await friend.transport.stream(victim.id, f"{method} at once", message, timeout=EVENTUALLY_S)
+        await asyncio.gather(*sending)
+
+    world.run(go())
+    assert most == 2
+    assert not budget._by_peer
 
 
 def test_tensors_that_cannot_travel_are_refused_at_once(world: World, method: str) -> None:

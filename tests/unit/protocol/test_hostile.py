@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.monitor.survey import OTHERS, REPORT
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import Message, PeerId, framing
 from lightning_swarm.network.transport import PING
 from lightning_swarm.protocol import methods, serialization
 from lightning_swarm.protocol import plain_values as values
@@ -692,6 +693,33 @@ def refused(swarm: Swarm, sample: Sample, message: Message) -> bool:
     assert type(error) is not SwarmError
     assert swarm.state() == before, f"it raised {error!r}, and changed something"
     return True
+
+
+class Unread(Exception):
+    """Memory was made for the tensors of a caller who may not send any."""
+
+
+FROM_TRAINERS, FROM_THE_LEAD = [FORWARD, BACKWARD, METRICS], [LOAD, LEND, KEEP_LOOP]
+
+
+@pytest.mark.parametrize(
+    ("caller", "method"),
+    [
+        *(("stranger", method) for method in [*FROM_TRAINERS, *FROM_THE_LEAD, KEEP]),
+        *(("other", method) for method in [*FROM_THE_LEAD, KEEP]),  # a trainer
+        *((B, method) for method in [*FROM_TRAINERS, *FROM_THE_LEAD]),  # a server
+    ],
+)
+def test_tensors_of_who_may_not_send_them_stay_unread(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caller: str, method: str
+) -> None:
+    swarm = make_swarm("a", "b", trainers=f"{LEAD} other")
+    transport = swarm.servers[B]._transport if caller == B else swarm.network.transport(caller)
+    monkeypatch.setattr(framing, "new_bytes", Mock(side_effect=Unread))
+    message = Message(b"", (torch.zeros(1 << 20),))
+    with pytest.raises(ProtocolError, match=r"none of the|brings weights|no server of the run|what its loop was at"):
+        swarm.run(transport.stream(A, method, message, timeout=10.0))
+    assert not framing.new_bytes.called
 
 
 @every_sample
