@@ -12,13 +12,14 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, WentBack
+from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, Unreachable, WentBack
 from lightning_swarm.core.process import ProcessSettings
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import ended, first_of
 
 _T = TypeVar("_T")
 
 _MOMENT_S: Final = 1.0
+_TIDYING_S: Final = 10.0
 
 
 class Runtime(ABC):
@@ -126,6 +127,30 @@ class _InterruptibleRuntime(Runtime):
     @override
     def close(self) -> None:
         self._runtime.close()
+
+
+class UntilCutOff(_InterruptibleRuntime):
+    """The runtime of a peer: waiting for anything ends when nobody can reach this peer any more."""
+
+    def __init__(self, runtime: Runtime, cut_off: asyncio.Event, why: Callable[[], str]) -> None:
+        super().__init__(runtime)
+        self._cut_off = cut_off
+        self._why = why
+
+    @override
+    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.ensure_future(work)
+        if self._cut_off.is_set():  # what comes now tidies up, for which nobody need be reached
+            await asyncio.wait({task}, timeout=_TIDYING_S)
+        else:
+            await first_of(asyncio.wait({task}), self._cut_off.wait())
+        try:
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if self._cut_off.is_set() and (not task.done() or isinstance(error, PeerError)):
+                raise Unreachable(self._why()) from error
+            return task.result()
+        finally:
+            await ended([task])
 
 
 class UntilRunEnds(_InterruptibleRuntime):

@@ -25,6 +25,7 @@ from lightning_swarm.network import (
     SMALL_BYTES,
     Admit,
     CallHandler,
+    CutOff,
     LinkEstimates,
     Message,
     PeerId,
@@ -84,6 +85,7 @@ class BaseTransport(Transport):
     def __init__(self, peer_id: PeerId, *, silence_s: float, receive_bytes: int = MAX_STREAM_BYTES) -> None:
         self.traffic = Traffic()
         self.links = LinkEstimates()
+        self.cut_off = CutOff()
         self.tap: Tap | None = None
         self._peer_id = peer_id
         self._closed = False

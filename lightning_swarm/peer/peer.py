@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_swarm.client.session import Session
-from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilStageLost
+from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilCutOff, UntilStageLost
 from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
@@ -219,7 +219,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     """Start a peer on a real network, with its event loop and its compute in threads of their own."""
     from lightning_swarm.network import hivemind  # takes a second, which tests can do without
 
-    runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
+    runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
     try:
         transport, directory = runtime.run(
             hivemind.start(
@@ -236,9 +236,9 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     except BaseException:
         runtime.close()
         raise
-    return Peer(
-        runtime, transport, directory, executor=ThreadExecutor, config=config, rng=random.Random(secrets.randbits(64))
-    )
+    runtime = UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason)
+    rng = random.Random(secrets.randbits(64))
+    return Peer(runtime, transport, directory, executor=ThreadExecutor, config=config, rng=rng)
 
 
 def _link(peer: str, link: LinkEstimate) -> LinkReport:

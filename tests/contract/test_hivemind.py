@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial, wraps
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.core.event_loop import ThreadRuntime, UntilCutOff
 from lightning_swarm.monitor import checks
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import Address, HostPort
@@ -186,6 +190,32 @@ def test_idle_streams_of_a_stranger_are_bounded_and_hold_nobody_up(
             stream.close()
 
     world.run(go())
+
+
+def test_a_peer_whose_daemon_is_killed_ends_at_once_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("uvloop")
+    runtime = ThreadRuntime()
+    transport, directory = runtime.run(hivemind.start())
+    peer = UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason)
+    killed = rf"the libp2p daemon of this peer, process {transport.daemon_pid}, has ended or answers no more"
+    threading.Timer(0.1, os.kill, (transport.daemon_pid, signal.SIGKILL)).start()
+    try:
+        with pytest.raises(Unreachable, match=killed):
+            peer.run(asyncio.Event().wait())  # as a server waits for the end of its run
+        with pytest.raises(Unreachable, match=killed):
+            peer.run(transport.call(PeerId("somebody"), "method", b"", timeout=60.0))
+        assert peer.run(asyncio.sleep(0.0, "tidied up")) == "tidied up"
+        assert re.search(killed, caplog.text)
+    finally:
+        peer.run(directory.close())
+        peer.run(transport.close())
+        peer.close()
+
+
+def test_a_peer_that_closes_was_not_cut_off(world: HivemindWorld) -> None:
+    peer = world.another(world.b)
+    world.run(peer.close())
+    assert not peer.transport.cut_off.is_set()
 
 
 def test_calls_that_were_given_up_are_forgotten(world: HivemindWorld) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ a server holds calls (`Limits.max_pending_calls`), and ask for other things mean
 
 _IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
 _PATIENCE_S: Final = 60.0
+_CALLS_PER_TURN: Final = 32  # of the loop
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
 _OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
 _READ_BYTES: Final = 1 << 18
@@ -198,7 +200,9 @@ async def answer_calls(
     answers = _Answers(stream, serve, spawn, slot)
     stream.gather_writes()
     try:
-        while True:
+        for number in itertools.count(1):
+            if number % _CALLS_PER_TURN == 0:  # so that thousands of calls at once hold nobody else up
+                await asyncio.sleep(0)
             try:
                 head, request = await incoming.next(_PATIENCE_S)
             except TimeoutError:

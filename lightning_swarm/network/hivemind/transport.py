@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from lightning_swarm.network.hivemind.local_streams import INTRODUCE, LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
 from lightning_swarm.network.rpc import ask
 from lightning_swarm.network.transport import BaseTransport
+
+_log = logging.getLogger(__name__)
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"
@@ -108,7 +111,14 @@ class HivemindTransport(BaseTransport):
         exiting = asyncio.create_task(exited(self.daemon_pid))
         try:
             await asyncio.wait({exiting, reading}, return_when=asyncio.FIRST_COMPLETED)
+            self.cut_off.reason = (
+                f"the libp2p daemon of this peer, process {self.daemon_pid}, has ended or answers no more, and without "
+                "it nobody reaches this peer: to the others it is gone. See who ended that process (the kernel, short "
+                "of memory?), then start this peer again."
+            )
+            _log.error("%s", self.cut_off.reason)
             self._break_off()
+            self.cut_off.set()
         finally:
             await ended([exiting])
 
