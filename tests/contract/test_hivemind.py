@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -28,6 +29,7 @@ from tests.contract.world import HivemindWorld, Peer
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
 records = pytest.importorskip("lightning_swarm.network.hivemind.directory")
 engine = pytest.importorskip("lightning_swarm.network.hivemind._engine")
+identity = pytest.importorskip("lightning_swarm.network.hivemind.identity")
 
 LONG_S = 60.0
 
@@ -210,6 +212,51 @@ def test_a_peer_whose_daemon_is_killed_ends_at_once_and_says_why(caplog: pytest.
         peer.run(directory.close())
         peer.run(transport.close())
         peer.close()
+
+
+def test_a_new_key_is_its_owners_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, modes, make = tmp_path / "key", [], os.open
+
+    def watched(name: Any, flags: int, mode: int = 0o777) -> int:
+        descriptor = make(name, flags, mode)
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        return descriptor
+
+    monkeypatch.setattr(identity.os, "open", watched)
+    former = os.umask(0)
+    try:
+        identity.prepare_identity(path)
+    finally:
+        os.umask(former)
+    assert modes == [0o600]
+    made = path.read_bytes()
+    identity.prepare_identity(path)
+    assert path.read_bytes() == made
+    assert str(engine.PeerID.from_identity(made)).startswith("Qm")
+
+
+@pytest.mark.parametrize("kind", ["noise", "empty", "cut off", "folder", "nowhere", "somewhere else"])
+def test_an_identity_that_cannot_be_used_is_named(world: HivemindWorld, tmp_path: Path, kind: str) -> None:
+    path, good = tmp_path / "key", tmp_path / "good"
+    identity.prepare_identity(good)
+    if kind == "folder":
+        path.mkdir()
+    elif kind in ("nowhere", "somewhere else"):
+        path = (tmp_path / kind if kind == "nowhere" else good) / "key"
+    else:
+        path.write_bytes({"noise": b"noise", "empty": b"", "cut off": good.read_bytes()[:-9]}[kind])
+    with pytest.raises(ConfigError, match=r"`identity_path` must be a file with this peer's private key") as refusal:
+        world.run(hivemind.start(identity_path=str(path)))
+    assert str(path) in str(refusal.value)
+
+
+def test_a_key_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "key"
+    identity.prepare_identity(path)
+    assert not caplog.text
+    path.chmod(0o644)
+    identity.prepare_identity(path)
+    assert f"chmod 600 {path}" in caplog.text
 
 
 def test_a_peer_that_closes_was_not_cut_off(world: HivemindWorld) -> None:

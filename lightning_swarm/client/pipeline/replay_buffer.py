@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,8 @@ from torch import Tensor
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +93,12 @@ class ReplayBuffer:
         self.num_spilled += 1
         without_tensors = replace(copy, microbatch=replace(microbatch, inputs=(), extras=()), gradients=())
         async with self._using_file:
-            places = await asyncio.to_thread(self._write, tensors)
-            self._spilled[key] = _SpilledCopy(without_tensors, structure, places)
+            try:
+                places = await asyncio.to_thread(self._write, tensors)
+            except OSError as error:
+                self._abandon_file(error)
+            else:
+                self._spilled[key] = _SpilledCopy(without_tensors, structure, places)
 
     async def find(self, key: CallKey) -> ReplayCopy | None:
         """Return a copy, if it is kept here."""
@@ -142,7 +150,22 @@ class ReplayBuffer:
         for tensor in tensors:
             places.append((at, tensor.dtype, tensor.shape))
             at += self._file.write(_bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))
+        self._file.flush()
         return places
+
+    def _abandon_file(self, error: OSError) -> None:
+        """Go on without the copies in a file that cannot be written to: batches that need one run again."""
+        _log.warning(
+            "No room for copies of microbatches in %s: %s. If a server dies, their batches run again. Make room there, "
+            "or raise `Limits.cache_bytes`.",
+            tempfile.gettempdir(),
+            error,
+        )
+        self._spilled.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what is left to write has no room either
+                file.close()
 
     def _read(self, spilled: _SpilledCopy) -> ReplayCopy:
         assert self._file is not None

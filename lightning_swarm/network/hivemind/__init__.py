@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, Unreachable
@@ -15,6 +16,7 @@ from lightning_swarm.network.addresses import HostPort
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
 from lightning_swarm.network.hivemind.daemon import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
+from lightning_swarm.network.hivemind.identity import prepare_identity
 from lightning_swarm.network.hivemind.transport import HivemindTransport
 from lightning_swarm.network.transport import SILENCE_S
 
@@ -25,6 +27,7 @@ _log = logging.getLogger(__name__)
 _NUM_ATTEMPTS: Final = 3
 _PAUSE_S: Final = 0.5
 _BOOTSTRAP: Final = "bootstrap peers"  # stands in the daemon's last words when the initial peers failed, not the daemon
+_TAKEN: Final = "already taken by another peer"  # likewise, when one has this peer's key
 _LOOPBACK: Final = HostPort("127.0.0.1", 0)
 
 
@@ -45,6 +48,8 @@ async def start(
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     _check_free(listen)
+    if identity_path is not None:
+        prepare_identity(Path(identity_path))
     p2p = await _start_daemon(listen.maddr, announce, identity_path, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
     try:
@@ -101,6 +106,11 @@ async def _start_daemon(
 
 def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
     """Say what to check when the daemon did not start."""
+    if _TAKEN in problem:
+        return (
+            f"`identity_path` must name a key that no peer has which runs ({problem}). End the other one, or name another "
+            "file: then a new key is made."
+        )
     if _BOOTSTRAP in problem:
         return (
             f"`initial_peers` must run and be reachable from here, and none of {', '.join(initial_peers)} answered. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import tempfile
@@ -181,8 +182,11 @@ def _written(tensors: Sequence[Tensor]) -> IO[bytes]:
     try:
         torch.save(list(tensors), file)
         file.flush()
-    except BaseException:
-        file.close()
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what is left to write has no room either
+            file.close()
+        if isinstance(error.__context__, OSError):  # torch's own error, on top of that of a full disk
+            raise error.__context__ from None
         raise
     return file
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -116,4 +118,25 @@ def test_nothing_is_on_disk_while_all_fits(loop: VirtualLoop) -> None:
     copies = ReplayBuffer(1 << 20)
     loop.run_until_complete(copies.keep(copy(key())))
     assert copies._file is None
+    copies.close()
+
+
+def on_a_full_disk(**_: object) -> IO[bytes]:
+    return Path("/dev/full").open("w+b", buffering=0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file is full here")
+def test_a_full_disk_costs_the_copies_and_says_so(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = ReplayBuffer(NUM_BYTES)
+    loop.run_until_complete(copies.keep(copy(key())))
+    with monkeypatch.context() as full:
+        full.setattr(tempfile, "TemporaryFile", on_a_full_disk)
+        loop.run_until_complete(copies.keep(copy(key(index=1))))
+    assert "No room for copies of microbatches in" in caplog.text
+    assert key(index=1) not in copies
+    loop.run_until_complete(copies.keep(copy(key(index=2))))
+    for index in (0, 2):
+        assert loop.run_until_complete(copies.find(key(index=index))) is not None
     copies.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -175,6 +177,24 @@ def test_what_has_no_room_in_memory_is_in_files(make_swarm: MakeSwarm, room: int
             head, tensors = swarm.run(store.get(one.stage_index, one.version))
             assert (head.stage_index, head.version) == (one.stage_index, one.version)
             assert fingerprint(tensors) == one.version_hash
+
+
+def on_a_full_disk(**_: object) -> IO[bytes]:
+    return Path("/dev/full").open("w+b", buffering=0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file is full here")
+def test_a_full_disk_costs_the_snapshot_and_not_the_run(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", on_a_full_disk)
+    limits = Limits(call_timeout=30.0, snapshot_interval=0.001, snapshot_bytes=0)
+    swarm = make_swarm("a", "b", limits=limits)
+    records = swarm.run(steps(swarm, 1, 2, 3))
+    assert records[-1].snapshot is not None
+    assert not any(versions(swarm).values())
+    for stage in (0, 1):
+        assert f"No room for a snapshot of stage {stage}: [Errno 28] No space left on device" in caplog.text
 
 
 def test_a_run_of_one_server_and_one_that_wants_none_take_none(make_swarm: MakeSwarm) -> None:
