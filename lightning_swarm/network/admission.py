@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -94,8 +94,8 @@ class StreamSlots:
         own = self._by_owner.get(owner, {})
         if len(own) >= at_most:
             self._evict(own)
-        elif self._num_open >= self.max_in_all:
-            self._evict(slot for slots in self._by_owner.values() for slot in slots) or self._evict_of_most(len(own))
+        elif self._num_open >= self.max_in_all and not self._evict(self._all()):
+            self._evict_of_most(len(own))
         own = self._by_owner.get(owner, {})
         if len(own) >= at_most or self._num_open >= self.max_in_all:
             return None
@@ -112,6 +112,9 @@ class StreamSlots:
             self._num_open -= 1
             if not slots:
                 del self._by_owner[slot.owner]
+
+    def _all(self) -> Iterator[StreamSlot]:
+        return (slot for slots in self._by_owner.values() for slot in slots)
 
     def _evict(self, slots: Iterable[StreamSlot]) -> bool:
         """Hang up the one of these streams that has been idle for longest; false if all are busy."""

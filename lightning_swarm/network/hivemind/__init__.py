@@ -108,8 +108,8 @@ def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
     """Say what to check when the daemon did not start."""
     if _TAKEN in problem:
         return (
-            f"`identity_path` must name a key that no peer has which runs ({problem}). End the other one, or name another "
-            "file: then a new key is made."
+            f"`identity_path` must name a key that no other running peer has ({problem}). End that peer, or name "
+            "another file: then a new key is made."
         )
     if _BOOTSTRAP in problem:
         return (
