@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -90,17 +90,17 @@ class StreamSlots:
     _num_open: int = 0
 
     def open(self, owner: Hashable, hang_up: Callable[[], None], *, at_most: int) -> StreamSlot | None:
-        """Give a new stream a place. Idle ones make room for it. None: it is one too many, and has to go."""
+        """Give a new stream a place, for which others go if need be. None: all is full, and it has to go itself."""
         own = self._by_owner.get(owner, {})
         if len(own) >= at_most:
-            self._evict(own)
-        elif self._num_open >= self.max_in_all and not self._evict(self._all()):
-            self._evict_of_most(len(own))
-        own = self._by_owner.get(owner, {})
-        if len(own) >= at_most or self._num_open >= self.max_in_all:
-            return None
+            self._evict(own)  # the newest count: of the others its owner may not know any more
+        elif self._num_open >= self.max_in_all and not self._evict_idle(self._all()):
+            most = max(self._by_owner.values(), key=len)
+            if len(most) <= len(own) + 1:
+                return None
+            self._evict(most)
         slot = StreamSlot(owner, hang_up, now_s())
-        self._by_owner.setdefault(owner, own)[slot] = None
+        self._by_owner.setdefault(owner, {})[slot] = None
         self._num_open += 1
         return slot
 
@@ -116,19 +116,18 @@ class StreamSlots:
     def _all(self) -> Iterator[StreamSlot]:
         return (slot for slots in self._by_owner.values() for slot in slots)
 
-    def _evict(self, slots: Iterable[StreamSlot]) -> bool:
+    def _evict_idle(self, slots: Iterable[StreamSlot]) -> bool:
         """Hang up the one of these streams that has been idle for longest; false if all are busy."""
         idle = min((slot for slot in slots if not slot.num_busy), key=lambda slot: slot.since_s, default=None)
-        if idle is None:
-            return False
-        self.close(idle)
-        idle.hang_up()
-        return True
+        if idle is not None:
+            self._hang_up(idle)
+        return idle is not None
 
-    def _evict_of_most(self, num_own: int) -> None:
-        """Hang up a busy stream of whoever has most, if the newcomer would have fewer."""
-        most = max(self._by_owner.values(), key=len)
-        if len(most) > num_own + 1:
-            slot = next(iter(most))
-            self.close(slot)
-            slot.hang_up()
+    def _evict(self, slots: Collection[StreamSlot]) -> None:
+        """Hang up an idle one of these streams, or the oldest."""
+        if not self._evict_idle(slots):
+            self._hang_up(next(iter(slots)))
+
+    def _hang_up(self, slot: StreamSlot) -> None:
+        self.close(slot)
+        slot.hang_up()
