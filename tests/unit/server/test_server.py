@@ -16,8 +16,8 @@ from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import (
     Busy,
     ConfigError,
-    GradientMissing,
     DeadlineExceeded,
+    GradientMissing,
     InputMissing,
     LeaseRevoked,
     ProtocolError,
