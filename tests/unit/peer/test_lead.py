@@ -62,13 +62,13 @@ def starter(make_swarm: MakeSwarm) -> Starter:
     """One of three servers dies when its weights come; all are in the run by then."""
     swarm = make_swarm("a b", "c", admit=False)
     handlers = swarm.servers[C]._transport._stream_handlers  # type: ignore[attr-defined]
-    handler, max_bytes = handlers[LOAD]
+    handler, *limits = handlers[LOAD]
 
     async def die(caller: PeerId, message: Message) -> Message:
         swarm.network.kill(C)
         return await handler(caller, message)
 
-    handlers[LOAD] = (die, max_bytes)
+    handlers[LOAD] = (die, *limits)
     return Starter(swarm)
 
 

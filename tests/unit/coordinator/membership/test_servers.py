@@ -556,7 +556,7 @@ def test_a_mover_takes_its_former_stage_where_the_other_is_not_to_be_had(
     if not to_be_had:
         for peer in (A, B):
             handlers = swarm.network.find(peer)._stream_handlers
-            handlers[FOLLOW] = (refuse, handlers[FOLLOW][1])
+            handlers[FOLLOW] = (refuse, *handlers[FOLLOW][1:])
     joiner = swarm.add_server("j")
     joiner.joiner.move_to(0, former=1)
 

@@ -187,12 +187,12 @@ def test_members_send_the_state_together(make_swarm: MakeSwarm, monkeypatch: pyt
 def intercept(server: Server, method: str, change: Callable[[Message], Message]) -> None:
     """Change what a server answers."""
     handlers = server._transport._stream_handlers  # type: ignore[attr-defined]
-    handle, max_bytes = handlers[method]
+    handle, *limits = handlers[method]
 
     async def changed(caller: PeerId, message: Message) -> Message:
         return change(await handle(caller, message))
 
-    handlers[method] = (changed, max_bytes)
+    handlers[method] = (changed, *limits)
 
 
 def test_a_helper_that_dies_is_done_without(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
