@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -101,18 +100,11 @@ def _faster(one: TransferSample | None, other: TransferSample) -> TransferSample
     return other if one is None or other.num_bytes * one.took_s > one.num_bytes * other.took_s else one
 
 
-class CutOff(asyncio.Event):
-    """Is set when nobody can reach this peer any more, though it did not close its transport."""
-
-    reason: str = ""
-
-
 class Transport(ABC):
     """Exchanges messages with other peers, on one asyncio loop: no method may be called from another thread."""
 
     traffic: Traffic
     links: LinkEstimates
-    cut_off: CutOff
 
     @property
     @abstractmethod

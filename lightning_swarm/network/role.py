@@ -23,7 +23,6 @@ class Role(Transport):
     ) -> None:
         self._idle = idle  # says in the error what a peer that does not play the role does not do
         self.traffic = transport.traffic
-        self.cut_off = transport.cut_off
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
         self._admits: dict[str, Admit | None] = {}

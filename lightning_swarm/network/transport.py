@@ -25,7 +25,6 @@ from lightning_swarm.network import (
     SMALL_BYTES,
     Admit,
     CallHandler,
-    CutOff,
     LinkEstimates,
     Message,
     PeerId,
@@ -77,6 +76,12 @@ class Tap(Protocol):
     def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
         """Note that the answer to a call has come back to `caller`."""
         ...
+
+
+class CutOff(asyncio.Event):
+    """Is set when nobody can reach this peer any more, though it did not close its transport."""
+
+    reason: str = ""
 
 
 class BaseTransport(Transport):
