@@ -36,8 +36,8 @@ class LyingSwarm(FaultySwarm):
         if method in calls:
             calls[method] = self._lying(calls[method], lie)
         if method in streams:
-            handler, max_bytes = streams[method]
-            streams[method] = self._lying(handler, lie), max_bytes
+            handler, *bounds = streams[method]
+            streams[method] = self._lying(handler, lie), *bounds
 
     def _lying(self, honest: Answer, lie: Callable[[Any], Any]) -> Answer:
         async def answer(caller: PeerId, request: Any) -> Any:
