@@ -170,7 +170,7 @@ class ServerHost:
             runtime,
             admission.left,
             rolled_back or asyncio.Event(),  # nobody tells the lead; but it may hear that its rollback came too late
-            ending_error=lambda: admission.ending_error,
+            ending_error=lambda: admission.trainers_error,
             is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,
         )

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError, SwarmError
+from lightning_swarm.core.errors import Busy, NotEnlisted, ProtocolError, Replaced, RunOver, StepError, SwarmError
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
@@ -59,6 +59,18 @@ class Admission:
         if self._broken_off:
             return StepError(f"the run is over: {self._broken_off}")
         return RunOver("the lead has ended the run")
+
+    @property
+    def trainers_error(self) -> RunOver | StepError:
+        """As `ending_error`, for this peer's trainer, which may have led the run before others rolled it back."""
+        try:
+            if self.membership.has_run:
+                self.membership.run.check_trainer(self.membership.me.peer_id)
+        except Replaced as error:
+            return error
+        except NotEnlisted:
+            pass
+        return self.ending_error
 
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
