@@ -186,7 +186,7 @@ class Swarm:
             lead=trainers[0],
             trainers=list(trainers),
             coordinator=self.members[0].peer_id,
-            voters=choose_voters(rosters, self.members[:1], {}),
+            voters=choose_voters(rosters, [False] * len(rosters), self.members[:1], {}),
             settings=RunSettings(target_batch_size=self._batch_size * len(trainers)),
             gradient_clip_norm=None,
             gradient_clip_value=None,

@@ -49,13 +49,16 @@ class Standin:
         self._member = member
         self._num_noted = 0
         self.held: set[Receipt] = set()
-        serve(Voter(member.boot_id), transport, lambda peer: peer == coordinator)
+        serve(Voter(member.boot_id), transport, lambda peer: peer == coordinator, self._may_succeed, lambda _: None)
         transport.handle_call(ADMIT, self._agree)
         transport.handle_stream(LOAD, self._take)
         transport.handle_stream(KEEP, self._take)
         transport.handle_call(FREEZE, self._freeze)
         transport.handle_call(AVERAGE, self._average)
         transport.handle_call(APPLY, self._apply)
+
+    async def _may_succeed(self, _: PeerId) -> bool:
+        return True
 
     async def _agree(self, _: PeerId, __: bytes) -> bytes:
         return b""
