@@ -45,9 +45,12 @@ def take_turns() -> None:
         step = record.step + 1
 
     def choose(
-        members: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
+        rosters: Sequence[Sequence[Member]],
+        on_trainers: Sequence[bool],
+        voters: Sequence[Member],
+        hosts: Mapping[PeerId, str],
     ) -> list[Member]:
-        chosen = choose_voters(members, voters, hosts)
+        chosen = choose_voters(rosters, on_trainers, voters, hosts)
         return chosen[:1] if is_bare(step + 1) else chosen  # for the step after the one that closes
 
     ReplayBuffer.keep = keep_by_turns  # type: ignore[method-assign]
