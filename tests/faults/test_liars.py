@@ -29,10 +29,10 @@ class LyingSwarm(FaultySwarm):
     def __init__(self) -> None:
         super().__init__(*STAGES, plan=FaultPlan(), voters=VOTERS, trainers=TRAINERS)
         self.num_lies = 0
-        self.transport: Any = self.servers[LIAR]._transport
 
-    def lies(self, method: str, lie: Callable[[Any], Any]) -> None:
-        calls, streams = self.transport._call_handlers, self.transport._stream_handlers
+    def lies(self, method: str, lie: Callable[[Any], Any], *, who: PeerId = LIAR) -> None:
+        transport: Any = self.servers[who]._transport
+        calls, streams = transport._call_handlers, transport._stream_handlers
         if method in calls:
             calls[method] = self._lying(calls[method], lie)
         if method in streams:
@@ -57,6 +57,19 @@ class LyingSwarm(FaultySwarm):
             self.audit_state()
         finally:
             self.close()
+
+
+def test_an_error_of_all_servers_of_a_stage_ends_the_run() -> None:
+    """It is the model's, or the user's: nobody could do better."""
+    swarm = LyingSwarm()
+    for who in STAGES[1].split():
+        swarm.lies(FORWARD, refuse(ConfigError("blocks must not do this")), who=PeerId(who))
+    try:
+        with pytest.raises(ConfigError, match="blocks must not do this"):
+            swarm.train()
+        assert swarm.num_lies >= len(STAGES[1].split())
+    finally:
+        swarm.close()
 
 
 def refuse(error: SwarmError) -> Callable[[Any], Any]:

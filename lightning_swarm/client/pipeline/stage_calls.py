@@ -65,6 +65,7 @@ class StageCalls:
     route: list[PeerCharge] = field(default_factory=list)  # the peers that compute each stage
     gradients: serialization.Tree = field(default_factory=list)  # as they travel: for each output tensor one or None
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)
+    _refused: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage, who answered with an error
 
     @property
     def step(self) -> int:
@@ -221,7 +222,9 @@ class StageCalls:
         try:
             yield
         except Refusal as refusal:
-            if len(self.context.routers[stage].peers) == 1:  # nobody else could do better
+            refused = self._refused.setdefault(stage, set())
+            refused.add(peer)
+            if refused >= self.context.routers[stage].peers.keys():  # nobody else could do better
                 raise refusal.error from refusal
             raise StageCallFailed(stage, peer, refusal) from refusal
         except PeerError as error:
