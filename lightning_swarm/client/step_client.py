@@ -29,10 +29,10 @@ from lightning_swarm.protocol.messages.batches import (
     LeaseMetricsRequest,
     LoggedValue,
     MetricsRequest,
-    Quit,
     RecordReply,
     RecordRequest,
     ReportRequest,
+    RetireRequest,
 )
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import RetireReply
@@ -402,7 +402,7 @@ class StepClient:
 
     async def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches, and return when a record has let this trainer go, if one can."""
-        request = encode(Quit(reason=reason[:_MAX_REASON]))
+        request = encode(RetireRequest(reason=reason[:_MAX_REASON]))
         with contextlib.suppress(NotEnlisted):
             while not decode(await self._coordinator.call(methods.RETIRE, request), RetireReply).retired:
                 pass

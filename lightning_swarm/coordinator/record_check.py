@@ -62,8 +62,7 @@ def _check_voters(run: RunState, record: Record) -> None:
     """Voters are members, an odd number, and go on voting as long as they are there."""
     if record.next_voters is None:
         return
-    on_trainers = [stage.on_trainers for stage in run.manifest.stages]
-    members = set(electorate(run.members_after(record).rosters, on_trainers))
+    members = set(electorate(run.members_after(record).rosters, run.on_trainers))
     number = number_of_voters(len(members))
     kept = [voter for voter in run.voters if voter in members][:number]
     voters = record.next_voters

@@ -200,7 +200,7 @@ class RecordRequest(WireMessage, frozen=True):
     epoch: Count = 0  # of the lead's loop
 
 
-class Quit(WireMessage, frozen=True):
+class RetireRequest(WireMessage, frozen=True):
     """A trainer tells the coordinator that its loop has ended, perhaps by an error, and will bring nothing more."""
 
     reason: Annotated[str, msgspec.Meta(max_length=2000)]

@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.batches import (
     GrantRequest,
     LoggedValue,
     MetricState,
-    Quit,
+    RetireRequest,
     WaitForRecord,
     fold,
 )
@@ -419,7 +419,7 @@ def test_a_trainer_that_ends_by_an_error_takes_only_its_own_batches_along(
 def test_the_lead_does_not_retire(make_swarm: MakeSwarm) -> None:
     swarm, _ = begun(make_swarm, 4)
     with pytest.raises(ProtocolError, match="dismissing"):
-        swarm.run(swarm.trainer.call(A, RETIRE, encode(Quit(reason="")), timeout=1.0))
+        swarm.run(swarm.trainer.call(A, RETIRE, encode(RetireRequest(reason="")), timeout=1.0))
     assert swarm.run(swarm.batch(rows(1)))
 
 

@@ -30,10 +30,10 @@ from lightning_swarm.protocol.messages.batches import (
     LoggedValue,
     MetricsRequest,
     MetricState,
-    Quit,
     RecordRequest,
     RegisterRequest,
     ReportReply,
+    RetireRequest,
 )
 from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
 from lightning_swarm.protocol.messages.membership import (
@@ -423,7 +423,7 @@ SAMPLES = [
         phase="joining",
     ),
     Sample(CALL, ENLIST, plain(enlisting), target=A, caller=C),
-    Sample(CALL, RETIRE, plain(lambda _: Quit(reason="done")), target=A, caller=B),
+    Sample(CALL, RETIRE, plain(lambda _: RetireRequest(reason="done")), target=A, caller=B),
     Sample(CALL, DRAIN, plain(lambda _: DrainRequest(generation=0, boot_id=101)), target=A, caller=B),
     Sample(CALL, PING, lambda _: Message()),
     Sample(CALL, HELLO, lambda _: Message()),

@@ -19,7 +19,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.batches import Grant, GrantRequest, Quit
+from lightning_swarm.protocol.messages.batches import Grant, GrantRequest, RetireRequest
 from lightning_swarm.protocol.messages.calls import CallKey
 from lightning_swarm.protocol.messages.membership import EnlistRequest
 from lightning_swarm.protocol.messages.run import Member
@@ -275,7 +275,7 @@ def test_the_batch_in_hand_of_one_that_retires_is_struck(make_swarm: MakeSwarm) 
 def test_the_lead_does_not_retire(make_swarm: MakeSwarm) -> None:
     run = Run(make_swarm)
     with pytest.raises(ProtocolError, match="it ends the run by dismissing"):
-        run.swarm.run(run.swarm.trainer.call(A, RETIRE, encode(Quit(reason="x")), timeout=1.0))
+        run.swarm.run(run.swarm.trainer.call(A, RETIRE, encode(RetireRequest(reason="x")), timeout=1.0))
 
 
 def test_one_that_dies_in_its_first_step_leaves_the_list(make_swarm: MakeSwarm) -> None:
