@@ -6,17 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.world import HivemindWorld, MemoryWorld, NeighbourWorld, World
+from tests.contract.world import HivemindWorld, MemoryWorld, NeighbourWorld, World, opened
 
 
 @pytest.fixture(
     scope="module", params=[MemoryWorld, HivemindWorld, NeighbourWorld], ids=["memory", "hivemind", "neighbours"]
 )
 def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    world: World = request.param()
-    world.open()
-    yield world
-    world.close()
+    yield from opened(request.param())
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from lightning_swarm.core.event_loop import ThreadRuntime, UntilCutOff
 from lightning_swarm.monitor import checks
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import Address, HostPort
-from tests.contract.world import HivemindWorld, Peer
+from tests.contract.world import HivemindWorld, Peer, opened
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
 records = pytest.importorskip("lightning_swarm.network.hivemind.directory")
@@ -36,10 +36,7 @@ LONG_S = 60.0
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[HivemindWorld]:
-    world = HivemindWorld()
-    world.open()
-    yield world
-    world.close()
+    yield from opened(HivemindWorld())
 
 
 def nested_tuples(levels: int) -> bytes:

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from lightning_swarm.core.errors import Busy
-from tests.contract.world import HivemindWorld, Peer
+from tests.contract.world import HivemindWorld, Peer, opened
 
 kademlia = pytest.importorskip("lightning_swarm.network.hivemind.kademlia")
 engine = pytest.importorskip("lightning_swarm.network.hivemind._engine")
@@ -21,10 +21,7 @@ VALUE = msgpack.packb(b"value")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[HivemindWorld]:
-    world = HivemindWorld()
-    world.open()
-    yield world
-    world.close()
+    yield from opened(HivemindWorld())
 
 
 @pytest.fixture(autouse=True)

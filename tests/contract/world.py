@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -152,3 +152,13 @@ class NeighbourWorld(HivemindWorld):
 
     def freeze(self, peer: Peer) -> None:
         pytest.skip("they share a process, and their daemons carry nothing")
+
+
+W = TypeVar("W", bound=World)
+
+
+def opened(world: W) -> Iterator[W]:
+    """A world for the length of a fixture."""
+    world.open()
+    yield world
+    world.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -11,6 +12,14 @@ from lightning_swarm.core.clock import VirtualLoop
 from tests.unit.swarm import Swarm
 
 MakeSwarm = Callable[..., Swarm]
+
+_FULL = Path("/dev/full")
+needs_full_disk = pytest.mark.skipif(not _FULL.exists(), reason="no file is full here")
+
+
+def on_a_full_disk(**_: object) -> IO[bytes]:
+    """In the place of `tempfile.TemporaryFile`."""
+    return _FULL.open("w+b", buffering=0)
 
 
 @pytest.fixture

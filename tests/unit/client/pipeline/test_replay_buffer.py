@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuff
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import CallKey
+from tests.unit.conftest import needs_full_disk, on_a_full_disk
 from tests.unit.swarm import MODE, key, rows
 
 ROUTE = [PeerId("a"), PeerId("b")]
@@ -121,11 +121,7 @@ def test_nothing_is_on_disk_while_all_fits(loop: VirtualLoop) -> None:
     copies.close()
 
 
-def on_a_full_disk(**_: object) -> IO[bytes]:
-    return Path("/dev/full").open("w+b", buffering=0)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file is full here")
+@needs_full_disk
 def test_a_full_disk_costs_the_copies_and_says_so(
     loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
 from lightning_swarm.protocol.queries import newest_complete, newest_safe, version_to_keep
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
-from tests.unit.conftest import MakeSwarm
+from tests.unit.conftest import MakeSwarm, needs_full_disk, on_a_full_disk
 from tests.unit.swarm import Swarm, make_module, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -179,11 +178,7 @@ def test_what_has_no_room_in_memory_is_in_files(make_swarm: MakeSwarm, room: int
             assert fingerprint(tensors) == one.version_hash
 
 
-def on_a_full_disk(**_: object) -> IO[bytes]:
-    return Path("/dev/full").open("w+b", buffering=0)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file is full here")
+@needs_full_disk
 def test_a_full_disk_costs_the_snapshot_and_not_the_run(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
