@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
+import hivemind
+import torch.multiprocessing
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -34,6 +36,19 @@ async def swarm_peer(
     finally:
         await directory.close()
         await transport.close()
+
+
+@contextmanager
+def hivemind_dht(together: Together) -> Iterator[hivemind.DHT]:
+    """This process's part of hivemind's table, which all of them share; it begins at the first one."""
+    torch.multiprocessing.set_sharing_strategy("file_system")  # as an import of hivemind alone would have it
+    first = hivemind.DHT(start=True) if together.rank == 0 else None
+    addresses = together.exchange([str(address) for address in first.get_visible_maddrs()] if first else [])[0]
+    dht = first or hivemind.DHT(initial_peers=addresses, start=True)
+    try:
+        yield dht
+    finally:
+        dht.shutdown()
 
 
 @asynccontextmanager

@@ -89,6 +89,36 @@ def start(
     )
 
 
+def lines_of(
+    *arguments: object,
+    timeout: float,
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """Run a Python process to its end; returns the lines of its standard output.
+
+    Args:
+        arguments: As `start` has it.
+        timeout: Seconds after which it is killed.
+        before: As `start` has it.
+        environment: Likewise.
+
+    Raises:
+        RuntimeError: It failed; has its last lines.
+    """
+    with start(
+        *arguments, before=before, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        try:
+            out, errors = run.communicate(timeout=timeout)
+        except BaseException:
+            run.kill()
+            raise
+    if run.returncode != 0:
+        raise RuntimeError(f"{shlex.join(map(str, arguments))} ended with {run.returncode}:\n{errors[-4000:]}")
+    return out.splitlines()
+
+
 def train(
     *options: object,
     seconds: float,
@@ -109,17 +139,10 @@ def train(
         RuntimeError: It failed; has its last lines.
     """
     command = ["-m", module, "--seconds", seconds, *options]
-    with start(*command, before=before, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
-        try:
-            out, errors = run.communicate(timeout=seconds + _GRACE_S)
-        except BaseException:
-            run.kill()
-            raise
-    if run.returncode != 0:
-        raise RuntimeError(f"{shlex.join(map(str, command))} ended with {run.returncode}:\n{errors[-4000:]}")
+    lines = lines_of(*command, timeout=seconds + _GRACE_S, before=before, environment=environment)
     said = [
         json.loads(line)
-        for line in out.splitlines()
+        for line in lines
         if line.startswith(('{"at_s"', '{"trainer_bytes"', '{"peak_bytes"', '{"held"'))
     ]
     steps = [one for one in said if "samples" in one]

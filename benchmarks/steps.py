@@ -15,8 +15,8 @@ import time
 
 import hivemind
 import torch
-import torch.multiprocessing
 
+from benchmarks.peers import hivemind_dht
 from benchmarks.report import median, picture, table, write
 from benchmarks.runs import FAR_APART, train
 from benchmarks.together import Together, run_together
@@ -42,36 +42,32 @@ def swarm_ms(width: int, seconds: float) -> list[float]:
 def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
     """Likewise, beyond the time for samples; what this peer saw of those updates that all took together."""
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")  # as an import of hivemind alone would have it
-    first = hivemind.DHT(start=True) if together.rank == 0 else None
-    addresses = together.exchange([str(address) for address in first.get_visible_maddrs()] if first else [])[0]
-    dht = first or hivemind.DHT(initial_peers=addresses, start=True)
-    model = Blocks(width, NUM_BLOCKS, Nop)
-    optimizer = hivemind.Optimizer(
-        dht=dht,
-        run_id="steps",
-        batch_size_per_step=1,
-        target_batch_size=NUM_PEERS * NUM_SAMPLES,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
-        use_local_updates=False,
-        matchmaking_time=2.0,
-        averaging_timeout=10.0,
-    )
-    took: list[float] = []
-    together.exchange()
-    for _ in range(num_steps):
-        epoch, began_s = optimizer.local_epoch, time.monotonic()
-        while optimizer.local_epoch == epoch:
-            model.blocks(torch.full((1, 1, width), 1.0 + together.rank)).sum().backward()
-            time.sleep(SAMPLE_S)
-            optimizer.step()
-            optimizer.zero_grad()
-        took_s = time.monotonic() - began_s - NUM_SAMPLES * SAMPLE_S
-        weights = [float(parameter.sum()) for parameter in model.parameters()]
-        if all(others == weights for others in together.exchange(weights)):  # every peer's gradients differ
-            took.append(1e3 * took_s)
-    optimizer.shutdown()
-    dht.shutdown()
+    with hivemind_dht(together) as dht:
+        model = Blocks(width, NUM_BLOCKS, Nop)
+        optimizer = hivemind.Optimizer(
+            dht=dht,
+            run_id="steps",
+            batch_size_per_step=1,
+            target_batch_size=NUM_PEERS * NUM_SAMPLES,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
+            use_local_updates=False,
+            matchmaking_time=2.0,
+            averaging_timeout=10.0,
+        )
+        took: list[float] = []
+        together.exchange()
+        for _ in range(num_steps):
+            epoch, began_s = optimizer.local_epoch, time.monotonic()
+            while optimizer.local_epoch == epoch:
+                model.blocks(torch.full((1, 1, width), 1.0 + together.rank)).sum().backward()
+                time.sleep(SAMPLE_S)
+                optimizer.step()
+                optimizer.zero_grad()
+            took_s = time.monotonic() - began_s - NUM_SAMPLES * SAMPLE_S
+            weights = [float(parameter.sum()) for parameter in model.parameters()]
+            if all(others == weights for others in together.exchange(weights)):  # every peer's gradients differ
+                took.append(1e3 * took_s)
+        optimizer.shutdown()
     return took
 
 

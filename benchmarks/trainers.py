@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -20,13 +18,13 @@ from typing import Any
 import hivemind
 import lightning as L
 import torch
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from benchmarks.peers import hivemind_dht
 from benchmarks.report import median, picture, table, write
-from benchmarks.runs import start
+from benchmarks.runs import lines_of
 from benchmarks.together import Together, run_together
 from lightning_swarm import SwarmStrategy
 
@@ -129,52 +127,39 @@ def by_lightning(way: str, width: int, layers: int, batches: int, steps: int, pa
     options = ["--way", way, "--width", width, "--layers", layers, "--batches", batches, "--steps", steps]
     if pauses_s:
         options += ["--pauses-s", *pauses_s]
-    with start(
-        "-m", "benchmarks.trainers", *options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, own_session=True
-    ) as run:
-        try:
-            out, errors = run.communicate(timeout=TIMEOUT_S)
-        except BaseException:
-            run.kill()
-            raise
-    said = [json.loads(line)["rate"] for line in out.splitlines() if line.startswith('{"rate"')]
-    if not said:
-        raise RuntimeError(f"{way} ended with {run.returncode}, and no rate:\n{errors[-4000:]}")
-    return float(said[0])
+    lines = lines_of("-m", "benchmarks.trainers", *options, timeout=TIMEOUT_S)
+    (said,) = (json.loads(line)["rate"] for line in lines if line.startswith('{"rate"'))
+    return float(said)
 
 
 def by_optimizer(together: Together, width: int, layers: int, batches: int, steps: int) -> float:
     """Samples/s by `hivemind.Optimizer`: of its epochs, as this peer sees them."""
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")  # as an import of hivemind alone would have it
-    first = hivemind.DHT(start=True) if together.rank == 0 else None
-    addresses = together.exchange([str(address) for address in first.get_visible_maddrs()] if first else [])[0]
-    dht = first or hivemind.DHT(initial_peers=addresses, start=True)
-    torch.manual_seed(0)
-    model = Net(width, layers)
-    optimizer = hivemind.Optimizer(
-        dht=dht,
-        run_id="trainers",
-        batch_size_per_step=BATCH_SIZE,
-        target_batch_size=batches * BATCH_SIZE,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
-        use_local_updates=False,
-        matchmaking_time=2.0,
-        averaging_timeout=20.0,
-    )
-    rows = torch.randn(BATCH_SIZE, WIDTH_IN)
-    at_s: list[float] = []
-    together.exchange()
-    while len(at_s) <= steps:
-        epoch = optimizer.local_epoch
-        (model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if optimizer.local_epoch > epoch:
-            at_s.append(time.monotonic())
-    together.exchange()
-    optimizer.shutdown()
-    dht.shutdown()
+    with hivemind_dht(together) as dht:
+        torch.manual_seed(0)
+        model = Net(width, layers)
+        optimizer = hivemind.Optimizer(
+            dht=dht,
+            run_id="trainers",
+            batch_size_per_step=BATCH_SIZE,
+            target_batch_size=batches * BATCH_SIZE,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+            use_local_updates=False,
+            matchmaking_time=2.0,
+            averaging_timeout=20.0,
+        )
+        rows = torch.randn(BATCH_SIZE, WIDTH_IN)
+        at_s: list[float] = []
+        together.exchange()
+        while len(at_s) <= steps:
+            epoch = optimizer.local_epoch
+            (model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.local_epoch > epoch:
+                at_s.append(time.monotonic())
+        together.exchange()
+        optimizer.shutdown()
     return batches * BATCH_SIZE * (len(at_s) - 1) / (at_s[-1] - at_s[0])
 
 
@@ -232,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
