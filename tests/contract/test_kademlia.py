@@ -171,3 +171,11 @@ def test_who_waits_may_ask_again() -> None:
             rates.charge("a", cost, now_s)
     rates.charge("b", 1.0, 0.0)
     rates.charge("a", kademlia._REQUESTS_PER_S, 1.0)
+
+
+def test_hivemind_itself_keeps_its_own_protocol(world: HivemindWorld) -> None:
+    """Other users of hivemind in this process store what they like."""
+    from hivemind.dht import node
+
+    assert isinstance(protocol(world.b), kademlia.BoundedProtocol)
+    assert node.DHTProtocol is engine.DHTProtocol is not kademlia.BoundedProtocol

@@ -27,7 +27,6 @@ def _process_settings_kept() -> Iterator[None]:
 
 
 with _process_settings_kept():
-    from hivemind.dht import node as dht_node
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID
@@ -58,7 +57,6 @@ __all__ = [
     "StreamInfo",
     "ValidationError",
     "crypto_pb2",
-    "dht_node",
     "dht_pb2",
     "p2pd_pb2",
     "read_pbmsg_safe",

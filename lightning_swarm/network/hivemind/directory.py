@@ -23,7 +23,7 @@ from lightning_swarm.network.hivemind._engine import (
     RecordValidatorBase,
     ValidationError,
 )
-from lightning_swarm.network.hivemind.kademlia import BoundedProtocol
+from lightning_swarm.network.hivemind.kademlia import BoundedNode, BoundedProtocol
 from lightning_swarm.network.transport import BaseTransport
 
 _MAX_PEER_ID_BYTES: Final = 128
@@ -144,7 +144,7 @@ class HivemindDirectory(Directory):
         """Become part of the DHT of `initial_peers`, or begin a new one without any."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                node = await DHTNode.create(
+                node = await BoundedNode.create(
                     p2p,
                     # hivemind would draw the id from `random`, which `seed_everything` makes equal in all peers.
                     node_id=DHTID(secrets.randbits(_NODE_ID_BITS)),

@@ -9,16 +9,17 @@ from collections import Counter
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Final
 
 from lightning_swarm.core.errors import Busy, ProtocolError
 from lightning_swarm.network.hivemind._engine import (
     DHTID,
+    DHTNode,
     DHTProtocol,
     DictionaryDHTValue,
     P2PContext,
     PeerID,
-    dht_node,
     dht_pb2,
 )
 
@@ -271,4 +272,15 @@ def _drop_ghosts(storage: Any) -> None:
         heapq.heapify(storage.expiration_heap)
 
 
-dht_node.DHTProtocol = BoundedProtocol  # the one that nodes make
+def _bounded(create: FunctionType) -> FunctionType:
+    """A copy of a function of hivemind's that makes a `BoundedProtocol`. hivemind's own users have its own protocol."""
+    names = {**create.__globals__, DHTProtocol.__name__: BoundedProtocol}
+    copy = FunctionType(create.__code__, names, create.__name__, create.__defaults__, create.__closure__)
+    copy.__kwdefaults__ = create.__kwdefaults__
+    return copy
+
+
+class BoundedNode(DHTNode):  # type: ignore[misc]  # hivemind is untyped
+    """A node whose protocol is bounded."""
+
+    create = classmethod(_bounded(DHTNode.create.__func__))
