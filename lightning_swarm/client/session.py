@@ -218,10 +218,10 @@ class Session:
         except PeerError as error:
             _log.info("Perhaps nobody knows that the batch in hand can do without this trainer: %s", error)
 
-    def withdraw_batch(self) -> None:
-        """Withdraw the batch in hand: it will not be trained on, and what servers added of it is discarded."""
+    def withdraw_batch(self, *, dropped: bool) -> None:
+        """Withdraw the batch in hand: what servers added of it is discarded. One that is `dropped` nobody brings."""
         batch = self._taken()
-        self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=True))
+        self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=dropped))
 
     def revoke_batch(self) -> None:
         """Give up the batch in hand, which was struck: nothing of it counts, and it may run again in another place."""

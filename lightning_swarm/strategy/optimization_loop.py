@@ -208,7 +208,7 @@ class SwarmOptimization:
             raise
         except Exception:
             try:
-                self._session.withdraw_batch()  # it must not count
+                self._session.withdraw_batch(dropped=False)  # another trainer may bring it
             except SwarmError as error:  # which matters less than what the batch raised
                 _log.warning("The batch could not be withdrawn: %s", error)
             raise
@@ -216,7 +216,7 @@ class SwarmOptimization:
         logs, metrics = self.logs.finish_batch(counts=result.loss is not None)
         if result.loss is None:
             self._session.pipeline.norms.batch_without_loss()
-            self._session.withdraw_batch()
+            self._session.withdraw_batch(dropped=True)
         closing = result.loss is not None and self._finish_batch(batch, lease, logs, metrics)
         self._end_step(closing=closing)
         if self._completed.lost.pop(lease, None) is not None:

@@ -124,8 +124,11 @@ class LeaseTable:
         waiting = self._idle.get(trainer)
         if waiting is None:
             return not step.closing
-        has_window = step.window is not None
-        return has_window and (self._passed(step, waiting.batch) or self._besides(step, waiting) is not None)
+        if step.window is None:
+            return False
+        # Its own batch is in the step once another one was dropped.
+        has_place = waiting.batch in step.free or self._besides(step, waiting) is not None
+        return has_place or self._passed(step, waiting.batch)
 
     def patience_s(self, trainer: PeerId) -> float | None:
         """Seconds for which a trainer still leaves others' batches to them."""

@@ -270,6 +270,28 @@ def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
     assert (grant.batch, grant.step) == ((0, 0), 0)
 
 
+def test_a_batch_that_is_dropped_lets_another_trainer_go_on(make_swarm: MakeSwarm) -> None:
+    """That trainer waits with the batch that comes in its place."""
+    swarm, other = planned(make_swarm, (2, 4))
+
+    async def go_on() -> Grant:
+        await bring(swarm, swarm.steps, (0, 0))
+        dropped = await other.request_grant(other.number_batch(), 2, 1.0, (0, 1))
+        assert isinstance(dropped, Grant)
+        number = swarm.steps.number_batch()
+        assert await swarm.steps.request_grant(number, 2, 1.0, (0, 2)) == 0, "the step has all that it takes"
+        waiting = asyncio.create_task(swarm.steps.wait_closed(0))
+        await other.withdraw(dropped.lease, dropped=True)
+        async with asyncio.timeout(60.0):
+            assert not await waiting
+        grant = await swarm.steps.request_grant(number, 2, 1.0, (0, 2))
+        assert isinstance(grant, Grant)
+        return grant
+
+    grant = swarm.run(go_on())
+    assert (grant.batch, grant.step) == ((0, 2), 0)
+
+
 def test_the_end_of_an_epoch_is_passed_with_its_last_record(make_swarm: MakeSwarm) -> None:
     swarm, _ = planned(make_swarm, (2, 3), last=True)
     for index in range(2):
