@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import cells
+
 _FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py")
 """The files that take longest. Each worker begins with one of them."""
 
@@ -33,8 +35,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(_OBJECTS_UNTIL_COLLECTED, 20, 100)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where files are dealt out, have nobody begin a long one when the others are through."""
+    """Choose cells of large tables. Where files are dealt out, begin with the long ones."""
+    cells.mark_the_rest_as_thorough(items)
     folder = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:

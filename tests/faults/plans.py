@@ -116,6 +116,11 @@ class Case:
         return f"{self.kind}-{whom}-{self.phase.name}{of}{for_}"
 
     @property
+    def parts(self) -> dict[str, object]:
+        """What is to be in some plan, of those that are chosen: each kind for each time, each victim at each moment."""
+        return {"kind": (self.kind, self.for_s), "victim": (self.whom, self.groups, self.phase.name, self.of)}
+
+    @property
     def struck(self) -> frozenset[str]:
         """Whom it is to strike, as far as it says."""
         return frozenset(self.groups[0].split() if self.groups else [self.whom] if self.whom else [])

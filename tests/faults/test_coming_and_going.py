@@ -6,11 +6,11 @@ import pytest
 
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import FaultySwarm
-from tests.faults.pairwise import pairwise
 from tests.faults.plans import JOINER, LEAVER, SMALL_STAGES, STAGES, TRAINERS, VOTERS, Case, joining, leaving
 
 
-@pytest.mark.parametrize("case", pairwise(joining()), ids=str)
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", list(joining()), ids=str)
 def test_a_server_joins(case: Case) -> None:
     """It is in at the end unless it died, and so is whoever was frozen for long: there was time to come again."""
     plan = FaultPlan()
@@ -27,7 +27,8 @@ def test_a_server_joins(case: Case) -> None:
         swarm.close()
 
 
-@pytest.mark.parametrize("case", pairwise(leaving()), ids=str)
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", list(leaving()), ids=str)
 def test_a_server_leaves(case: Case) -> None:
     """At the end it is out, whatever happened on the way."""
     plan = FaultPlan()

@@ -58,12 +58,14 @@ def all_by(codec: str, *, feedback: bool = False) -> Compression:
     return Compression(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=feedback)  # type: ignore[arg-type]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("codec", ["none", *WAYS])
 def test_all_that_counts_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
     audited(all_by(codec), plan())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plan", [*PLANS.values(), *HALVES.values()], ids=[*PLANS, *HALVES])
 @pytest.mark.parametrize("codec", ["4bit", "powersgd"])
 def test_what_is_carried_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:

@@ -53,6 +53,7 @@ def test_records_come_while_the_next_step_takes_batches() -> None:
         swarm.close()
 
 
+@pytest.mark.first_cells(24)
 @pytest.mark.parametrize("case", cases()[::8], ids=str)
 def test_one_fault(case: Case) -> None:
     check(case)
@@ -73,6 +74,7 @@ def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults)
 
 
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("case", list(joining())[::6], ids=str)
 def test_a_server_joins(case: Case) -> None:
     plan = FaultPlan()

@@ -14,7 +14,6 @@ from lightning_swarm.protocol import tickets
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.faults import DidNotHappen
 from tests.faults.harness import SETTLE_S, FaultySwarm
-from tests.faults.pairwise import pairwise
 from tests.faults.plans import (
     BETWEEN,
     COMPUTING,
@@ -54,18 +53,21 @@ def check(*faults: Case, seed: int, num_input_only: int = 0) -> None:
         swarm.close()
 
 
-@pytest.mark.parametrize("case", pairwise(cases()), ids=str)
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", cases(), ids=str)
 def test_one_fault(case: Case) -> None:
     check(case, seed=0)
 
 
-@pytest.mark.parametrize("case", pairwise(case for case in cases() if case.phase in SENDING), ids=str)
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", [case for case in cases() if case.phase in SENDING], ids=str)
 def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is fetched by a message of its own; what is small comes with the word that it is there."""
     monkeypatch.setattr(tickets, "SMALL_BYTES", 0)
     check(case, seed=0)
 
 
+@pytest.mark.first_cells(24)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
@@ -76,7 +78,8 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
-@pytest.mark.parametrize("faults", pairwise(caused()), ids=lambda faults: "+".join(map(str, faults)))
+@pytest.mark.each_value
+@pytest.mark.parametrize("faults", list(caused()), ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults, seed=0)
 

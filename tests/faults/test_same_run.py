@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.faults import MessagePoint
 from tests.faults.harness import FaultySwarm
@@ -33,6 +35,7 @@ def messages() -> str:
     return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 
+@pytest.mark.thorough
 def test_a_plan_is_the_same_run_in_every_process() -> None:
     """Names hash differently in each process, and objects are elsewhere in memory."""
     code = "from tests.faults.test_same_run import messages; print(messages())"

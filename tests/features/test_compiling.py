@@ -70,6 +70,7 @@ def compiled_runs(make_module: Callable[[], Any], data: Any, **options: Any) -> 
     return plain, swarm, backend
 
 
+@pytest.mark.first_cells(1)
 @feature(
     "`trainer.fit(torch.compile(module, ...))`",
     WORKS,

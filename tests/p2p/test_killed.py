@@ -258,6 +258,7 @@ def terminate(hand: Hand, server: Server) -> bool:
     return True
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("take", "times"),
     [
@@ -284,6 +285,7 @@ def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(
 # ---------------------------------------------------------------------- the lead of several trainers
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("cut", [True, False])
 def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path: Path, cut: bool) -> None:
     """In the middle of an epoch. What is trained and validated is what one trainer has that nothing happens to."""

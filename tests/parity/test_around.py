@@ -184,6 +184,7 @@ class DropsOut(NanoGPT):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(
     "make", [Finetuned, OnlyItsHead, NoGradient, NowAndThen, Looped, Penalised, DropsOut], ids=lambda one: one.__name__

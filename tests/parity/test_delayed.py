@@ -157,6 +157,7 @@ def digits_net() -> DigitsMLP:
     return DigitsMLP(Recipe(schedule="onecycle"))
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_server_that_dies(late: Run, phase: Phase) -> None:
     assert_unchanged(FaultPlan().kill(VICTIM, at=phase, step=3), late)

@@ -108,7 +108,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("cell", TABLE, ids=str)
+def _thorough(cell: Cell) -> list[pytest.MarkDecorator]:
+    return [] if cell.num_steps == NUM_STEPS else [pytest.mark.thorough]
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=_thorough(cell)) for cell in TABLE], ids=str)
 def test_a_swarm_trains_as_one_machine_does(cell: Cell) -> None:
     plain, swarm = _run_both(cell)
     assert_exact(swarm, plain)

@@ -278,6 +278,7 @@ def assert_logged(seen: Seen, standby: int) -> None:
         before = total
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("num_trainers", "at", "place"),
     [(2, 6, "between batches"), (2, 3, "in a batch"), (4, 7, "in a batch"), (4, 2, "behind")],

@@ -137,6 +137,7 @@ def test_a_newcomer_takes_the_slowest_stage_not_the_emptiest(monkeypatch: pytest
     assert timeline.rosters[-1] == [{1, 3}, {0, 2, 4, 5}]
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("phase", [Phase.JOIN_DONE, Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.LISTEN])
 def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
     plan = FaultPlan().kill(MOVER, at=phase)
@@ -146,6 +147,7 @@ def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
     assert next((peer, stage) for _, peer, stage in moved(run.records)) == (MOVER, 0)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("phase", [Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.FOLLOW_DONE])
 def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
     plan, timeline = FaultPlan().kill(None, at=phase, of=MOVER), Timeline()  # whoever answers it
@@ -185,6 +187,7 @@ SHED = 4
 """By this step's record the first server gives up stage 0, which two others have then."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("step", [SHED, SHED + 1])
 @pytest.mark.parametrize("phase", [Phase.BACKWARD_DONE, Phase.CLOSE_DONE, Phase.AVERAGE, Phase.APPLY])
 def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: int) -> None:

@@ -67,6 +67,7 @@ def go(run: Any, make: Any, data: Any, folder: Path, num_epochs: int, **options:
     return done
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("make", "data", "swarm"),
     [(make_digits, digits, {}), (make_trees, records, {}), (make_gpt, sentences, {"pipeline": "transformer.h"})],
@@ -116,6 +117,7 @@ def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return Adam8bit(parameters, lr=lr, min_8bit_size=1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -249,6 +251,7 @@ class Broken(Exception):
     """What a user's code raises."""
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("batches", [3, 4, EPOCH])

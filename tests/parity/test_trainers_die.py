@@ -266,6 +266,7 @@ def assert_right(seen: Seen, lead: Lead, *, tracks: bool = False) -> None:
 WHERE = pytest.mark.parametrize("where", ["before forward", "after forward", "before backward"])
 
 
+@pytest.mark.each_value
 @WHERE
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int) -> None:
@@ -278,6 +279,7 @@ def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int)
     assert_right(seen, lead)
 
 
+@pytest.mark.thorough
 def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
     """By the ordinary way in, while its trainer trains; it takes a while to find that it was left out."""
     seen, lead = run("before forward", freeze, num_records=1, num_steps=120)
@@ -296,6 +298,7 @@ def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
     assert_right(seen, lead, tracks=True)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> None:
     """And when it is back, it is not run again."""
@@ -322,6 +325,7 @@ def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
     assert_right(seen, lead)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: bool) -> None:
     """It was armed before, so it counts, once, whether that was heard or not."""
@@ -338,6 +342,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: boo
     assert_right(seen, lead)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("method", "target_batch_size"), [(RECORD, 12), (GRANT, 36)])
 def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_batch_size: int) -> None:
     """Its trainer froze while it waited for the record, or for its next place; a server that had added of it died."""
@@ -374,6 +379,7 @@ def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     assert lead.lines.column("swarm/peers")[-1] == 3.0
 
 
+@pytest.mark.thorough
 def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> None:
     """Its copy of what stands around the pipeline is an old one: nothing is trained on that, and the others go on."""
 

@@ -184,6 +184,7 @@ def assert_logged(seen: Seen) -> None:
         assert (logged, total) == (expected, expected), epoch
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("at", [4, 12])
 def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     killing = Killing([at], [["peer-1"]])
@@ -196,6 +197,7 @@ def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     assert_logged(seen)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("at", [3, 10])
 def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
     killing = Killing([at], [["peer-1"]])
@@ -221,6 +223,7 @@ def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadStrategy, "make_peer", server_first)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.usefixtures("one_more_server")
 @pytest.mark.parametrize(("num_trainers", "at"), [(2, 4), (3, 12)])
 def test_a_stage_dies_and_all_trainers_are_left(num_trainers: int, at: int) -> None:
@@ -280,6 +283,7 @@ class Waiting(L.Callback):
             self.seen().wait_for(lambda: self.reached(self.seen()))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> None:
     """The run goes back to a version of which it has not heard. Whether its batches count only its server knows."""
@@ -344,6 +348,7 @@ def test_a_trainer_whose_data_is_at_its_end_goes_back() -> None:
     trainers.assert_exact(seen, make_digits, digits(), num_trainers=3, target_batch_size=1, gone=[1])
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_is_frozen_meanwhile_is_left_behind() -> None:
     """When it is back, it is in no run, and ends."""
     found: list[Seen] = []

@@ -118,6 +118,7 @@ def test_servers_begin_to_average_when_they_freeze(make_swarm: MakeSwarm) -> Non
     assert at_s[APPLY] - at_s[FREEZE] == pytest.approx((2 + 2 + 1 + 2 + 1) * latency_s)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rosters", [("a", "b c"), ("a", "b c d"), ("a b c", "d b c")])
 @pytest.mark.parametrize("phase", CLOSING, ids=lambda phase: phase.name)
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
@@ -154,6 +155,7 @@ def test_a_server_that_goes_when_it_has_averaged(make_swarm: MakeSwarm, kind: st
     assert trial.events["round_repeated"] == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.APPLY, Phase.APPLY_DONE], ids=str)
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_server_that_goes_with_the_record(make_swarm: MakeSwarm, kind: str, phase: Phase) -> None:
@@ -262,6 +264,7 @@ def test_who_most_do_not_reach_is_gone(make_swarm: MakeSwarm) -> None:
     assert trial.members() == [[A], [C, D]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("other", "phase", "when"),
     [

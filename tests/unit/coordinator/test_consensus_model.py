@@ -272,6 +272,7 @@ class Schedule:
             node.frozen = True
 
 
+@pytest.mark.thorough
 def test_never_two_records_for_one_slot() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_SCHEDULES):

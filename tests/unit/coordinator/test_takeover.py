@@ -164,6 +164,7 @@ LATE = [
 ]
 
 
+@pytest.mark.each_value
 @every_phase
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase, nth: int) -> None:
@@ -179,6 +180,7 @@ def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase,
     assert {voter.peer_id for voter in trial.swarm.steps.run.voters} == {B, C, D}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("phase", "nth"), LATE, ids=lambda one: getattr(one, "name", one))
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_coordinator_that_goes_with_gradients_in_its_sum(
@@ -192,6 +194,7 @@ def test_a_coordinator_that_goes_with_gradients_in_its_sum(
     assert trial.members() == [[B, C], [D, B, C]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("for_s", [3.0, 12.0, 40.0])
 @pytest.mark.parametrize(
     "phase", [Phase.GRANT, Phase.DONE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=lambda phase: phase.name
@@ -209,6 +212,7 @@ def test_a_coordinator_that_comes_back_does_no_harm(make_swarm: MakeSwarm, phase
         assert trial.count("takeover") == (for_s > SILENCE_S)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.CLOSE, Phase.APPLY], ids=lambda phase: phase.name
 )

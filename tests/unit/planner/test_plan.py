@@ -549,6 +549,7 @@ def test_who_cannot_hold_the_model_or_slows_it_down_is_not_asked() -> None:
     assert choose_uncut(model, [machine("a"), small], [512]) is None
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("count", "flop_per_s", "words", "others"),
     [

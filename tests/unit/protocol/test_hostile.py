@@ -737,6 +737,7 @@ def test_what_is_no_message_is_refused_and_changes_nothing(make_swarm: MakeSwarm
         sample.send(swarm, message)
 
 
+@pytest.mark.thorough
 @every_sample
 def test_suspicious_messages_do_no_harm(make_swarm: MakeSwarm, sample: Sample) -> None:
     swarm = sample.prepared(make_swarm)

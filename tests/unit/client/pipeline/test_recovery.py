@@ -160,6 +160,7 @@ DATA_PHASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 @pytest.mark.parametrize("phase", DATA_PHASES)
@@ -174,6 +175,7 @@ def test_a_server_that_dies(make_swarm: MakeSwarm, phase: Phase, victim: str, nt
     route.assert_sums()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 @pytest.mark.parametrize("phase", DATA_PHASES)
 def test_a_server_that_freezes(make_swarm: MakeSwarm, phase: Phase, victim: str) -> None:
@@ -213,6 +215,7 @@ def test_those_who_take_a_dead_peers_place_die_too(make_swarm: MakeSwarm) -> Non
     route.assert_sums()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cache_bytes", [0, 150])
 @pytest.mark.parametrize("phase", [Phase.FORWARD_DONE, Phase.BACKWARD_ACCEPTED, Phase.BACKWARD_DONE])
 def test_a_death_among_servers_that_keep_nothing(make_swarm: MakeSwarm, phase: Phase, cache_bytes: int) -> None:
@@ -614,6 +617,7 @@ def test_passages_wait_for_a_stage_of_which_nobody_is_there(make_swarm: MakeSwar
     assert route.events.counts["resume"] >= 1
 
 
+@pytest.mark.thorough
 def test_passages_do_not_wait_for_ever(make_swarm: MakeSwarm) -> None:
     plan = FaultPlan().kill("b", at=Phase.FORWARD, microbatch=2)
     route = alone(make_swarm, plan, stage_timeout=1000.0)

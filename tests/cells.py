@@ -1,0 +1,45 @@
+"""Which cells of a large table of parameters `make test` runs. `make check` runs all of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+
+import pytest
+
+
+def mark_the_rest_as_thorough(items: Sequence[pytest.Item]) -> None:
+    """Of a test that is marked with `each_value` leave cells with all values; with `first_cells(n)`, the first ones."""
+    tables: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function):
+            tables[f"{item.path}::{item.originalname}"].append(item)
+    for cells in tables.values():
+        kept = set(range(len(cells)))
+        if cells[0].get_closest_marker("each_value") is not None:
+            kept = covering([frozenset(_values(cell)) for cell in cells])
+        first = cells[0].get_closest_marker("first_cells")
+        if first is not None:
+            kept = set(range(*first.args))
+        for index, cell in enumerate(cells):
+            if index not in kept:
+                cell.add_marker(pytest.mark.thorough)
+
+
+def covering(cells: Sequence[frozenset[Hashable]]) -> set[int]:
+    """Choose cells that have all values between them, the one with the most new values first."""
+    kept: set[int] = set()
+    missing = frozenset[Hashable]().union(*cells)
+    while missing:
+        best = max(range(len(cells)), key=lambda index: len(cells[index] & missing))
+        kept.add(best)
+        missing -= cells[best]
+    return kept
+
+
+def _values(cell: pytest.Function) -> Iterator[Hashable]:
+    """The values of a cell by their names; those of an object that has several are its `parts`."""
+    for name, value in cell.callspec.params.items():
+        for index, one in enumerate(value if isinstance(value, tuple) else (value,)):
+            parts = getattr(one, "parts", {"": one})
+            yield from ((name, index, part, repr(of)) for part, of in parts.items())
