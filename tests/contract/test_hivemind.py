@@ -286,6 +286,7 @@ def test_calls_that_were_given_up_are_forgotten(world: HivemindWorld) -> None:
     world.run(go())
 
 
+@pytest.mark.thorough
 def test_an_import_leaves_the_process_as_it_was() -> None:
     import logging
     import subprocess

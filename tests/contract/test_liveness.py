@@ -47,6 +47,7 @@ def test_a_call_to_a_peer_that_falls_silent_ends_long_before_its_deadline(world:
         world.run(world.a.transport.call(victim.id, method, b"", timeout=1000.0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_bytes", [1, 64 << 20], ids=["asking", "sending"])
 def test_a_stream_to_a_peer_that_falls_silent(world: World, method: str, num_bytes: int) -> None:
     victim = world.another(world.a)

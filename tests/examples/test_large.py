@@ -28,6 +28,7 @@ def run(folder: Path, *arguments: str) -> list[InMemoryStrategy]:
     return strategies
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_it_trains_and_goes_on_in_other_stages_as_the_plain_trainer_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

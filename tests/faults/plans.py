@@ -117,8 +117,12 @@ class Case:
 
     @property
     def parts(self) -> dict[str, object]:
-        """What is to be in some plan, of those that are chosen: each kind for each time, each victim at each moment."""
-        return {"kind": (self.kind, self.for_s), "victim": (self.whom, self.groups, self.phase.name, self.of)}
+        """What is to be in some plan, of those that are chosen: each kind for each time, each victim, each moment."""
+        return {
+            "kind": (self.kind, self.for_s),
+            "victim": (self.whom, self.groups),
+            "moment": (self.phase.name, self.of),
+        }
 
     @property
     def struck(self) -> frozenset[str]:

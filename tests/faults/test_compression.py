@@ -88,6 +88,7 @@ def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.Monkey
         audited(all_by(codec), FaultPlan())
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("codec", WAYS)
 def test_who_joins_and_who_leaves_has_the_same_bytes(codec: str) -> None:
     audited(all_by(codec), FaultPlan(), joiners="j", leavers="e")

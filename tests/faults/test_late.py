@@ -53,7 +53,7 @@ def test_records_come_while_the_next_step_takes_batches() -> None:
         swarm.close()
 
 
-@pytest.mark.first_cells(24)
+@pytest.mark.first_cells(12)
 @pytest.mark.parametrize("case", cases()[::8], ids=str)
 def test_one_fault(case: Case) -> None:
     check(case)
@@ -69,6 +69,7 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("faults", list(caused())[::6], ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults)

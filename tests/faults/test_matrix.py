@@ -84,6 +84,7 @@ def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults, seed=0)
 
 
+@pytest.mark.first_cells(8)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in COMPUTING][2::12], ids=str)
 def test_a_fault_among_backwards_for_the_input(case: Case) -> None:
     """Each microbatch has two backwards that add nothing, and then the one that counts."""

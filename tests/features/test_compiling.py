@@ -85,6 +85,7 @@ def test_compiled_stages(make_module: Any, data: Any) -> None:
     assert_exact(swarm, plain)
 
 
+@pytest.mark.thorough
 @feature(
     "dropout in compiled stages",
     WORKS,
@@ -152,6 +153,7 @@ def test_compiled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(swarm["state_dict"], plain["state_dict"], rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
+@pytest.mark.thorough
 @feature("`torch.compile(module)` of a model with a `ModuleList`", WORKS, "without `fullgraph=True`")
 def test_compiled_lists() -> None:
     backend = Counting()

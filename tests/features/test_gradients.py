@@ -129,6 +129,7 @@ def test_a_backward_of_ones_own() -> None:
     fit_both(lambda: Free(backward_before), max_steps=STEPS)
 
 
+@pytest.mark.each_value
 @feature(
     "`.backward()` of another loss in `on_before_backward`, `on_after_backward`, or an overridden `backward`", WORKS
 )

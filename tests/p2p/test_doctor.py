@@ -72,6 +72,7 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
     assert lines[-1] == "4 to mend."
 
 
+@pytest.mark.thorough
 def test_a_missing_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hivemind that was installed without its program stands in front of the real one."""
     (tmp_path / "hivemind").mkdir()

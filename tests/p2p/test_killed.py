@@ -350,6 +350,7 @@ FAULTS: Planned = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) -> None:
     """One ends with its first gradient added and no receipt sent; one freezes when sums are, and joins again."""
     fired = tmp_path / "fired"

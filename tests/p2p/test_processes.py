@@ -172,6 +172,7 @@ def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
     return sum(n for peer, method, n in traffic["sent"] if peer in to and method not in weights)
 
 
+@pytest.mark.thorough
 def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp_path: Path) -> None:
     """Until an exception of the lead ends the run for both; no process outlives it."""
     run = start("digits", tmp_path, "--role", "both", "--target-batch-size", 20, "--fail-at", 60)

@@ -57,6 +57,7 @@ def asked() -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("target_batch_size", [None, 8])
 def test_one_call_a_batch(window: int, target_batch_size: int | None) -> None:

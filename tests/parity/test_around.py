@@ -184,7 +184,7 @@ class DropsOut(NanoGPT):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(2)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(
     "make", [Finetuned, OnlyItsHead, NoGradient, NowAndThen, Looped, Penalised, DropsOut], ids=lambda one: one.__name__
@@ -233,6 +233,7 @@ class Validated(Images):
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("make", "pipeline"), [(Images, "body"), (Staged, None)])
 def test_other_cuts_leave_parameters_outside(make: type[Images], pipeline: str | None) -> None:
     _, plain = both(make, digits, pipeline=pipeline, max_epochs=2, max_steps=-1, num_servers=3)

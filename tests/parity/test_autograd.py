@@ -260,6 +260,7 @@ class Validated(Digits):
         self.history.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_two_validations_and_what_they_log(inference_mode: bool) -> None:
     modes: list[tuple[bool, bool]] = []
@@ -346,6 +347,7 @@ class NeverInTheFirstWindow(Sometimes):
     without = (0, 1, 6)
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2, 3])
 @pytest.mark.parametrize("module", [Sometimes, NeverInTheFirstWindow])
@@ -521,6 +523,7 @@ class Branching(Digits):
         return F.cross_entropy(self.net(images, left=batch_idx in self.left_in), labels)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
 def test_parameters_without_a_gradient_are_passed_over(optimizer: Any, accumulate_grad_batches: int) -> None:

@@ -177,6 +177,7 @@ def test_a_warning_says_which_forwards_do_not_count(caplog: pytest.LogCaptureFix
 
 
 # Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(
     ("plan", "num_gone"),
     [

@@ -94,7 +94,7 @@ def inserted(module: Any, boundary: Boundary = HALF, after: list[str] = AFTER) -
     return module
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("boundary", [HALF, Bottleneck(ratio=4), Maxout(ratio=2), Maxout(ratio=4)], ids=str)
 @pytest.mark.parametrize(
     ("model", "after", "swarm"),
@@ -199,7 +199,7 @@ def test_who_moves_to_another_stage_takes_its_halves_of_the_layers() -> None:
     assert_exact(run, run_plain(lambda: inserted(moving.net(), layers, ["net.1"]), moving.data(), **steps))
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("boundary", [HALF, Maxout(ratio=4)], ids=str)
 def test_halves_are_compiled_with_their_stages(boundary: Boundary) -> None:

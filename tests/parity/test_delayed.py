@@ -129,6 +129,7 @@ def train(make: Callable[[], Any], data: DataLoader[Any], **options: Any) -> Swa
     return run_swarm(make, data, max_steps=STEPS, delay_optimizer_step=True, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_servers", [2, 5])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}])
 def test_gradients_are_one_step_late(num_servers: int, options: dict[str, Any]) -> None:
@@ -157,7 +158,7 @@ def digits_net() -> DigitsMLP:
     return DigitsMLP(Recipe(schedule="onecycle"))
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_server_that_dies(late: Run, phase: Phase) -> None:
     assert_unchanged(FaultPlan().kill(VICTIM, at=phase, step=3), late)

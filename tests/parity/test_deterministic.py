@@ -136,7 +136,7 @@ def reference() -> SwarmRun:
     return run
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("wired", WIRED, ids=NAMES)
 def test_the_same_bits(reference: SwarmRun, wired: Callable[[], dict[str, Any]]) -> None:
     options = wired()
@@ -186,7 +186,7 @@ def test_what_cannot_be_added_up_skips_its_step(make: Callable[[], Any]) -> None
         assert [record.outcome for record in run.records] == ["apply", "apply", "skip", "apply"]
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("make", "data", "options"),
     [

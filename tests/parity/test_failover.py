@@ -110,6 +110,7 @@ class Returning(L.Callback):
         return again.server.membership.is_member or any(one.ready for one in waiting.values())
 
 
+@pytest.mark.thorough
 def test_the_leads_program_started_again_serves_and_may_lead_once_more() -> None:
     swarm = Swarm(
         1,
@@ -125,6 +126,7 @@ def test_the_leads_program_started_again_serves_and_may_lead_once_more() -> None
     assert_same(swarm, run_plain(make_digits, loader(digits()), max_steps=40, max_epochs=-1))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("options", [{"delay_optimizer_step": True}, {"deterministic": True}])
 def test_other_kinds_of_steps(options: dict[str, Any]) -> None:
     calm, swarm = (

@@ -194,7 +194,8 @@ def narrow(strategy: InMemoryStrategy, bytes_per_s: float) -> None:
     network.carry = in_line  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("share", [10, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [10, 20])
 def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     """No step takes twice as long while they come as when they are there and twelve have to average."""
     monkeypatch.setattr(donor_module, "_MIN_PIECE_BYTES", 1024)  # the model is small, too

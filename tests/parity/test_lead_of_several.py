@@ -434,6 +434,7 @@ def test_a_standby_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pyt
     assert "which was to go on with the run, has not answered for 0.5 s" in str(seen.errors[left])
 
 
+@pytest.mark.thorough
 def test_a_standby_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends the run of nobody else."""
     unpack, tried = loop_transfer.unpack, []
@@ -458,6 +459,7 @@ def is_member(seen: Seen, name: str) -> bool:
     return peer is not None and peer.server is not None and peer.server.membership.is_member
 
 
+@pytest.mark.thorough
 def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(
     alone: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +512,7 @@ class Awaiting(L.Callback):
         return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 
 
+@pytest.mark.thorough
 def test_the_leads_script_started_again_trains_along(alone: Seen) -> None:
     """Beside the one that leads by now."""
 
@@ -521,6 +524,7 @@ def test_the_leads_script_started_again_trains_along(alone: Seen) -> None:
     assert_right(seen, alone)
 
 
+@pytest.mark.thorough
 def test_a_lead_that_was_frozen_learns_who_leads(alone: Seen) -> None:
     class Freezing(L.Callback):
         @override
@@ -559,6 +563,7 @@ def test_one_that_holds_no_stage_comes_again(alone: Seen) -> None:
     assert_right(seen, alone)
 
 
+@pytest.mark.thorough
 def test_one_comes_again_where_its_run_goes_back_without_it(alone: Seen) -> None:
     """The lead lives, and the only server of a stage dies."""
 

@@ -137,7 +137,7 @@ def test_a_newcomer_takes_the_slowest_stage_not_the_emptiest(monkeypatch: pytest
     assert timeline.rosters[-1] == [{1, 3}, {0, 2, 4, 5}]
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("phase", [Phase.JOIN_DONE, Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.LISTEN])
 def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
     plan = FaultPlan().kill(MOVER, at=phase)
@@ -187,7 +187,7 @@ SHED = 4
 """By this step's record the first server gives up stage 0, which two others have then."""
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("step", [SHED, SHED + 1])
 @pytest.mark.parametrize("phase", [Phase.BACKWARD_DONE, Phase.CLOSE_DONE, Phase.AVERAGE, Phase.APPLY])
 def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: int) -> None:
@@ -199,6 +199,7 @@ def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: i
     assert 3 in timeline.rosters[-1][0]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("phase", "after"),
     [
@@ -234,6 +235,7 @@ def test_who_coordinates_hands_that_over_and_moves() -> None:
     assert run.rerouted["strike"] == 0
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("peer", "phase"), [("peer-1", Phase.PREPARE_DONE), ("peer-3", Phase.PREPARE)])
 def test_a_death_while_coordination_is_handed_over_changes_nothing(peer: str, phase: Phase) -> None:
     plan, timeline = FaultPlan().kill(peer, at=phase), Timeline()

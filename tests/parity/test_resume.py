@@ -117,7 +117,7 @@ def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return Adam8bit(parameters, lr=lr, min_8bit_size=1)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -209,6 +209,7 @@ class Evaluated(DigitsMLP):
         raise AssertionError("nobody trains")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("from_file", [True, False])
 def test_validate_test_and_predict_equal_the_plain_trainers(

@@ -332,6 +332,7 @@ class Noisy(torch.utils.data.Dataset[list[Tensor]]):
         return [image + 0.1 * torch.rand_like(image), label]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("at", [3, 7, 10])
 def test_random_numbers_are_drawn_again_and_averages_of_the_epoch_hold_each_batch_once(at: int) -> None:
     """Against a swarm that nothing happened to: what is drawn in a stage is not what one machine draws."""
@@ -351,6 +352,7 @@ def test_random_numbers_are_drawn_again_and_averages_of_the_epoch_hold_each_batc
         assert last[epoch] == pytest.approx(values, rel=1e-12)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_what_loaders_draw_from_generators_of_their_own_is_drawn_again(num_loaders: int) -> None:
     """In a later epoch than the first, too."""
@@ -408,6 +410,7 @@ class Evaluated(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("at", [4, 7, 9])
 def test_validation_schedules_and_accumulation_go_on_as_they_were(at: int) -> None:
     options: dict[str, Any] = {"max_epochs": 4, "max_steps": -1, "accumulate_grad_batches": 2, "val_check_interval": 3}

@@ -154,6 +154,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert max(looks.seen) <= at + 1
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("own_hooks", "waited_for")
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("in_module", [False, True], ids=["callback", "module"])

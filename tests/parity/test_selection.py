@@ -50,6 +50,7 @@ def test_a_change_at_the_beginning_of_a_window_counts_from_there_on() -> None:
     assert reselections(both.swarm) == {1: 2, 2: 2, 5: 2, 6: 2}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("made", [unfreezing, in_phases])
 @pytest.mark.parametrize(("first", "then"), [(run_plain, run_swarm), (run_swarm, run_plain)])
 def test_resuming_after_an_unfreeze(made: Any, first: Any, then: Any, tmp_path: Path) -> None:
@@ -106,6 +107,7 @@ class Head(NanoGPT):
         self.transformer["wpe"].requires_grad_(self.current_epoch != 2)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("role", ["auto", "trainer"])
 def test_blocks_frozen_under_a_head_on_the_trainer(role: str) -> None:
     swarm = {"pipeline": "transformer.h", "role": role}

@@ -44,6 +44,7 @@ def saving(folder: Path, **options: Any) -> dict[str, Any]:
     return {"enable_checkpointing": True, "callbacks": [every], **options}
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("first", "second"), [(on_meta, on_meta), (in_memory, in_memory), (in_memory, on_meta)])
 def test_it_goes_on_with_other_stages(first: Any, second: Any, tmp_path: Path) -> None:
     plain = run_plain(in_memory, loader(digits()), max_epochs=3)

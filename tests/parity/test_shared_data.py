@@ -156,6 +156,7 @@ class Dying(Validated):
         return loss
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_trainers", [2, 3])
 def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trainers: int) -> None:
     seen = run(num_trainers, make_module=Dying, validation=validation, raises=False, swarm={"limits": QUICK})
@@ -184,6 +185,7 @@ class Meets(L.Callback):
         return f"peer-{self.comes}" in (*enrolment(seen).waiting, *seen.trainers_of_the_run)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("comes", "went_back"),
     [

@@ -86,6 +86,7 @@ def test_a_tied_weight_trains_as_on_one_machine(plain: Run, num_stages: int, num
 
 
 # Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("plan", "num_gone"),
     [

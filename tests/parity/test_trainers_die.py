@@ -266,7 +266,7 @@ def assert_right(seen: Seen, lead: Lead, *, tracks: bool = False) -> None:
 WHERE = pytest.mark.parametrize("where", ["before forward", "after forward", "before backward"])
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @WHERE
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int) -> None:
@@ -290,6 +290,7 @@ def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
     assert_right(seen, lead)
 
 
+@pytest.mark.thorough
 def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
     """Numbers and metrics, of all trainers and of its own."""
     seen, lead = run("before backward", freeze, tracks=True)
@@ -315,6 +316,7 @@ def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> Non
     assert_right(seen, lead)
 
 
+@pytest.mark.thorough
 def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
     """Its trainer froze before it could say so: what was added is discarded, and the rest of those sums replayed."""
     seen, lead = run("before forward", lambda seen: freeze_when_it_says(seen, ARMED, is_heard=False), past_its_own=True)
@@ -342,7 +344,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: boo
     assert_right(seen, lead)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "target_batch_size"), [(RECORD, 12), (GRANT, 36)])
 def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_batch_size: int) -> None:
     """Its trainer froze while it waited for the record, or for its next place; a server that had added of it died."""
@@ -366,6 +368,7 @@ def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_b
     assert_right(seen, lead)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("where", ["before forward", "after forward", "before backward", "after backward"])
 def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     seen, lead = run(where, kill)
@@ -459,6 +462,7 @@ class KillAll(L.Callback):
                 self.seen().runtime.run(kill())
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_lost_stage_names_the_checkpoint_to_resume_from(tmp_path: Any, saves: bool) -> None:
     found: list[Seen] = []

@@ -235,6 +235,7 @@ def test_a_stage_dies_and_all_trainers_are_left(num_trainers: int, at: int) -> N
     assert_logged(seen)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_back_again_and_again() -> None:
     """And those that went back once go back with what they did since."""
     killing = Killing([5, 11], [["peer-1"], ["peer-2"]])

@@ -114,6 +114,7 @@ def test_a_trainer_joins_a_run_under_way() -> None:
     assert all({member.peer_id for member in rosters[0]} >= {LATE} for rosters in seen.rosters[-3:])
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_trainer_dies_or_freezes(is_killed: bool) -> None:
     """Its batch is brought by others; one that thaws computes on once its server is in the run again."""
@@ -157,6 +158,7 @@ class Newest(L.Callback):
         self.num_validated += 1
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("swarm", [WHOLE, {"pipeline": "net"}], ids=["whole", "around"])
 def test_the_newest_weights_validate_whoever_brought_the_last_batch(swarm: dict[str, Any]) -> None:
     """The lead's own layers, too, though it may bring none of the batches of the epoch's last steps."""

@@ -112,7 +112,7 @@ def members(seen: Seen) -> set[str]:
     return {member.peer_id for roster in seen.rosters[-1] for member in roster} if seen.rosters else set()
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_sample_counts_once(seed: int) -> None:
     """And the curve is the plain Trainer's."""

@@ -57,6 +57,7 @@ class Rebuilding(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_servers", [1, 2, 4])
 @pytest.mark.parametrize(
     "make",

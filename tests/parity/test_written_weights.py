@@ -76,6 +76,7 @@ def num_written(run: SwarmRun) -> int:
     return sum(record.change.written is not None for record in run.records)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_servers", [2, 4])
 @pytest.mark.parametrize("do", [clamp, by_data, one_tensor, foreach])
 def test_what_a_hook_writes_after_a_step_is_what_the_next_one_computes_with(
@@ -160,6 +161,7 @@ class Momentum(Net):
         return torch.optim.AdamW(self.net.parameters(), lr=3e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("at", ["training_step", "on_train_batch_end", "on_before_zero_grad"])
 def test_a_target_follows_by_momentum(at: str, accumulate: int) -> None:

@@ -180,7 +180,7 @@ def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase,
     assert {voter.peer_id for voter in trial.swarm.steps.run.voters} == {B, C, D}
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize(("phase", "nth"), LATE, ids=lambda one: getattr(one, "name", one))
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_coordinator_that_goes_with_gradients_in_its_sum(
@@ -377,6 +377,7 @@ def logged(value: float) -> LoggedValue:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("phase", "nth"),
     [

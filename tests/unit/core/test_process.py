@@ -98,6 +98,7 @@ print(before - resident(), fewest())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have other ways to free memory")
 def test_freed_memory_is_kept_for_what_comes_next_and_given_back_at_the_end() -> None:
     said = subprocess.run(  # of its own: what is set stays with a process

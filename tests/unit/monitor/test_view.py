@@ -390,6 +390,7 @@ def _broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("a bug of the view")
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("place", ["panel.SwarmPanel.__rich_console__", "_progress", "PeerPresence.update"])
 def test_a_view_that_fails_does_not_end_the_run(
     terminal: OnTerminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str

@@ -47,6 +47,7 @@ class World:
         return "begins"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("names", ["ab", "ba", "abc", "cba"])
 @pytest.mark.parametrize("apart_s", [0.0, 0.005, 0.02, 0.05, 1.0])
 def test_exactly_one_of_several_begins(loop: VirtualLoop, names: str, apart_s: float) -> None:

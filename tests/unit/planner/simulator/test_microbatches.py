@@ -74,6 +74,7 @@ def test_latency_is_hidden_by_other_microbatches() -> None:
     assert spans[-1].samples_per_s > 7.0, "one after the other would be 4"
 
 
+@pytest.mark.thorough
 def test_a_long_message_waits_for_the_readers_word() -> None:
     window, leaves_s = FlowWindow(0.2), [0.0]
     for _ in range(16):
@@ -100,6 +101,7 @@ def test_who_goes_is_done_without_and_who_comes_takes_its_part() -> None:
     assert spans[-1].samples_per_s == pytest.approx(20.0, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_who_becomes_slow_gets_less() -> None:
     rows = [*there(10.0, 10.0, 10.0, 10.0), (10.0, "p0", 2.0)]
     spans = run(Work(64), *rows, end_s=40.0)
@@ -107,6 +109,7 @@ def test_who_becomes_slow_gets_less() -> None:
     assert spans[-1].samples_per_s == pytest.approx(12.0, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_servers_move_to_where_they_are_needed() -> None:
     rows = there(10.0, 1.0, 10.0, 1.0, 10.0)
     spans = run(Work(64), *rows, rule="gain", end_s=120.0)
@@ -115,6 +118,7 @@ def test_servers_move_to_where_they_are_needed() -> None:
     assert spans[-1].samples_per_s > 0.9 * spans[-1].best
 
 
+@pytest.mark.thorough
 def test_time_goes_on_when_a_stage_is_lost_and_the_run_goes_back() -> None:
     rows = [*there(10.0, 10.0), (20.0, "p1", 0.0), (60.0, "p2", 10.0)]
     spans = run(Work(16), *rows, end_s=120.0)
