@@ -22,8 +22,8 @@ demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed,
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other. Three workers
-# on two cores, for tests of processes wait much. Thorough are plans of faults whose parts meet in others, too, long studies,
-# and the wheel: `make check` runs those.
+# on two cores, for tests of processes wait much. Thorough are long studies, the wheel, and most cells of large tables: `make
+# check` runs those.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
