@@ -279,14 +279,13 @@ class ComputeHandlers:
         try:
             message, report = await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
             return *from_message(message), _reports(report)
-        except StageError:
-            raise  # the model's own error: the trainer wants to see that one
         except TicketGone as error:  # nobody is to blame: it is computed again
             gone = GradientGone if gradient else TicketGone
             raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
         except SwarmError as error:
             missing = GradientMissing if gradient else InputMissing
-            raise missing(f"{source.name} did not come from {source.peer_id}: {error}") from error
+            reason, *_ = str(error).splitlines() or [""]  # its traceback stays there, for the trainer to fetch
+            raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
         try:

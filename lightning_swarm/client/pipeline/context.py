@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter, deadline_s
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, StageError, SwarmError, Unreachable
+from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
@@ -52,10 +52,10 @@ class Refusal(PeerError):
 
 @contextmanager
 def answers_of(peer: PeerId) -> Iterator[None]:
-    """Inside, blame a server for whatever it answers, but for what the model raised and for batches that are struck."""
+    """Inside, blame a server for whatever it answers, but for batches that are struck."""
     try:
         yield
-    except (PeerError, StageError, LeaseRevoked):
+    except (PeerError, LeaseRevoked):
         raise
     except SwarmError as error:
         raise Refusal(peer, error) from error

@@ -12,7 +12,7 @@ from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, an
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, PeerError
+from lightning_swarm.core.errors import Busy, PeerError, StageError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
@@ -226,6 +226,8 @@ class StageCalls:
             refused.add(peer)
             if refused >= self.context.routers[stage].peers.keys():  # nobody else could do better
                 raise refusal.error from refusal
+            if isinstance(refusal.error, StageError) and self.microbatch.key.evaluation:
+                raise refusal.error from refusal  # a probe of the model may fail by right
             raise StageCallFailed(stage, peer, refusal) from refusal
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error

@@ -449,8 +449,11 @@ def test_an_input_that_never_comes_blames_its_sender(make_swarm: MakeSwarm) -> N
 def test_the_models_own_error_reaches_the_trainer_from_any_stage(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     before = swarm.state()
-    with pytest.raises(StageError, match="stage 0 raised RuntimeError on peer a"):
+    raised = "stage 0 raised RuntimeError on peer a"
+    with pytest.raises(InputMissing, match=raised):
         swarm.run(swarm.forward(key(), torch.ones(2, 17, dtype=torch.float64)))
+    with pytest.raises(StageError, match=raised):
+        swarm.run(swarm.tickets.wait(result_of(A, key(), 0, "forward"), timeout=1.0))
     assert swarm.state() == before
     swarm.run(swarm.through(key(), rows(1)))  # a failure is not for good
 

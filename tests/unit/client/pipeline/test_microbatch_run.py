@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -28,6 +29,8 @@ from lightning_swarm.protocol.methods import FORWARD
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, prefer, rows
 
+X = PeerId("x")
+
 
 def make_context(swarm: Swarm) -> PipelineContext:
     routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
@@ -48,6 +51,13 @@ async def through(run: MicrobatchRun) -> torch.Tensor:
     output, _ = await run.forward()
     await run.backward([output])
     return output
+
+
+def banned(swarm: Swarm, context: PipelineContext) -> set[PeerId]:
+    async def look() -> set[PeerId]:
+        return {peer for stage, roster in enumerate(swarm.rosters) for peer in roster if context.is_banned(stage, peer)}
+
+    return swarm.run(look())
 
 
 def assert_sums(swarm: Swarm, inputs: list[torch.Tensor]) -> None:
@@ -167,12 +177,31 @@ def test_a_far_trainer_has_nothing_computed_again(make_swarm: MakeSwarm) -> None
     assert_sums(swarm, inputs)
 
 
-def test_the_models_error_is_no_reason_to_try_again(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a b", "c")
+def test_the_models_error_is_raised_once_all_servers_of_the_stage_have_met_with_it(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c d")
     context = make_context(swarm)
     with pytest.raises(StageError, match="stage 0 raised"):
         swarm.run(through(make_run(context, torch.ones(2, 17).double())))
-    assert not context.fault_counts
+    assert context.fault_counts == {"replaced": 1}
+    assert len(banned(swarm, context)) == 1, "the second stage passed on what it got"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("stages", [("a x", "c"), ("a", "x c"), ("a", "x c", "d")])
+def test_another_server_computes_what_one_raises_on(
+    make_swarm: MakeSwarm, direction: str, stages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose memory is full does."""
+    swarm = make_swarm(*stages)
+    context = make_context(swarm)
+    (stage,) = (index for index, roster in enumerate(swarm.rosters) if X in roster)
+    out_of_memory = Mock(side_effect=RuntimeError("out of memory"))
+    monkeypatch.setattr(swarm.servers[X].steps.stage(stage).computation, direction, out_of_memory)
+    inputs = [rows(i) for i in range(6)]
+    swarm.run(gather(through(make_run(context, x, i)) for i, x in enumerate(inputs)))
+    assert out_of_memory.called
+    assert banned(swarm, context) == {X}
+    assert_sums(swarm, inputs)
 
 
 # ---------------------------------------------------------------------- servers that join
