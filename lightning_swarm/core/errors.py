@@ -5,7 +5,7 @@
     SwarmError
     ├── ConfigError          a setting, model or call that cannot work; nothing was started or changed
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
-    ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
+    ├── StageError           the user's own blocks (or a gradient through them) raised on every server of a stage
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   ├── StageLost        nobody was left of a stage, for too long
     │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
