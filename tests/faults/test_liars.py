@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.core.errors import ConfigError, ProtocolError, Replaced, RunOver, StepError, SwarmError
+from lightning_swarm.core.errors import (
+    ConfigError,
+    LeaseRevoked,
+    ProtocolError,
+    Replaced,
+    RunOver,
+    StageError,
+    StepError,
+    SwarmError,
+)
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.step import AverageReply, FreezeReply
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -86,6 +95,9 @@ def refuse(error: SwarmError) -> Callable[[Any], Any]:
         (FORWARD, RunOver("all done")),
         (BACKWARD, Replaced("by me")),
         (BACKWARD, ConfigError("wrong")),
+        (FORWARD, StageError("out of memory")),
+        (WAIT_METHOD, StageError("out of memory")),
+        (WAIT_METHOD, LeaseRevoked("struck")),
     ],
     ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )

@@ -76,6 +76,7 @@ class PipelineContext:
     fault_counts: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
     # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
+    revokers: set[PeerId] = field(default_factory=set)  # servers that said that a batch of the open step is struck
     num_under_way: int = 0  # microbatches
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
@@ -89,6 +90,7 @@ class PipelineContext:
         # The newcomers of skipped records are met some other way: the lead skips none, a trainer that also serves met
         # each before it came in, and for others `TrainerRole` connects to them.
         await self.replay_buffer.release(record.step)
+        self.revokers.clear()
         rosters = [[member.peer_id for member in roster] for roster in members]
         self._note_changes(rosters, step=record.step + 1)
         again = self._due_again(rosters)

@@ -19,7 +19,7 @@ from lightning_swarm.client.pipeline.recovery import (
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, ProtocolError, StepError, TicketGone
+from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, ProtocolError, SwarmError, TicketGone
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
@@ -326,9 +326,9 @@ class Replayer:
             await replay(self._context, copy, work.holders, frozenset(request.avoid))
         except GradientHolderGone as error:
             unreached.add(error.peer)
-        except (LeaseRevoked, StepError) as error:
+        except SwarmError as error:
             self._context.events.note("retry", step=request.step, reason=str(error))
             # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which asks again for
             # what it misses. Otherwise no way leads through the other stages, and it will not count in this step.
-            if isinstance(error, StepError):
+            if not isinstance(error, LeaseRevoked):
                 lost.add(work.receipt)

@@ -12,7 +12,7 @@ from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, an
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, PeerError, StageError
+from lightning_swarm.core.errors import Busy, LeaseRevoked, PeerError, StageError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
@@ -221,13 +221,22 @@ class StageCalls:
         peer = self.peer(stage)
         try:
             yield
+        except LeaseRevoked as error:
+            if self.holders is not None or peer not in self.context.revokers:
+                self.context.revokers.add(peer)
+                raise
+            raise self._refused_by(stage, Refusal(peer, error)) from error  # it says so of whatever it gets
         except Refusal as refusal:
-            refused = self._refused.setdefault(stage, set())
-            refused.add(peer)
-            if refused >= self.context.routers[stage].peers.keys():  # nobody else could do better
-                raise refusal.error from refusal
-            if isinstance(refusal.error, StageError) and self.microbatch.key.evaluation:
-                raise refusal.error from refusal  # a probe of the model may fail by right
-            raise StageCallFailed(stage, peer, refusal) from refusal
+            raise self._refused_by(stage, refusal) from refusal
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error
+
+    def _refused_by(self, stage: int, refusal: Refusal) -> SwarmError:
+        """Return what to raise: the server is to blame, unless nobody else could do better."""
+        refused = self._refused.setdefault(stage, set())
+        refused.add(self.peer(stage))
+        # A probe of the model may fail by right.
+        probed = isinstance(refusal.error, StageError) and self.microbatch.key.evaluation
+        if probed or refused >= self.context.routers[stage].peers.keys():
+            return refusal.error
+        return StageCallFailed(stage, self.peer(stage), refusal)
