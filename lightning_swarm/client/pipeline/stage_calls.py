@@ -12,7 +12,7 @@ from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, an
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, LeaseRevoked, PeerError, StageError, SwarmError
+from lightning_swarm.core.errors import Busy, LeaseRevoked, PeerError, StageError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
@@ -231,7 +231,7 @@ class StageCalls:
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error
 
-    def _refused_by(self, stage: int, refusal: Refusal) -> SwarmError:
+    def _refused_by(self, stage: int, refusal: Refusal) -> Exception:
         """Return what to raise: the server is to blame, unless nobody else could do better."""
         refused = self._refused.setdefault(stage, set())
         refused.add(self.peer(stage))
