@@ -18,10 +18,10 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.module_states import ServerStates
-from lightning_swarm.model.partition import CALLS, StageModule, argument_of
+from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
-from lightning_swarm.model.partition.written_inputs import WRITTEN, InputWatch
+from lightning_swarm.model.partition.written_inputs import POSITIONAL, WRITTEN, CallWatch, text_of, written_places
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
@@ -122,7 +122,8 @@ class _Found:
     output: Any
     passed: Any  # what the stages before have left
     observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
-    written: Any  # into the arguments of the stage's first block
+    given: dict[str, list[Tensor]]  # the tensors of its arguments, by the arguments' names
+    written: dict[str, Any]  # into these
     graph_bytes: int
     has_drawn: bool
     seen: Tensor | None  # by batch norms
@@ -181,15 +182,8 @@ class Computation:
         self._watch.take(found.changes, left)
         for name, calls in found.observed.items():
             left.add(name, OBSERVED, calls)
-        if found.written is not None and self._module.spec.index == 0:
-            left.add(self._module.spec.block_names[0], WRITTEN, found.written)
-        elif found.written is not None and in_input:
-            raise ConfigError(
-                f"a block must not write into what the one before keeps of its output: stage {self._module.spec.index} "
-                f"begins with a block that works in place, and {few(in_input)} would change with it on one machine. "
-                "Leave `inplace=True` out there; in an attribute you may keep a clone."
-            )
-        left.note_output(found.output)
+        self._take_written(found.written, left, in_input)
+        left.note_output(found.output, self._visible(found.given, in_input))
         structure, outputs = serialization.flatten((found.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
@@ -216,10 +210,32 @@ class Computation:
             changes = self._watch.changes(before)
         return _Found(*found, has_drawn, seen.values, changes)
 
+    def _take_written(self, written: Mapping[str, Any], left: Left, in_input: Mapping[int, Sequence[str]]) -> None:
+        """Add what blocks wrote into the call's arguments to `left`; refuse what others see who are elsewhere."""
+        for argument, found in written.items():
+            if argument != POSITIONAL or self._module.spec.index == 0:
+                left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, found)
+            elif names := [name for place in written_places(found) for name in in_input.get(place, ())]:
+                raise ConfigError(
+                    "a block must not write into what others have of the output of the one before: stage "
+                    f"{self._module.spec.index} begins with a block that works in place, and {few(names)} would change "
+                    "with it on one machine. Leave `inplace=True` out there, or have a block clone what it gives."
+                )
+
+    def _visible(
+        self, given: Mapping[str, Sequence[Tensor]], in_input: Mapping[int, Sequence[str]]
+    ) -> list[tuple[str, Tensor]]:
+        """The tensors of its arguments that others see, and what they are."""
+        own = given[POSITIONAL]
+        is_first = self._module.spec.index == 0
+        found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
+        found += [(name, own[place]) for place, names in in_input.items() if place < len(own) for name in names]
+        return found + [(text_of(name), one) for name in given.keys() - {POSITIONAL} for one in given[name]]
+
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall
-    ) -> tuple[Any, Any, dict[str, list[Any]], Any, int]:
-        """The output, what stages before left, observed calls, writes to arguments, and the bytes of the graph."""
+    ) -> tuple[Any, Any, dict[str, list[Any]], dict[str, list[Tensor]], dict[str, Any], int]:
+        """The output, what stages before left, observed calls, arguments, writes to them, and the graph's bytes."""
         mode, extras = call.mode, dict(call.extras)
         said = extras.pop(HOOKS, None)
         extra_structure, extra_tensors = serialization.flatten(extras)
@@ -228,20 +244,30 @@ class Computation:
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         copies = [leaf.clone() for leaf in leaves]
         inputs, passed = serialization.unflatten(structure, copies)
-        arguments = InputWatch(inputs, copies)
+        keywords = serialization.unflatten(extra_structure, shared)
+        watch = CallWatch(inputs, keywords)
         module = self._module.uncompiled if call.is_probe else self._module
-        given = serialization.unflatten(extra_structure, shared)
-        run = partial(module, inputs, given)
-        own_leaves = leaves[: len(leaves) - len(serialization.leaves(passed))]
-        with recording(self._named_modules, said) as observed:
+        run = partial(module, inputs, keywords)
+        own_leaves = leaves[: len(watch.tensors[POSITIONAL])]
+        with recording(self._named_modules, said, self._module.spec.index) as observed:
             if mode.grad and self.costs is None:
                 output, self.costs = self._measured(run, own_leaves, shared)
             else:
                 output = run()
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
-        _check_extras(self._module, given, extras)
-        return output, passed, observed, arguments.written(), graph_bytes
+        written = watch.written(extras)
+        self._check_read_later(written, one_by_one=CALLS in extras)
+        return output, passed, observed, watch.tensors, written, graph_bytes
+
+    def _check_read_later(self, written: Iterable[str], *, one_by_one: bool) -> None:
+        """Refuse a forward that wrote into a keyword argument which later stages read: each got its own copy."""
+        for name in written:
+            if name in self._module.read_later or (one_by_one and name != POSITIONAL):
+                raise ConfigError(
+                    "blocks must not write into keyword arguments that others read, for each stage has its own copy: "
+                    f"a forward of stage {self._module.spec.index} wrote into {text_of(name)}. Have the block clone it."
+                )
 
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
@@ -347,18 +373,6 @@ class Computation:
 def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
     """The tensors in modules' registers: each microbatch asks twice, and walking through the modules takes longer."""
     return [tensor for register in registers for tensor in register.values() if tensor is not None]
-
-
-def _check_extras(module: StageModule, extras: Mapping[str, Any], sent: Mapping[str, Any]) -> None:
-    """Refuse a forward that wrote into a keyword argument which later stages read: each got its own copy."""
-    for name in extras if CALLS in extras else extras.keys() & module.read_later:
-        now, then = (serialization.flatten(given[name])[1] for given in (extras, sent))
-        for tensor, before in zip(now, then, strict=True):
-            if tensor._version and not torch.equal(tensor.cpu(), before.cpu()):
-                raise ConfigError(
-                    "blocks must not write into keyword arguments that others read, for each stage has its own copy: "
-                    f"a forward of stage {module.spec.index} wrote into `{argument_of(name)}`. Have the block clone it."
-                )
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:

@@ -142,7 +142,7 @@ class ReadsOutput(Model):
 
 def test_what_is_kept_is_overwritten_by_the_next_block() -> None:
     both(ReadsOutput, split=["0", "2"])
-    with pytest.raises(ConfigError, match=r"write into what the one before keeps.*`kept` of '0' would change"):
+    with pytest.raises(ConfigError, match=r"write into what others have of the output.*`kept` of '0' would change"):
         run_swarm(ReadsOutput, loader(digits()), max_steps=STEPS, split=["0", "1"])
 
 
@@ -250,6 +250,65 @@ def test_a_hook_observes_the_whole_batch(on_start: bool) -> None:
     both(partial(Hooked, on_start=on_start))
 
 
+class Before(Model):
+    """Looks at what a layer is given, before or after that layer writes into it."""
+
+    def __init__(self, register: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__(lambda *_: None)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, 10))
+        self.sums: list[Tensor] = []
+        register(self.net[1], self._note)
+
+    def _note(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        self.sums.append(args[0].sum(1).mean())
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.sums.clear()
+        return F.cross_entropy(self.net(batch[0]), batch[1]) + 0.1 * self.sums[0]
+
+
+def test_a_hook_looks_at_what_its_layer_overwrites() -> None:
+    both(partial(Before, nn.Module.register_forward_hook))
+    with pytest.raises(ConfigError, match=r"it or a later layer overwrites an argument or the output of '1'"):
+        run_swarm(partial(Before, nn.Module.register_forward_pre_hook), loader(digits()), max_steps=STEPS)
+
+
+class Ordered(Model):
+    """Its hooks write into one list, on a block and on layers in it, one of which is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        inner, twice = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        self.net = nn.Sequential(nn.Sequential(inner, twice, nn.Linear(WIDTH, WIDTH), twice), nn.Linear(WIDTH, 10))
+        self.means: list[Tensor] = []
+        for layer in (self.net[1], self.net[0], inner, twice):
+            layer.register_forward_hook(lambda module, args, output: self.means.append(output.sum(1).mean()))
+        self.net[0].register_forward_pre_hook(lambda module, args: self.means.append(args[0].sum(1).mean()))
+        twice.register_forward_pre_hook(lambda module, args: self.means.append(args[0].sum(1).mean()))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.means.clear()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        assert len(self.means) == 8
+        return loss + sum((0.1 * place * mean for place, mean in enumerate(self.means)), torch.zeros(()))
+
+
+def test_hooks_observe_calls_in_their_order() -> None:
+    both(Ordered, split=["0", "1"])
+
+
+class ObservesFirst(Model):
+    """Its first hook looks at what the second one changes."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda block: torch.zeros(()))
+        self.found: list[Tensor] = []
+        self.net[1].register_forward_pre_hook(lambda module, args: self.found.append(args[0]))
+        self.net[1].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
 class Storing(Model):
     """Its hook keeps a value and returns one."""
 
@@ -274,7 +333,12 @@ class Backward(Model):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(Storing, "may observe or change a value"), (Backward, "backward hook of '1'")]
+    ("make", "message"),
+    [
+        (Storing, "may observe or change a value"),
+        (Backward, "backward hook of '1'"),
+        (ObservesFirst, "observe a layer must come after those that change its values"),
+    ],
 )
 def test_hooks_that_peers_cannot_serve(make: Callable[[], L.LightningModule], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.model.partition.written_inputs import write_back
+from lightning_swarm.model.partition.written_inputs import POSITIONAL, write_back
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import digits, loader
 
@@ -112,7 +112,7 @@ def test_blocks_hand_a_dict_on() -> None:
 @pytest.mark.parametrize("key", ["hidden", "seen"])
 def test_what_the_first_block_put_into_a_dict_cannot_be_read(key: str) -> None:
     make = partial(OfDicts, lambda given, returned: given[key].mean())
-    with pytest.raises(ConfigError, match=rf"the first block replaced '{key}' in a dict"):
+    with pytest.raises(ConfigError, match=rf"a block replaced '{key}' in a dict"):
         run_swarm(make, loader(digits()), max_steps=STEPS)
 
 
@@ -138,6 +138,217 @@ def test_a_keyword_argument_that_later_stages_read() -> None:
         run_swarm(Model, loader(digits()), pipeline="net", max_steps=STEPS)
 
 
+class Scaled(nn.Linear):
+    """Writes into its mask with a trained factor."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    @override
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        mask *= self.scale
+        return super().forward(x * mask)
+
+
+class Noting(nn.Linear):
+    """Does something with what it is given beside its input."""
+
+    def __init__(self, width: int, out: int, do: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(width, out)
+        self.do = do
+
+    @override
+    def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
+        self.do(given, x)
+        return super().forward(x)
+
+
+class Keywords(Rebuilding):
+    """Its loss reads a keyword argument, which a block wrote into."""
+
+    shared = ("given",)
+
+    def __init__(
+        self, *net: Callable[[], nn.Module], make: Callable[[Tensor], Any], read: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(nn.Identity)
+        self.net = lightning_swarm.nn.Sequential(*(block() for block in net))
+        self.make, self.read = make, read
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        name = "mask" if any(isinstance(block, Scaled) for block in self.net) else "given"
+        given = self.make(batch[0])
+        with torch.no_grad():
+            before = self.net(batch[0], **{name: self.make(batch[0])}).mean()
+        loss = F.cross_entropy(self.net(batch[0], **{name: given}), batch[1])
+        return loss + before + self.read(given)
+
+
+HEAD = partial(nn.Linear, 16, 10)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [(partial(Scaled, 64, 16), nn.Tanh, HEAD), (partial(nn.Linear, 64, 16), nn.Tanh, partial(Scaled, 16, 10))],
+    ids=["by the first stage", "by the last stage"],
+)
+def test_a_keyword_argument_is_written_with_a_gradient(net: Any) -> None:
+    make = partial(
+        Keywords,
+        *net,
+        make=lambda x: torch.full((len(x), 1), 0.5, dtype=x.dtype),
+        read=lambda mask: mask.square().mean(),
+    )
+    assert_exact(run_swarm(make, loader(digits()), max_steps=STEPS), run_plain(make, loader(digits()), max_steps=STEPS))
+
+
+def table(x: Tensor) -> Tensor:
+    return torch.linspace(0.0, 2.0, 5, dtype=x.dtype)
+
+
+def clamp(given: Any, x: Tensor) -> None:
+    given.clamp_(max=1.0)
+
+
+def count(given: Any, x: Tensor) -> None:
+    given += x.sum()
+
+
+def append(given: Any, x: Tensor) -> None:
+    given.append(x.mean(1))
+
+
+def of_notes(do: Any, make: Any, read: Any) -> Callable[[], L.LightningModule]:
+    return partial(Keywords, partial(nn.Linear, 64, 16), nn.Tanh, partial(Noting, 16, 10, do), make=make, read=read)
+
+
+def test_all_microbatches_write_the_same() -> None:
+    make = of_notes(clamp, table, Tensor.sum)
+    assert_exact(run_swarm(make, loader(digits()), max_steps=STEPS), run_plain(make, loader(digits()), max_steps=STEPS))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (of_notes(count, table, Tensor.sum), r"on write into `given` is not to be had"),
+        (of_notes(append, lambda x: [], lambda given: given[0].mean()), r"a block replaced 0 in a list"),
+    ],
+    ids=["a sum", "a list"],
+)
+def test_what_is_written_into_a_keyword_argument_cannot_be_had(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(make, loader(digits()), max_steps=STEPS)
+
+
+class Residual(nn.Linear):
+    @override
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + skip)
+
+
+class Twice(Rebuilding):
+    """Gives its blocks one tensor under two names, or two parts of one tensor."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__(nn.Identity)
+        self.net = lightning_swarm.nn.Sequential(nn.ReLU(inplace=True), Residual(32, 16), nn.Tanh(), HEAD())
+        self.apart = apart
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        one, other = (batch[0] - 0.3).chunk(2, dim=1)
+        return F.cross_entropy(self.net(one, skip=other if self.apart else one), batch[1])
+
+
+def test_what_is_written_is_given_twice() -> None:
+    make = partial(Twice, apart=True)
+    assert_exact(run_swarm(make, loader(digits()), max_steps=STEPS), run_plain(make, loader(digits()), max_steps=STEPS))
+    with pytest.raises(ConfigError, match=r"wrote into a positional argument, whose memory is also in `skip`"):
+        run_swarm(partial(Twice, apart=False), loader(digits()), max_steps=STEPS)
+
+
+class Splits(nn.Linear):
+    """Gives its output and what `handed` makes of it and its input."""
+
+    def __init__(self, width: int, out: int, handed: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(width, out)
+        self.handed = handed
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        output = super().forward(x)
+        return output, self.handed(output, x)
+
+
+class Joins(nn.Module):
+    """Works in place on the second thing that it gets."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        output, other = both
+        other.tanh_()
+        return output + other.mean(1, keepdim=True)
+
+
+def of_two(handed: Callable[[Tensor, Tensor], Tensor]) -> L.LightningModule:
+    module = Rebuilding(nn.Identity)
+    module.net = nn.Sequential(Splits(64, 16, handed), Joins(), nn.Linear(16, 64))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("handed", "message"),
+    [
+        (lambda output, x: x, r"a positional argument would change"),
+        (lambda output, x: output[:, 2:], r"another part of its output would change"),
+    ],
+    ids=["the argument", "a part of the output"],
+)
+def test_a_later_stage_writes_into_what_others_see(handed: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(partial(of_two, handed), loader(digits()), split=["0", "1"], max_steps=STEPS)
+
+
+def test_a_later_stage_writes_into_what_only_it_has() -> None:
+    make = partial(of_two, lambda output, x: 2 * output)
+    swarm = run_swarm(make, loader(digits()), split=["0", "1"], max_steps=STEPS)
+    assert_exact(swarm, run_plain(make, loader(digits()), max_steps=STEPS))
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(16, 16), writes
+
+    def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
+        if self.writes:
+            memory += 1.0
+        return self.linear(hidden) + memory
+
+
+class OneByOne(Rebuilding):
+    """A later block writes into what an encoder gave."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+        self.net = nn.ModuleList(AddsInPlace(writes=index == 2) for index in range(3))
+        self.encoder, self.head = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        memory = self.encoder(batch[0])
+        hidden = memory.tanh()
+        for block in self.net:
+            hidden = block(hidden, memory=memory)
+        return F.cross_entropy(self.head(hidden), batch[1]) + memory.square().mean()
+
+
+def test_a_later_block_writes_into_what_all_are_given() -> None:
+    with pytest.raises(ConfigError, match=r"a positional argument would change"):
+        run_swarm(OneByOne, loader(digits()), pipeline="net", max_steps=STEPS)
+
+
 @pytest.mark.parametrize(
     "written",
     [
@@ -152,10 +363,11 @@ def test_a_keyword_argument_that_later_stages_read() -> None:
 def test_a_server_cannot_write_elsewhere(written: Any) -> None:
     x = torch.zeros(2)
     with pytest.raises(ProtocolError, match="wrote into arguments that the call does not have"):
-        write_back((x,), [x], written, str)
+        write_back({POSITIONAL: ((x,), [x])}, POSITIONAL, written, str)
 
 
 def test_an_expanded_argument_is_not_written() -> None:
     x = torch.zeros(2, 1).expand(2, 3)
+    written = {"tensors": {"0": torch.ones(2, 3)}, "replaced": []}
     with pytest.raises(ConfigError, match=r"not into one that is expanded"):
-        write_back((x,), [x], {"tensors": {"0": torch.ones(2, 3)}, "replaced": []}, str)
+        write_back({POSITIONAL: ((x,), [x])}, POSITIONAL, written, str)

@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.module_states import leave
 from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
 from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
-from lightning_swarm.model.partition.written_inputs import WRITTEN
+from lightning_swarm.model.partition.written_inputs import WRITTEN, text_of
 from lightning_swarm.protocol import serialization
 
 Rule: TypeAlias = Literal["rows", "mean", "sum", "same"]
@@ -106,30 +106,32 @@ class Leftovers:
             sizes=sizes,
         )
 
-    def place(self, collected: Collected, tensors: Sequence[Tensor]) -> serialization.Tree | None:
+    def place(self, collected: Collected, tensors: Sequence[Tensor]) -> list[tuple[str, serialization.Tree]]:
         """Set the attributes of the trainer's modules, with `tensors` in the place of those collected.
 
-        Returns what was written into the call's arguments, or None.
+        Returns what was written into the call's arguments, each time with the argument's name.
         """
-        written = None
+        written, observed = [], []
         by_site: dict[Site, list[Tensor]] = {}
         for (module, name, _), tensor in zip(collected.tensors, tensors, strict=True):
             by_site.setdefault((module, name), []).append(tensor)
         for site, structure in collected.structures.items():
             value = serialization.unflatten(structure, by_site.get(site, []))
             if site[1] == OBSERVED:
-                call_observing(site[0], self.modules[site[0]], value)
-            elif site[1] == WRITTEN:
-                written = value
+                observed.append((site[0], self.modules[site[0]], value))
+            elif site[1].startswith(WRITTEN):
+                written.append((site[1].removeprefix(WRITTEN), value))
             else:
                 self._set(site, value)
         for site, reason in collected.refused.items():
             if site[1] == OBSERVED:
                 raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not to be had: {reason}")
-            if site[1] == WRITTEN:
-                raise ConfigError(f"what block {site[0]!r} writes into its arguments is not to be had: {reason}")
+            if site[1].startswith(WRITTEN):
+                argument = text_of(site[1].removeprefix(WRITTEN))
+                raise ConfigError(f"what blocks from {site[0]!r} on write into {argument} is not to be had: {reason}")
             text = f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"
             self._set(site, UnavailableObject(text) if site in collected.objects else Unavailable.because(text))
+        call_observing(observed)
         return written
 
     def _set(self, site: Site, value: object) -> None:
@@ -139,7 +141,7 @@ class Leftovers:
 
     def _check_sites(self, sites: Sequence[Site]) -> None:
         for module, name in sites:
-            if name in (OBSERVED, WRITTEN) and module in self.modules:
+            if (name == OBSERVED or name.startswith(WRITTEN)) and module in self.modules:
                 continue
             if module not in self.modules or not name.isidentifier() or name in OF_TORCH:
                 raise ProtocolError(f"a server left {name[:80]!r} of {module[:80]!r}, which no forward can leave")
@@ -190,6 +192,8 @@ class Leftovers:
             )
             for place in todo & first.keys() & second.keys() & together.keys():
                 agreeing = _agreeing([first[place], second[place]], together[place], trial_sizes)
+                if place[1].startswith(WRITTEN):  # what stood there before would be in a sum once for each microbatch
+                    agreeing = [rule for rule in agreeing if rule in ("rows", "same")]
                 known = self._rules.get(place)
                 self._rules[place] = known if known in agreeing else None if known or not agreeing else agreeing[0]
                 todo.discard(place)

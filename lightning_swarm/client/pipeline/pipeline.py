@@ -41,6 +41,7 @@ from lightning_swarm.model.module_states import TrainerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import check_global, told
 from lightning_swarm.model.partition.leftovers import part as split_left
+from lightning_swarm.model.partition.written_inputs import POSITIONAL, arguments_in
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded
 from lightning_swarm.protocol.messages.batches import Grant
@@ -123,6 +124,8 @@ class Pipeline:
             self.before_call(self.batch is None)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
+        given = {POSITIONAL: (args, tensors)}
+        given |= {name: (extras, arguments.keywords[name][1]) for name in arguments_in(extras)}
         states = [states.read() for states in self._states]
         check_transforms(tensors, self._registered, self._found_weights())
         grad = torch.is_grad_enabled()
@@ -156,7 +159,7 @@ class Pipeline:
         else:
             with torch.no_grad():
                 outputs, _ = call.forward()
-        return call.placed(outputs, args, tensors)
+        return call.placed(outputs, given)
 
     def number_evaluations(self, trainer: str) -> None:
         """Give evaluations of a trainer beside the lead numbers, and so names, that no other trainer's have."""

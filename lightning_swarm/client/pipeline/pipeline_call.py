@@ -26,7 +26,7 @@ from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.model.partition.leftovers import Left
 from lightning_swarm.model.partition.leftovers import part as split_left
-from lightning_swarm.model.partition.written_inputs import write_back
+from lightning_swarm.model.partition.written_inputs import Given, write_back
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded
@@ -133,14 +133,13 @@ class PipelineCall:
         results = self._run([run.forward() for run in runs], runs[0].microbatch.inputs)
         return self._decoded(results)[1], self._sizes[:2]
 
-    def placed(self, tensors: Sequence[Tensor], args: tuple[Any, ...], own: Sequence[Tensor]) -> Any:
-        """Put what forwards left on the trainer's modules, and into the arguments, whose tensors are `own`."""
+    def placed(self, tensors: Sequence[Tensor], given: Given) -> Any:
+        """Put what forwards left on the trainer's modules, and into the call's own arguments."""
         if self._collected is None:
             return serialization.unflatten(self._output_structure, tensors)
         num_left = len(self._collected.tensors)
-        written = self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :])
-        if written is not None:
-            write_back(args, own, written, _not_here)
+        for argument, written in self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :]):
+            write_back(given, argument, written, _not_here)
         return serialization.unflatten(self._output_structure, tensors[: len(tensors) - num_left])
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
+import operator
 import queue
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -120,11 +121,16 @@ def user_hooks(module: nn.Module) -> list[str]:
 
 
 def told(named: Iterable[Named]) -> dict[str, Any]:
-    """Return what servers must know of a trainer's hooks: whom to observe, and how many change a module's values."""
-    observed, changing = [], {}
+    """Return what servers must know of a trainer's hooks.
+
+    That is whom to observe, whether also before its forward, and how many hooks change a module's values.
+    """
+    observed, changing = {}, {}
     for name, module in _hooked(named):
-        if any(_observing(module)):
-            observed.append(name)
+        forward, before = _observing(module)
+        if forward or before:
+            observed[name] = bool(before)
+            _check_order(name, module)
         if number := _num_changing(module):
             changing[name] = number
         _check_backward(name, module)
@@ -149,6 +155,18 @@ def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int
     return forward, before
 
 
+def _check_order(name: str, module: nn.Module) -> None:
+    """Refuse a hook that observes what a later hook of the module changes: servers note what comes of all."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        own = [hook for _, hook in _of_user(hooks)]
+        for first, then in itertools.pairwise(own):
+            if observes(first) and not observes(then):
+                raise ConfigError(
+                    f"hooks that observe a layer must come after those that change its values: got {_name(first)} "
+                    f"before {_name(then)} of {name!r}. Register {_name(first)} last, or on the layer before."
+                )
+
+
 def _num_changing(module: nn.Module) -> int:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return sum(not observes(hook) for own in hooks for _, hook in _of_user(own))
@@ -164,24 +182,29 @@ def _check_backward(name: str, module: nn.Module) -> None:
                 )
 
 
-def call_observing(name: str, module: nn.Module, calls: Sequence[Any]) -> None:
-    """Call a module's observing hooks for its calls on peers, whose values are put together."""
-    forward, before = _observing(module)
-    with_kwargs = {*module._forward_hooks_with_kwargs, *module._forward_pre_hooks_with_kwargs}
-    for key, hook in (*forward, *before):
-        if key in with_kwargs:
-            raise ConfigError(f"hooks in blocks get no keyword arguments: got {_name(hook)} of {name!r}. {_REMEDY}")
-    for args, output in calls:
-        results = [(hook, hook(module, args)) for _, hook in before]
-        results += [(hook, hook(module, args, output)) for _, hook in forward]
-        for hook, result in results:
-            if result is not None:
-                raise ConfigError(f"a hook may observe or change a value, not both: got {_name(hook)}. {_REMEDY}")
+def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> None:
+    """Call modules' observing hooks for their calls on peers, in the order of these; the values are put together."""
+    events: list[tuple[Sequence[int], Any, tuple[Any, ...]]] = []
+    for name, module, calls in observed:
+        forward, before = _observing(module)
+        with_kwargs = {*module._forward_hooks_with_kwargs, *module._forward_pre_hooks_with_kwargs}
+        for key, hook in (*forward, *before):
+            if key in with_kwargs:
+                raise ConfigError(f"hooks in blocks get no keyword arguments: got {_name(hook)} of {name!r}. {_REMEDY}")
+        for args, output, began, ended in calls:
+            events += [(began, hook, (module, args)) for _, hook in before]
+            events += [(ended, hook, (module, args, output)) for _, hook in forward]
+    for _, hook, given in sorted(events, key=operator.itemgetter(0)):
+        if hook(*given) is not None:
+            raise ConfigError(f"a hook may observe or change a value, not both: got {_name(hook)}. {_REMEDY}")
 
 
 @contextlib.contextmanager
-def recording(modules: Mapping[str, nn.Module], said: Any) -> Iterator[dict[str, list[Any]]]:
-    """Have no observing hook called inside, and yield the calls of the modules that a trainer observes."""
+def recording(modules: Mapping[str, nn.Module], said: Any, stage: int) -> Iterator[dict[str, list[Any]]]:
+    """Have no observing hook called inside, and yield the calls of the modules that a trainer observes.
+
+    Each is a list of its arguments, its output, and where it began and ended among all calls, as ``[stage, number]``.
+    """
     hooked = dict(_hooked(modules.items()))
     if said is None and not hooked:
         yield {}
@@ -194,27 +217,68 @@ def recording(modules: Mapping[str, nn.Module], said: Any) -> Iterator[dict[str,
             f"a hook that changes a value must be on every peer's module: {names[:5]} have other ones on the trainer "
             "than on a server. Register it in `__init__` or `configure_model`, for the whole run."
         )
-    calls: dict[str, list[Any]] = {}
+    order: list[str] = []
+    recorders = {name: _Recorder(name, stage, order, before=before) for name, before in observed.items()}
     with contextlib.ExitStack() as stack:
         for name in [name for name in modules if name in observed or name in hooked]:
             if name in observed or has_user_hooks(modules[name]):
-                stack.enter_context(_replaced(name, modules[name], calls if name in observed else None))
-        yield calls
+                stack.enter_context(_replaced(modules[name], recorders.get(name)))
+        yield {name: recorder.calls for name, recorder in recorders.items()}
+    for recorder in recorders.values():
+        recorder.check()
 
 
-def _checked(said: Any, modules: Mapping[str, nn.Module]) -> tuple[set[str], dict[str, int]]:
+def _checked(said: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, bool], dict[str, int]]:
     if said is None:
-        return set(), {}
+        return {}, {}
     observed, changing = (said.get("observed"), said.get("changing")) if isinstance(said, dict) else (None, None)
-    if not isinstance(observed, list) or not isinstance(changing, dict):
-        raise ProtocolError("hooks must be told as a list of those that observe and a dict of those that change values")
-    if not {*map(str, observed), *changing} <= modules.keys():
+    if not isinstance(observed, dict) or not isinstance(changing, dict):
+        raise ProtocolError("hooks must be told as a dict of those that observe and a dict of those that change values")
+    if not {*observed, *changing} <= modules.keys():
         raise ProtocolError("hooks were told of modules that are not in the stage")
-    return set(observed), changing
+    return observed, changing
+
+
+class _Recorder:
+    """Notes a module's calls, in the place of its observing hooks."""
+
+    def __init__(self, name: str, stage: int, order: list[str], *, before: bool) -> None:
+        self.calls: list[Any] = []
+        self._name, self._stage = name, stage
+        self._order = order  # the names of modules, at each begin and end of a call in the stage
+        self._before = before  # a hook observes arguments before the forward
+        self._open: list[list[int]] = []  # where calls began that have not ended
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def begin(self, _: nn.Module, args: Any) -> None:
+        """Note the begin of a call, behind all hooks before it."""
+        self._open.append(self._now())
+        if self._before:
+            self._note(args)
+
+    def end(self, _: nn.Module, args: Any, output: Any) -> None:
+        """Note the end of a call, behind all hooks after it."""
+        self.calls.append([args, output, self._open.pop(), self._now()])
+        self._note([args, output])
+
+    def _now(self) -> list[int]:
+        self._order.append(self._name)
+        return [self._stage, len(self._order)]
+
+    def _note(self, value: Any) -> None:
+        self._versions.extend((one, one._version) for one in tree_leaves(value) if isinstance(one, Tensor))
+
+    def check(self) -> None:
+        """Refuse values that changed since: a hook may have kept the tensor, or have computed with it at once."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise ConfigError(
+                "what a hook in blocks observes must stay what it is: it or a later layer overwrites an argument or "
+                f"the output of {self._name!r} in place. Leave `inplace=True` out there. {_REMEDY}"
+            )
 
 
 @contextlib.contextmanager
-def _replaced(name: str, module: nn.Module, calls: dict[str, list[Any]] | None) -> Iterator[None]:
+def _replaced(module: nn.Module, recorder: _Recorder | None) -> Iterator[None]:
     """Leave observing hooks out inside, and record calls."""
     before = module._forward_hooks, module._forward_pre_hooks
     forward, early = ({key for key, _ in hooks} for hooks in _observing(module))
@@ -223,28 +287,14 @@ def _replaced(name: str, module: nn.Module, calls: dict[str, list[Any]] | None) 
         for key, hook in before[0].items()
         if key not in forward
     )
-    noted: list[tuple[Tensor, int]] = []
-
-    def note(_: nn.Module, args: Any, output: Any) -> None:
-        assert calls is not None
-        calls[name].append([args, output])
-        noted.extend((one, one._version) for one in tree_leaves([args, output]) if isinstance(one, Tensor))
-
-    if calls is not None:
-        calls[name] = []
-        hooks[-1] = note
-    module._forward_hooks = hooks
-    module._forward_pre_hooks = OrderedDict((key, hook) for key, hook in before[1].items() if key not in early)
+    pre_hooks = OrderedDict((key, hook) for key, hook in before[1].items() if key not in early)
+    if recorder is not None:
+        hooks[-1], pre_hooks[-1] = recorder.end, recorder.begin
+    module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
     try:
         yield
     finally:
         module._forward_hooks, module._forward_pre_hooks = before
-    # A hook may have kept the tensor, or have computed with it at once; only one of these could be had here.
-    if any(tensor._version != version for tensor, version in noted):
-        raise ConfigError(
-            "what a hook in blocks observes must stay what it is: a later layer overwrites an argument or the output "
-            f"of {name!r} in place. Leave `inplace=True` out there. {_REMEDY}"
-        )
 
 
 def _changing(hook: Any) -> Any:

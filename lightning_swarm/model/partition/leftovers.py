@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
+from lightning_swarm.model.partition.written_inputs import containers, overlap
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
@@ -20,6 +22,7 @@ _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
 _IN_OUTPUT: Final = "is the output"
+_CONTAINERS_AT: Final = -1  # in the place of a tensor's place
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
 OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
@@ -43,22 +46,40 @@ class Left:
         """Return whether there is anything."""
         return bool(self.differentiable or self.others or self.refused)
 
-    def note_output(self, output: Tree) -> None:
-        """Note which values are the output itself, or views of it: the next stage may write into that."""
-        storages = {tensor.untyped_storage().data_ptr() for tensor in serialization.flatten(output)[1]} - {0}
-        found = [
-            f"`{attribute}` of {module!r}"
-            for values in (self.differentiable, self.others)
-            for module, own in values.items()
-            for attribute, value in own.items()
-            if any(tensor.untyped_storage().data_ptr() in storages for tensor in serialization.flatten(value)[1])
-        ]
-        if found:
-            self.others[_IN_OUTPUT] = {"names": found}
+    def note_output(self, output: Tree, visible: Iterable[tuple[str, Tensor]]) -> None:
+        """Note which parts of the output others see, too, for the next stage may write into them.
 
-    def take_output_note(self) -> list[str]:
-        """Remove what `note_output` noted, and return it."""
-        return list(self.others.pop(_IN_OUTPUT, {}).get("names", []))
+        These are `visible` tensors, each with what it is, what was left, and other parts of the output.
+        """
+        tensors = serialization.flatten(output)[1]
+        held = {id(one) for _, one in containers(output)}
+        found: dict[int, list[str]] = {
+            place: [what for what, other in visible if overlap(one, other)] for place, one in enumerate(tensors)
+        }
+        for (place, one), (_, other) in itertools.permutations(enumerate(tensors), 2):
+            if overlap(one, other):
+                found[place].append("another part of its output")
+        for what, value in self._named():
+            if any(id(one) in held for _, one in containers(value)):
+                found.setdefault(_CONTAINERS_AT, []).append(what)
+            for place, one in enumerate(tensors):
+                if any(overlap(one, other) for other in serialization.flatten(value)[1]):
+                    found[place].append(what)
+        if any(found.values()):
+            self.others[_IN_OUTPUT] = {str(place): names for place, names in found.items() if names}
+
+    def _named(self) -> Iterator[tuple[str, Tree]]:
+        for values in (self.differentiable, self.others):
+            for module, own in values.items():
+                for attribute, value in own.items():
+                    yield f"`{attribute}` of {module!r}", value
+
+    def take_output_note(self) -> dict[int, list[str]]:
+        """Remove what `note_output` noted, and return it by the tensors' places; lists and dicts are at -1."""
+        found = self.others.pop(_IN_OUTPUT, {})
+        if not all(place.removeprefix("-").isdecimal() and isinstance(names, list) for place, names in found.items()):
+            raise ProtocolError("what others see of an output must be named by the places of its tensors")
+        return {int(place): list(map(str, names)) for place, names in found.items()}
 
     def drop(self, module: str, attribute: str) -> None:
         """Remove a value, for a later stage left another one in its place."""

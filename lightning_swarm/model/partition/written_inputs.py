@@ -1,60 +1,124 @@
-"""What the first block writes into its arguments, as `nn.ReLU(inplace=True)` does: its caller has to see that."""
+"""What blocks write into arguments of a call, as `nn.ReLU(inplace=True)` does: its caller has to see that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.partition.call_binding import CALLS, CARRIED, argument_of
+from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
-WRITTEN: Final = "written arguments"
-"""Stands for the name of an attribute, where the first block's arguments are collected if it wrote into them."""
+WRITTEN: Final = "written argument "
+"""Stands, before the name of an argument, for an attribute where what blocks wrote into that is collected."""
+
+POSITIONAL: Final = ""
+"""The name of all positional arguments together."""
+
+Given: TypeAlias = Mapping[str, tuple[Any, Sequence[Tensor]]]
+"""A call's arguments by name: the tuple or dict that has an argument, and the tensors in it, in order."""
 
 _TENSORS: Final = "tensors"
 _REPLACED: Final = "replaced"
 _MISSING: Final = object()
 
 
-class InputWatch:
-    """Finds what is written into arguments between its beginning and `written`."""
+class CallWatch:
+    """Finds what is written into the arguments of a stage between its beginning and `written`."""
 
-    def __init__(self, inputs: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """Note arguments; `tensors` are those in them, in order, which nothing has written yet."""
-        self._tensors = tensors
-        self._containers = [(path, one, _items(one)) for path, one in _containers(inputs, ())]
+    def __init__(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
+        """Note arguments, whose tensors nothing has written yet."""
+        arguments = {POSITIONAL: inputs, **{name: {name: keywords[name]} for name in arguments_in(keywords)}}
+        self.tensors = {name: serialization.flatten(value)[1] for name, value in arguments.items()}  # by argument
+        self._containers = {
+            name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
+        }
 
-    def written(self) -> Tree | None:
-        """Return the tensors that were written, by place, and the places in lists and dicts; None: nothing was."""
-        tensors = {str(place): tensor for place, tensor in enumerate(self._tensors) if tensor._version}
-        replaced = [
-            [*path, key]
-            for path, container, before in self._containers
-            for now in (_items(container),)
-            for key in {**before, **now}
-            if now.get(key, _MISSING) is not before.get(key, _MISSING)
-        ]
-        return {_TENSORS: tensors, _REPLACED: replaced} if tensors or replaced else None
+    def written(self, sent: Mapping[str, Any]) -> dict[str, Tree]:
+        """Return by argument which tensors were written, by place, and which places in lists and dicts.
+
+        Keyword arguments that still hold what was `sent` are left out.
+        """
+        found = {}
+        for argument, own in self.tensors.items():
+            tensors = {str(place): tensor for place, tensor in enumerate(own) if tensor._version}
+            replaced = [
+                [*path, key]
+                for path, container, before in self._containers[argument]
+                for now in (_items(container),)
+                for key in {**before, **now}
+                if now.get(key, _MISSING) is not before.get(key, _MISSING)
+            ]
+            if replaced or (tensors and (argument == POSITIONAL or _differ(tensors, sent[argument]))):
+                found[argument] = {_TENSORS: tensors, _REPLACED: replaced}
+        return found
 
 
-def write_back(
-    args: tuple[Any, ...], tensors: Sequence[Tensor], written: Tree, unavailable: Callable[[str], Any]
-) -> None:
-    """Write into a caller's arguments what was written on a server; `unavailable` makes what is not to be had."""
+def arguments_in(keywords: Iterable[str]) -> list[str]:
+    """Return the names of those extras that are arguments."""
+    return [name for name in keywords if name not in (CALLS, CARRIED)]
+
+
+def written_places(written: Tree) -> list[int]:
+    """Return the places of the tensors that were written among those of an argument, and -1 for lists and dicts."""
+    return [int(place) for place in written[_TENSORS]] + [-1] * bool(written[_REPLACED])
+
+
+def text_of(argument: str) -> str:
+    """Name an argument in a message."""
+    return f"`{argument_of(argument)}`" if argument != POSITIONAL else "a positional argument"
+
+
+def write_back(given: Given, argument: str, written: Tree, unavailable: Callable[[str], Any]) -> None:
+    """Write into a caller's argument what was written on a server; `unavailable` makes what is not to be had."""
     try:
+        owners, tensors = given[argument]
         for place, value in written[_TENSORS].items():
+            _check_alone(tensors[int(place)], argument, given)
             _copy(tensors[int(place)], value)
         for *path, key in written[_REPLACED]:
-            owner: Any = args
+            owner: Any = owners
             for step in path:
                 owner = owner[step]
-            _replace(owner, key, unavailable(f"the first block replaced {key!r} in a {type(owner).__name__}"))
+            _replace(owner, key, unavailable(f"a block replaced {key!r} in a {type(owner).__name__}"))
     except ConfigError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"a server wrote into arguments that the call does not have: {error!r}") from error
+
+
+def _check_alone(tensor: Tensor, argument: str, given: Given) -> None:
+    """Refuse what was written into memory that the call was given twice: servers had a copy for each."""
+    same = [name for name, (_, tensors) in given.items() for other in tensors if overlap(tensor, other)]
+    if len(same) > 1:
+        same.remove(argument)
+        raise ConfigError(
+            "a block may write into an argument that the call has once, for servers get a copy of each: a block wrote "
+            f"into {text_of(argument)}, whose memory is also in {text_of(same[0])}. Pass a clone of one of them."
+        )
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have elements in the same memory."""
+    start = one.untyped_storage().data_ptr()
+    if one is other or not start or start != other.untyped_storage().data_ptr() or not one.numel() * other.numel():
+        return one is other
+    if one.dtype != other.dtype:
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    marks = torch.zeros(max(map(_end, (one, other))) - first, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+
+
+def _end(tensor: Tensor) -> int:
+    """The place in its storage behind a tensor's last element."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() + last + 1
 
 
 def _copy(tensor: Tensor, value: Tensor) -> None:
@@ -74,13 +138,22 @@ def _replace(owner: Any, key: Any, value: Any) -> None:
         owner[key] = value
 
 
-def _containers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The lists and dicts in a value, and where they are."""
+def _differ(written: Mapping[str, Tensor], sent: Any) -> bool:
+    """Return whether tensors, by place, hold other values than those sent, or depend on weights now."""
+    before = serialization.flatten(sent)[1]
+    return any(
+        tensor.requires_grad or not torch.equal(tensor.cpu(), before[int(place)].cpu())
+        for place, tensor in written.items()
+    )
+
+
+def containers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Give the lists and dicts in a value, and where they are."""
     if isinstance(value, list | dict):
         yield path, value
     if isinstance(value, list | dict | tuple):
         for key, item in _items(value).items():
-            yield from _containers(item, (*path, key))
+            yield from containers(item, (*path, key))
 
 
 def _items(container: Any) -> dict[Any, Any]:
