@@ -21,7 +21,14 @@ from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
-from lightning_swarm.model.partition.written_inputs import POSITIONAL, WRITTEN, CallWatch, text_of, written_places
+from lightning_swarm.model.partition.written_inputs import (
+    POSITIONAL,
+    WRITTEN,
+    CallWatch,
+    arguments_in,
+    text_of,
+    written_places,
+)
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
@@ -122,7 +129,7 @@ class _Found:
     output: Any
     passed: Any  # what the stages before have left
     observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
-    given: dict[str, list[Tensor]]  # the tensors of its arguments, by the arguments' names
+    arguments: CallWatch
     written: dict[str, Any]  # into these
     graph_bytes: int
     has_drawn: bool
@@ -183,7 +190,7 @@ class Computation:
         for name, calls in found.observed.items():
             left.add(name, OBSERVED, calls)
         self._take_written(found.written, left, in_input)
-        left.note_output(found.output, self._visible(found.given, in_input))
+        left.note_output(found.output, found.arguments.visible(in_input, is_first=self._module.spec.index == 0))
         structure, outputs = serialization.flatten((found.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
@@ -200,7 +207,7 @@ class Computation:
     ) -> _Found:
         """Run the blocks in the modes of the call, and find what this changes in them."""
         mode = call.mode
-        compute = partial(self._run, structure, leaves, call)
+        compute = partial(self._run, structure, leaves, call, closely=closely)
         states = mode.modules.modes.items() if mode.modules is not None else ()
         kind = ("forward", mode.training, frozenset(states))
         with self._states.entered(mode):
@@ -222,19 +229,9 @@ class Computation:
                     "with it on one machine. Leave `inplace=True` out there, or have a block clone what it gives."
                 )
 
-    def _visible(
-        self, given: Mapping[str, Sequence[Tensor]], in_input: Mapping[int, Sequence[str]]
-    ) -> list[tuple[str, Tensor]]:
-        """The tensors of its arguments that others see, and what they are."""
-        own = given[POSITIONAL]
-        is_first = self._module.spec.index == 0
-        found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
-        found += [(name, own[place]) for place, names in in_input.items() if place < len(own) for name in names]
-        return found + [(text_of(name), one) for name in given.keys() - {POSITIONAL} for one in given[name]]
-
     def _run(
-        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall
-    ) -> tuple[Any, Any, dict[str, list[Any]], dict[str, list[Tensor]], dict[str, Any], int]:
+        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+    ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
         """The output, what stages before left, observed calls, arguments, writes to them, and the graph's bytes."""
         mode, extras = call.mode, dict(call.extras)
         said = extras.pop(HOOKS, None)
@@ -256,9 +253,12 @@ class Computation:
                 output = run()
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
-        written = watch.written(extras)
+        sent = {name: serialization.flatten(extras[name])[1] for name in arguments_in(extras)}
+        if self._module.spec.index == 0:  # what stages hand to each other is theirs alone
+            sent[POSITIONAL] = list(own_leaves)
+        written = watch.written(sent, closely=closely)
         self._check_read_later(written, one_by_one=CALLS in extras)
-        return output, passed, observed, watch.tensors, written, graph_bytes
+        return output, passed, observed, watch, written, graph_bytes
 
     def _check_read_later(self, written: Iterable[str], *, one_by_one: bool) -> None:
         """Refuse a forward that wrote into a keyword argument which later stages read: each got its own copy."""

@@ -216,6 +216,10 @@ def count(given: Any, x: Tensor) -> None:
     given += x.sum()
 
 
+def hide(given: Any, x: Tensor) -> None:
+    given.data.clamp_(max=1.0)
+
+
 def append(given: Any, x: Tensor) -> None:
     given.append(x.mean(1))
 
@@ -233,9 +237,10 @@ def test_all_microbatches_write_the_same() -> None:
     ("make", "message"),
     [
         (of_notes(count, table, Tensor.sum), r"on write into `given` is not to be had"),
+        (of_notes(hide, table, Tensor.sum), r"`given` was written by `.data`"),
         (of_notes(append, lambda x: [], lambda given: given[0].mean()), r"a block replaced 0 in a list"),
     ],
-    ids=["a sum", "a list"],
+    ids=["a sum", "by data", "a list"],
 )
 def test_what_is_written_into_a_keyword_argument_cannot_be_had(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -41,7 +41,7 @@ from lightning_swarm.model.module_states import TrainerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import check_global, told
 from lightning_swarm.model.partition.leftovers import part as split_left
-from lightning_swarm.model.partition.written_inputs import POSITIONAL, arguments_in
+from lightning_swarm.model.partition.written_inputs import POSITIONAL, Given, arguments_in
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded
 from lightning_swarm.protocol.messages.batches import Grant
@@ -124,8 +124,8 @@ class Pipeline:
             self.before_call(self.batch is None)
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
-        given = {POSITIONAL: (args, tensors)}
-        given |= {name: (extras, arguments.keywords[name][1]) for name in arguments_in(extras)}
+        keywords = {name: (extras, arguments.keywords[name][1]) for name in arguments_in(extras)}
+        given: Given = {POSITIONAL: (args, tensors), **keywords}
         states = [states.read() for states in self._states]
         check_transforms(tensors, self._registered, self._found_weights())
         grad = torch.is_grad_enabled()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.partition.call_binding import CALLS, CARRIED, argument_of
+from lightning_swarm.model.watched import same
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
@@ -38,11 +39,13 @@ class CallWatch:
             name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
         }
 
-    def written(self, sent: Mapping[str, Any]) -> dict[str, Tree]:
+    def written(self, sent: Mapping[str, Sequence[Tensor]], *, closely: bool) -> dict[str, Tree]:
         """Return by argument which tensors were written, by place, and which places in lists and dicts.
 
-        Keyword arguments that still hold what was `sent` are left out.
+        Keyword arguments that still hold what was `sent` are left out. A close look finds all writes.
         """
+        if closely:
+            self._check_counted(sent)
         found = {}
         for argument, own in self.tensors.items():
             tensors = {str(place): tensor for place, tensor in enumerate(own) if tensor._version}
@@ -56,6 +59,25 @@ class CallWatch:
             if replaced or (tensors and (argument == POSITIONAL or _differ(tensors, sent[argument]))):
                 found[argument] = {_TENSORS: tensors, _REPLACED: replaced}
         return found
+
+    def _check_counted(self, sent: Mapping[str, Sequence[Tensor]]) -> None:
+        """Refuse tensors that were written in a way that torch does not count, so that they go unnoticed."""
+        for argument, content in sent.items():
+            for tensor, before in zip(self.tensors[argument], content, strict=True):
+                if not tensor._version and not same(tensor.cpu(), before.cpu()):
+                    raise ConfigError(
+                        f"blocks must write into their arguments by operations that autograd sees: {text_of(argument)} "
+                        "was written by `.data`, or by an array that shares its memory. Write into the tensor itself, "
+                        "under `torch.no_grad()` if that is to have no gradient."
+                    )
+
+    def visible(self, in_input: Mapping[int, Sequence[str]], *, is_first: bool) -> list[tuple[str, Tensor]]:
+        """Give the tensors that others see, with what they are; `in_input` says so of an earlier stage's output."""
+        own = self.tensors[POSITIONAL]
+        found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
+        found += [(what, own[place]) for place, names in in_input.items() if 0 <= place < len(own) for what in names]
+        keywords = self.tensors.keys() - {POSITIONAL}
+        return found + [(text_of(name), one) for name in keywords for one in self.tensors[name]]
 
 
 def arguments_in(keywords: Iterable[str]) -> list[str]:
@@ -117,8 +139,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 def _end(tensor: Tensor) -> int:
     """The place in its storage behind a tensor's last element."""
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + last + 1
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + int(tensor.storage_offset()) + sum((int(length) - 1) * stride for length, stride in lengths)
 
 
 def _copy(tensor: Tensor, value: Tensor) -> None:
@@ -138,12 +160,10 @@ def _replace(owner: Any, key: Any, value: Any) -> None:
         owner[key] = value
 
 
-def _differ(written: Mapping[str, Tensor], sent: Any) -> bool:
+def _differ(written: Mapping[str, Tensor], sent: Sequence[Tensor]) -> bool:
     """Return whether tensors, by place, hold other values than those sent, or depend on weights now."""
-    before = serialization.flatten(sent)[1]
     return any(
-        tensor.requires_grad or not torch.equal(tensor.cpu(), before[int(place)].cpu())
-        for place, tensor in written.items()
+        tensor.requires_grad or not same(tensor.cpu(), sent[int(place)].cpu()) for place, tensor in written.items()
     )
 
 
