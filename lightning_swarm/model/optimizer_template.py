@@ -71,15 +71,21 @@ class OptimizerTemplate:
 
     def check_steps(self, *, separable: bool) -> None:
         """Refuse an optimizer that needs gradients at other weights, or, if `separable`, those of other parameters."""
-        pair = sorted(self._parameters, key=lambda name: self._parameters[name].numel())[:2]
-        pair.sort(key=list(self._parameters).index)  # the first one draws the same random numbers alone
+        pair = self._smallest(2)
         try:
-            alone = self._tried(pair[:1])
-            apart = not separable or torch.equal(self._tried(pair), alone)
+            alone, groups = self._tried(pair[:1])
+            apart = not separable or torch.equal(self._tried(pair)[0], alone)
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001 - it cannot be tried on these; it may well step where it is wanted
             return
+        for key, value in groups.items():
+            if not isinstance(value, (int, float)):
+                raise ConfigError(
+                    "an optimizer may write numbers into its parameter groups, for these go with its state from peer "
+                    f"to peer: {type(self._optimizer).__name__} writes `{key}`, a {type(value).__name__}. Keep it in "
+                    "`self.state[parameter]`."
+                )
         if not apart:
             raise ConfigError(
                 "an optimizer must step each parameter by its own gradient, for stages have only their own parameters: "
@@ -88,12 +94,25 @@ class OptimizerTemplate:
                 "(`num_stages=1`, the whole model in `pipeline`)."
             )
 
-    def _tried(self, names: Sequence[str]) -> Tensor:
-        """Return what some steps make of the first of these parameters."""
+    def written_keys(self) -> frozenset[str]:
+        """Return the keys of a parameter group that the optimizer's own steps write, such as a count of them."""
+        try:
+            return frozenset(self._tried(self._smallest(1))[1])
+        except Exception:  # noqa: BLE001 - as above
+            return frozenset()
+
+    def _smallest(self, count: int) -> list[str]:
+        """The names of the smallest parameters, in the order of all: a first one draws the same numbers alone."""
+        names = sorted(self._parameters, key=lambda name: self._parameters[name].numel())[:count]
+        return sorted(names, key=list(self._parameters).index)
+
+    def _tried(self, names: Sequence[str]) -> tuple[Tensor, dict[str, Any]]:
+        """Return what some steps make of the first of these parameters, and what they write into its groups."""
         made = {name: nn.Parameter(torch.ones(self._parameters[name].shape)) for name in names}
         optimizer = self.cut(made)
         for register in HOOKS:  # they may note what they are called for
             vars(optimizer).get(register, {}).clear()
+        before = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         with torch.random.fork_rng(devices=()):
             for step in range(_TRIED_STEPS):
                 torch.manual_seed(step)
@@ -102,7 +121,14 @@ class OptimizerTemplate:
                 closure = GradientClosure([*made.values()], type(optimizer).__name__)
                 optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
                 closure.check()
-        return made[names[0]].detach()
+        pairs = zip(optimizer.param_groups, before, strict=True)
+        written = {key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)}
+        return made[names[0]].detach(), written
+
+
+def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:
+    """Return whether a value in a parameter group is another one than before."""
+    return key != "params" and (key not in old or type(new) is not type(old[key]) or bool(new != old[key]))
 
 
 def check_hooks(optimizer: Optimizer) -> None:
@@ -147,7 +173,7 @@ def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -
     """Copy an optimizer, without state, over the counterparts of its parameters; those without one are left out."""
     known: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
     known.update(counterparts)
-    wrapped = list(_optimizers_in(optimizer))
+    wrapped = list(optimizers_in(optimizer))
     known.update({id(one): object.__new__(type(one)) for one in wrapped})
     manager = override_manager(optimizer)
     known[id(manager)] = manager
@@ -178,7 +204,7 @@ def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
     return found
 
 
-def _optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterator[Optimizer]:
+def optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterator[Optimizer]:
     """Give an optimizer and those that it wraps."""
     seen = {id(optimizer)} if seen is None else seen
     yield optimizer
@@ -186,7 +212,7 @@ def _optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterat
         for inner in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(inner, Optimizer) and id(inner) not in seen:
                 seen.add(id(inner))
-                yield from _optimizers_in(inner, seen)
+                yield from optimizers_in(inner, seen)
 
 
 def _first_state(optimizer: Optimizer, *, needed: bool) -> dict[Tensor, Any]:

@@ -233,6 +233,8 @@ class Checkpoints:
         if not strategy.is_global_zero:
             return {}
         weights = self._stale_weights
+        if weights is not None:
+            weights.check_optimizer()
         if self._is_sharded:
             names = {id(parameter): name for name, parameter in strategy._own_module.named_parameters()}
             saved = optimizer.state_dict()  # of which the servers have what is not here

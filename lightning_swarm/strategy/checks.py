@@ -269,8 +269,9 @@ def _check_attributes(optimizer: Optimizer) -> None:
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
     """All that each parameter group holds beside its parameters, as plain values. Refuses other values."""
+    # By `dict`: groups may be watched for what user code reads, and this is none of it.
     return [
-        {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        {name: _plain(name, value) for name, value in dict.items(group) if name != "params"}
         for group in optimizer.param_groups
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.optimizer_state import GROUP, copied_state
-from lightning_swarm.model.optimizer_template import HOOKS, parameters_of
+from lightning_swarm.model.optimizer_template import HOOKS, OptimizerTemplate, optimizers_in, parameters_of
 from lightning_swarm.model.watched import same
 from lightning_swarm.strategy.module_access import ModuleAccess
 
@@ -49,6 +49,36 @@ for _name in _READS:
     _add(_name)
 
 
+class _WatchedGroup(dict[str, Any]):
+    """A parameter group that tells before a value is used that the optimizer's own steps write."""
+
+    def __init__(self, on_use: Callable[[], None], written: Collection[str], group: Mapping[str, Any]) -> None:
+        super().__init__(group)
+        self.on_use, self.written = on_use, written
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
+
+
+def _add_to_group(name: str, *, keyed: bool) -> None:
+    own = getattr(dict, name)
+
+    def use(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+        if not keyed or (args and args[0] in self.written):
+            self.on_use()
+        return own(self, *args, **kwargs)
+
+    setattr(_WatchedGroup, name, use)
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "get", "pop", "setdefault"):
+    _add_to_group(_name, keyed=True)
+for _name in ("__iter__", "__eq__", "__or__", "__ror__", "__ior__", "__repr__", "values", "items", "copy"):
+    _add_to_group(_name, keyed=False)
+for _name in ("popitem", "clear", "update"):
+    _add_to_group(_name, keyed=False)
+
+
 class OptimizerAccess:
     """Gathers the state of the lead's optimizer when user code reads it."""
 
@@ -66,6 +96,9 @@ class OptimizerAccess:
         self._thread = threading.get_ident()
         self._hooks = self._found_hooks()
         self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
+        names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
+        self._written = set(OptimizerTemplate(self._optimizer, names).written_keys())  # by its own steps, in its groups
+        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # and what is known of these values
         self.note_current()
 
     def note_current(self) -> None:
@@ -76,12 +109,15 @@ class OptimizerAccess:
             with self._access.paused():
                 self._state = _WatchedState(self._use, self._optimizer.state)
             self._optimizer.state = self._state
+        self._groups.clear()
+        self._watch_groups()
 
     def close(self) -> None:
         """Watch no more."""
         if self._watches and self._optimizer.state is self._state:
             with self._access.paused():
                 self._optimizer.state = defaultdict(dict, self._state)
+        self._replace_groups(lambda group: dict(group) if isinstance(group, _WatchedGroup) else group)
 
     def check(self) -> None:
         """Refuse to go on with an optimizer that user code replaced, or whose hooks or state it changed."""
@@ -93,6 +129,38 @@ class OptimizerAccess:
             is_kept = not self._watches or self._optimizer.state is self._state
             if not is_kept or (self._before is not None and _differs(_filled(self._state), _filled(self._before))):
                 raise _changed("its `state` was changed", "Begin another `fit` to begin with a state of its own")
+            for group, known in self._groups:
+                if changed := sorted(key for key, value in known.items() if group.get(key) != value):
+                    what = f"`{changed[0]}` of a parameter group was set, which its own steps write"
+                    raise _changed(what, "Set it before `fit`")
+        self._watch_groups()
+
+    def _watch_groups(self) -> None:
+        """Watch parameter groups that are new."""
+        if self._written:
+            self._replace_groups(
+                lambda group: (
+                    group if isinstance(group, _WatchedGroup) else _WatchedGroup(self._use, self._written, group)
+                )
+            )
+        known = {id(group) for group, _ in self._groups}
+        self._groups += [
+            (group, self._known_of(group))
+            for group in self._optimizer.param_groups
+            if isinstance(group, _WatchedGroup) and id(group) not in known
+        ]
+
+    def _replace_groups(self, replaced: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Replace the groups of the optimizer, and of those that it wraps, which may share them."""
+        with self._access.paused():
+            made: dict[int, tuple[Any, dict[str, Any]]] = {}
+            for one in optimizers_in(self._optimizer):
+                groups = vars(one).get("param_groups", [])
+                groups[:] = [made.setdefault(id(group), (group, replaced(group)))[1] for group in groups]
+
+    def _known_of(self, group: _WatchedGroup) -> dict[str, Any]:
+        with self._access.paused():
+            return {key: group[key] for key in self._written if key in group}
 
     def _found_hooks(self) -> list[Any]:
         own = vars(self._optimizer)
@@ -108,15 +176,26 @@ class OptimizerAccess:
             names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
             own = [(one, names[id(one)]) for one in parameters_of(self._optimizer)]
             with self._access.paused():
-                self._state.clear()
-                self._state.update({one: _on(one.device, found[name]) for one, name in own if name in found})
+                if self._watches:
+                    self._state.clear()
+                    self._state.update({one: _on(one.device, found[name]) for one, name in own if name in found})
+                self._take_written({id(one): found[name].get(GROUP, {}) for one, name in own if name in found})
             self._version, self._before = self._newest(), None
-        if self._before is None:
+        if self._before is None and self._watches:
             with self._access.paused():
                 self._before = {
                     parameter: copied_state(state) if isinstance(state, dict) else state
                     for parameter, state in self._state.items()
                 }
+
+    def _take_written(self, found: Mapping[int, Mapping[str, Any]]) -> None:
+        """Put into the groups what the servers' steps wrote there, by the ids of parameters."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                values = found.get(id(parameter), {})
+                self._written.update(values)
+                group.update(values)
+        self._groups = [(group, self._known_of(group)) for group, _ in self._groups]
 
 
 def _changed(what: str, remedy: str) -> ConfigError:

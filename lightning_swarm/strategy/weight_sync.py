@@ -189,6 +189,11 @@ class ModuleWeights:
         optimizer = self._optimizer_access = OptimizerAccess(trainer, self._access, gather, lambda: session.version)
         self._access.add_optimizer(optimizer.check, optimizer.close)
 
+    def check_optimizer(self) -> None:
+        """Refuse to save or hand back the state of an optimizer to which user code did what servers do not know."""
+        if self._optimizer_access is not None:
+            self._optimizer_access.check()
+
     def _note_optimizer(self) -> None:
         if self._optimizer_access is not None:
             self._optimizer_access.note_current()
@@ -227,5 +232,6 @@ class WeightSync(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._weights.check_optimizer()
         self._weights.gather_into_module(trainer.optimizers[0])
         self._access.end()

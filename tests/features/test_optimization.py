@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
@@ -418,6 +421,84 @@ def test_schedule_free_optimizers() -> None:
     assert both.logged()["val_loss"] > 0
 
 
+class ReadsCounts(L.Callback):
+    """Reads what the optimizer counts in its parameter groups, in each way."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def note(self, trainer: L.Trainer, place: str) -> None:
+        (group,) = trainer.optimizers[0].param_groups
+        ways = (group["number"], group.get("number"), dict(group)["number"], {**group}["number"])
+        saved = trainer.optimizers[0].state_dict()["param_groups"][0]["number"]
+        assert {*ways, copy.deepcopy(group)["number"], saved} == {ways[0]}
+        self.found.append((place, trainer.global_step, ways[0]))
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "batch begins")
+
+    @override
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step % 2:
+            self.note(trainer, "before the step")
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step % 3:
+            self.note(trainer, "batch ends")
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note(trainer, "the end")
+
+
+@feature(
+    "reading what optimizers count in `param_groups`: `k` of schedule-free ones, `d` of Prodigy",
+    WORKS,
+    "it is gathered then, with the state",
+)
+def test_counts_in_parameter_groups_are_read() -> None:
+    reads = {"plain": ReadsCounts(), "swarm": ReadsCounts()}
+    fit_both(TrainsScheduleFree, loader(digits()), made={"callbacks": lambda name: [reads[name]]}, max_epochs=2)
+    assert reads["swarm"].found == reads["plain"].found
+    assert reads["plain"].found[-1] == ("the end", 14, 14)
+
+
+@feature("setting such a count during `fit`", REFUSED, "at the next batch: set it before `fit`")
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_count_is_set_during_fit(num_stages: int) -> None:
+    class Sets(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.optimizers[0].param_groups[0]["number"] = 0
+
+    with pytest.raises(ConfigError, match=r"`number` of a parameter group was set.*Set it before `fit`"):
+        run_swarm(
+            TrainsScheduleFree, *[loader(digits())] * 2, callbacks=[Sets()], num_stages=num_stages, max_steps=STEPS
+        )
+
+
+class KeepsTensors(ScheduleFree):
+    @override
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["mean"] = torch.zeros(())
+        return super().step(closure)
+
+
+@feature(
+    "optimizers that write other values than numbers into `param_groups`", REFUSED, "keep them in `optimizer.state`"
+)
+def test_an_optimizer_writes_tensors_into_its_groups() -> None:
+    class Trains(DigitsMLP):
+        @override
+        def configure_optimizers(self) -> Any:
+            return KeepsTensors(self.parameters())
+
+    assert_refused(r"may write numbers into its parameter groups.*KeepsTensors writes `mean`, a Tensor", Trains)
+
+
 def clear_state(trainer: L.Trainer) -> None:
     trainer.optimizers[0].state.clear()
 
@@ -425,6 +506,38 @@ def clear_state(trainer: L.Trainer) -> None:
 def zero_state(trainer: L.Trainer) -> None:
     for state in trainer.optimizers[0].state.values():
         state["exp_avg"].zero_()
+
+
+def replace_state(trainer: L.Trainer) -> None:
+    trainer.optimizers[0].state = defaultdict(dict)
+
+
+def load_state(trainer: L.Trainer) -> None:
+    optimizer = trainer.optimizers[0]
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+def delete_state(trainer: L.Trainer) -> None:
+    optimizer = trainer.optimizers[0]
+    del optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def forget_state(trainer: L.Trainer) -> None:
+    optimizer = trainer.optimizers[0]
+    optimizer.state[optimizer.param_groups[0]["params"][-1]] = {}
+
+
+def step_again(trainer: L.Trainer) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["step"].zero_()
+
+
+def replace_momentum(trainer: L.Trainer) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+RESETS = (clear_state, zero_state, replace_state, load_state, delete_state, forget_state, step_again, replace_momentum)
 
 
 def new_optimizer(trainer: L.Trainer) -> None:
@@ -438,27 +551,44 @@ def new_hook(trainer: L.Trainer) -> None:
 @feature(
     "changing `optimizer.state`, replacing the optimizer, registering its hooks during `fit`",
     REFUSED,
-    "at the next batch: servers have copies of it; hyperparameters may change",
+    "at the next batch or checkpoint: servers have copies of it; hyperparameters may change",
 )
+@pytest.mark.each_value
+@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize(
     ("do", "message"),
     [
-        (clear_state, r"its `state` was changed"),
-        (zero_state, r"its `state` was changed"),
+        *((do, r"its `state` was changed.*Begin another `fit`") for do in RESETS),
         (new_optimizer, r"another optimizer took its place"),
         (new_hook, r"a hook was registered"),
     ],
 )
-def test_an_optimizer_is_changed_during_fit(do: Callable[[L.Trainer], None], message: str) -> None:
+def test_an_optimizer_is_changed_during_fit(
+    do: Callable[[L.Trainer], None], message: str, num_stages: int, tmp_path: Path
+) -> None:
     class Changes(L.Callback):
+        """Every few steps, as a warm restart does; the last time when nothing but a checkpoint is to come."""
+
+        def __init__(self, at: int) -> None:
+            self.at = at
+
         @override
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            do(trainer)
+            assert trainer.global_step <= self.at
+            if trainer.global_step == self.at:
+                do(trainer)
 
-    with pytest.raises(ConfigError, match=message):
-        run_swarm(
-            lambda: DigitsMLP(Recipe(optimizer="adamw")), loader(digits()), callbacks=[Changes()], max_steps=STEPS
-        )
+    for at in (1, 3):
+        with pytest.raises(ConfigError, match=message):
+            run_swarm(
+                lambda: DigitsMLP(Recipe(optimizer="adamw")),
+                loader(digits()),
+                callbacks=[Changes(at), ModelCheckpoint(tmp_path, every_n_train_steps=3)],
+                enable_checkpointing=True,
+                num_stages=num_stages,
+                max_steps=3,
+            )
+    assert not list(tmp_path.iterdir())
 
 
 class ByWholeNorm(torch.optim.SGD):
