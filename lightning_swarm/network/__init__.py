@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import ProtocolError
 
 PeerId = NewType("PeerId", str)
-"""A peer's identity: the base58 text of its public key's hash."""
+"""A peer's identity: the base58 text of its Ed25519 public key. Of an RSA key, which some peers have, it is a hash."""
 
 MAX_CALL_BYTES = 1 << 20
 """Longest body of a call or of its answer. Calls share a stream, and a long one would hold up the others."""

@@ -95,8 +95,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         listen: IP address to listen on, with or without a port: ``"0.0.0.0:31337"`` for all addresses of the machine.
             Further peers of this machine take the following ports.
         announce: Address and port at which other peers reach this one, if they differ from those it listens on.
-        identity_path: File with this peer's private key, created if it does not exist. With it a restarted peer keeps
-            its id.
+        identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
+            With it a restarted peer keeps its id.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder

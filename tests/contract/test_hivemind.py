@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,12 +25,12 @@ from lightning_swarm.core.event_loop import ThreadRuntime, UntilCutOff
 from lightning_swarm.monitor import checks
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import Address, HostPort
+from lightning_swarm.network.identity import Identity, is_rsa, load_identity
 from tests.contract.world import HivemindWorld, Peer, opened
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
 records = pytest.importorskip("lightning_swarm.network.hivemind.directory")
 engine = pytest.importorskip("lightning_swarm.network.hivemind._engine")
-identity = pytest.importorskip("lightning_swarm.network.hivemind.identity")
 
 LONG_S = 60.0
 
@@ -211,49 +212,56 @@ def test_a_peer_whose_daemon_is_killed_ends_at_once_and_says_why(caplog: pytest.
         peer.close()
 
 
-def test_a_new_key_is_its_owners_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, modes, make = tmp_path / "key", [], os.open
-
-    def watched(name: Any, flags: int, mode: int = 0o777) -> int:
-        descriptor = make(name, flags, mode)
-        modes.append(os.fstat(descriptor).st_mode & 0o777)
-        return descriptor
-
-    monkeypatch.setattr(identity.os, "open", watched)
-    former = os.umask(0)
-    try:
-        identity.prepare_identity(path)
-    finally:
-        os.umask(former)
-    assert modes == [0o600]
-    made = path.read_bytes()
-    identity.prepare_identity(path)
-    assert path.read_bytes() == made
-    assert str(engine.PeerID.from_identity(made)).startswith("Qm")
+# ---------------------------------------------------------------------- identities
 
 
-@pytest.mark.parametrize("kind", ["noise", "empty", "cut off", "folder", "nowhere", "somewhere else"])
-def test_an_identity_that_cannot_be_used_is_named(world: HivemindWorld, tmp_path: Path, kind: str) -> None:
-    path, good = tmp_path / "key", tmp_path / "good"
-    identity.prepare_identity(good)
-    if kind == "folder":
-        path.mkdir()
-    elif kind in ("nowhere", "somewhere else"):
-        path = (tmp_path / kind if kind == "nowhere" else good) / "key"
-    else:
-        path.write_bytes({"noise": b"noise", "empty": b"", "cut off": good.read_bytes()[:-9]}[kind])
-    with pytest.raises(ConfigError, match=r"`identity_path` must be a file with this peer's private key") as refusal:
-        world.run(hivemind.start(identity_path=str(path)))
-    assert str(path) in str(refusal.value)
+def test_the_daemon_has_the_peer_id_that_its_key_says(
+    world: HivemindWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = Identity.generate()
+    monkeypatch.setattr(Identity, "generate", lambda: identity)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    peer = world.another(world.b)
+    assert identity.peer_id == peer.id == str(peer.transport._p2p.peer_id)  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_key_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_rsa_key_of_before_works_among_peers_of_one_machine(world: HivemindWorld, tmp_path: Path) -> None:
     path = tmp_path / "key"
-    identity.prepare_identity(path)
-    assert not caplog.text
-    path.chmod(0o644)
-    identity.prepare_identity(path)
-    assert f"chmod 600 {path}" in caplog.text
+    engine.P2P.generate_identity(str(path))
+    key = load_identity(path)
+    assert is_rsa(key.peer_id)
+
+    async def go() -> None:
+        addresses = await world.a.transport.addresses()
+        old = Peer(*await hivemind.start(initial_peers=addresses, identity_path=str(path)))
+        assert old.id == key.peer_id == str(engine.PeerID.from_identity(path.read_bytes()))
+        await old.directory.announce("old", b"value", ttl_s=LONG_S)
+        for peer in (world.a, world.b, old):
+            assert dict(await peer.directory.read("old")) == {old.id: b"value"}
+        await old.close()
+
+    world.run(go())
+
+
+def test_a_key_that_cannot_be_used_starts_nothing(world: HivemindWorld, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"noise")
+    (tmp_path / "key").chmod(0o600)
+    with pytest.raises(ConfigError, match=r"`identity_path` must be a file with this peer's private key"):
+        world.run(hivemind.start(identity_path=str(tmp_path / "key")))
+
+
+def test_a_key_that_a_running_peer_has_is_refused(
+    world: HivemindWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hivemind, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(hivemind, "_NUM_ATTEMPTS", 1)
+    addresses = world.run(world.a.transport.addresses())
+    path = str(tmp_path / "key")
+    first = Peer(*world.run(hivemind.start(initial_peers=addresses, identity_path=path)))
+    with pytest.raises(Unreachable, match=rf"`identity_path` must name a key .*\({first.id} answers already\)"):
+        world.run(hivemind.start(initial_peers=addresses, identity_path=path))
+    world.run(first.close())
 
 
 def test_a_peer_that_closes_was_not_cut_off(world: HivemindWorld) -> None:

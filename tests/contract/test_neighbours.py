@@ -16,6 +16,7 @@ import torch
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.identity import load_identity
 from lightning_swarm.peer import process
 from tests.contract.world import HivemindWorld, NeighbourWorld, Peer
 
@@ -221,7 +222,7 @@ def test_a_peer_that_began_anew_is_found_again(world: NeighbourWorld, tmp_path: 
         await whom(first, world.a)
         await first.close()
         second = await begin()
-        assert second.id == first.id
+        assert second.id == first.id == load_identity(tmp_path / "key").peer_id
         assert await whom(second, world.a) == world.a.id.encode()
         with carried(world.a) as opened:
             for _ in range(2):

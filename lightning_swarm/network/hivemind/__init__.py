@@ -7,17 +7,18 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, Unreachable
-from lightning_swarm.network import MAX_STREAM_BYTES
+from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.addresses import HostPort
-from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
+from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
 from lightning_swarm.network.hivemind.daemon import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
-from lightning_swarm.network.hivemind.identity import prepare_identity
 from lightning_swarm.network.hivemind.transport import HivemindTransport
+from lightning_swarm.network.identity import Identity, load_identity
 from lightning_swarm.network.transport import SILENCE_S
 
 __all__ = ["HivemindDirectory", "HivemindTransport", "start"]
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 _NUM_ATTEMPTS: Final = 3
 _PAUSE_S: Final = 0.5
 _BOOTSTRAP: Final = "bootstrap peers"  # stands in the daemon's last words when the initial peers failed, not the daemon
-_TAKEN: Final = "already taken by another peer"  # likewise, when one has this peer's key
+_TAKEN: Final = "answers already"  # when a running peer has this one's key
 _LOOPBACK: Final = HostPort("127.0.0.1", 0)
 
 
@@ -48,9 +49,10 @@ async def start(
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     _check_free(listen)
-    if identity_path is not None:
-        prepare_identity(Path(identity_path))
-    p2p = await _start_daemon(listen.maddr, announce, identity_path, initial_peers, startup_timeout)
+    identity = Identity.generate() if identity_path is None else load_identity(Path(identity_path))
+    with nullcontext(identity_path) if identity_path is not None else identity.temporary_file() as key_path:
+        known_as = identity.peer_id if identity_path is not None else None
+        p2p = await _start_daemon(listen.maddr, announce, str(key_path), known_as, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
     try:
         await transport.open()
@@ -76,7 +78,8 @@ def _check_free(listen: HostPort) -> None:
 async def _start_daemon(
     listen: str,
     announce: Sequence[str],
-    identity_path: str | None,
+    key_path: str,
+    known_as: PeerId | None,  # a peer of this id may run already; None: the key is new
     initial_peers: Sequence[str],
     startup_timeout: float,
 ) -> P2P:
@@ -86,11 +89,14 @@ async def _start_daemon(
         try:
             # No relaying, no hole punching, no mapping of ports: peers are reached at the addresses that they announce.
             with on_its_own():
+                if known_as is not None and initial_peers and await _is_running(known_as, initial_peers):
+                    raise P2PDaemonError(f"{known_as} {_TAKEN}")
                 return await P2P.create(
                     initial_peers=list(initial_peers) or None,
                     host_maddrs=[listen],
                     announce_maddrs=list(announce) or None,
-                    identity_path=identity_path,
+                    identity_path=key_path,
+                    check_if_identity_free=False,  # hivemind can do so for RSA keys only
                     startup_timeout=startup_timeout,
                     auto_nat=False,
                     nat_port_map=False,
@@ -102,6 +108,21 @@ async def _start_daemon(
             _log.warning("%s (attempt %d of %d): %s", who, attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
     raise Unreachable(_advice(str(problem), listen, initial_peers)) from problem
+
+
+async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
+    """Return whether the network of `initial_peers` finds a peer of this id."""
+    seeker = await P2P.create(
+        initial_peers=list(initial_peers), dht_mode="client", auto_nat=False, nat_port_map=False, use_relay=False
+    )
+    try:
+        await seeker._client.connect(PeerID.from_base58(peer), [])
+    except ControlFailure:
+        return False
+    else:
+        return True
+    finally:
+        await seeker.shutdown()
 
 
 def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:

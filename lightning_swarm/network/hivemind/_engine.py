@@ -34,15 +34,15 @@ with _process_settings_kept():
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, P2PContext, P2PDaemonError, PeerID
     from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-    from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
-    from hivemind.proto import crypto_pb2, dht_pb2, p2pd_pb2
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, read_pbmsg_safe, write_pbmsg
+    from hivemind.proto import dht_pb2, p2pd_pb2
     from hivemind.utils import MSGPackSerializer
-    from hivemind.utils.crypto import RSAPrivateKey
     from hivemind.utils.multiaddr import Multiaddr
 
 __all__ = [
     "DHTID",
     "P2P",
+    "ControlFailure",
     "DHTNode",
     "DHTProtocol",
     "DHTRecord",
@@ -52,11 +52,9 @@ __all__ = [
     "P2PContext",
     "P2PDaemonError",
     "PeerID",
-    "RSAPrivateKey",
     "RecordValidatorBase",
     "StreamInfo",
     "ValidationError",
-    "crypto_pb2",
     "dht_pb2",
     "p2pd_pb2",
     "read_pbmsg_safe",

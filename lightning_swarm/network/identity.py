@@ -1,0 +1,204 @@
+"""A peer's key pair: the file that keeps it, the peer id that contains its public key, and what it signs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NoReturn
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_der_private_key
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network import PeerId
+
+_BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_DIGITS: Final = {letter: digit for digit, letter in enumerate(_BASE58)}
+# libp2p's encodings (github.com/libp2p/specs, peer-ids): protobuf, with the kind of a key and its bytes.
+_ED25519_PRIVATE: Final = bytes.fromhex("08011240")  # then the seed and the public key
+_ED25519_ID: Final = bytes.fromhex("002408011220")  # then the public key: the id is no hash
+_RSA_KEY: Final = bytes.fromhex("080012")  # then a length, and the key in DER
+_SHA256_ID: Final = bytes.fromhex("1220")
+_KEY_BYTES: Final = 32
+_NUM_ID_BYTES: Final = len(_ED25519_ID) + _KEY_BYTES
+_ED25519_NAME: Final = re.compile(rf"12D3KooW[{_BASE58}]{{44}}")
+_RSA_NAME: Final = re.compile(rf"Qm[{_BASE58}]{{44}}")
+_MAX_FILE_BYTES: Final = 16 << 10
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A peer's key pair. An RSA key, which versions before wrote, names its peer, but signs nothing."""
+
+    # The id of an RSA key is a hash: a signature could not be verified by the id alone.
+    peer_id: PeerId
+    encoded: bytes = field(repr=False)  # as libp2p's daemon reads it from a file
+    _key: Ed25519PrivateKey | None = field(repr=False, compare=False)
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """Return a new one."""
+        return cls._of(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Identity:
+        """Read what a file holds; `ValueError` if that is no private key."""
+        if encoded.startswith(_RSA_KEY):
+            return cls(_rsa_id(encoded), encoded, None)
+        seed = encoded[len(_ED25519_PRIVATE) :][:_KEY_BYTES]
+        if len(seed) == _KEY_BYTES:
+            identity = cls._of(Ed25519PrivateKey.from_private_bytes(seed))
+            if identity.encoded == encoded:
+                return identity
+        raise ValueError("neither an Ed25519 nor an RSA key in libp2p's encoding")
+
+    @classmethod
+    def _of(cls, key: Ed25519PrivateKey) -> Identity:
+        public = key.public_key().public_bytes_raw()
+        peer_id = PeerId(_to_base58(_ED25519_ID + public))
+        return cls(peer_id, _ED25519_PRIVATE + key.private_bytes_raw() + public, key)
+
+    @property
+    def can_sign(self) -> bool:
+        """Return whether others can verify what this peer signs."""
+        return self._key is not None
+
+    def sign(self, domain: bytes, message: bytes) -> bytes:
+        """Sign a message, 64 bytes. A signature holds in its `domain` only, so that none means two things."""
+        assert self._key is not None
+        return self._key.sign(_in_domain(domain, message))
+
+    def temporary_file(self) -> AbstractContextManager[Path]:
+        """Keep the key in a file that only this user may read, within the context."""
+        return _written(self.encoded, Path(tempfile.gettempdir()))
+
+
+def public_key(peer: str) -> bytes | None:
+    """Return the Ed25519 key, 32 bytes, that a peer id contains; None for the id of an RSA key, and for other text."""
+    if _ED25519_NAME.fullmatch(peer) is None:
+        return None
+    number = 0
+    for letter in peer:
+        number = 58 * number + _DIGITS[letter]
+    decoded = number.to_bytes(_NUM_ID_BYTES, "big")
+    return decoded[len(_ED25519_ID) :] if decoded.startswith(_ED25519_ID) else None
+
+
+def is_rsa(peer: str) -> bool:
+    """Return whether a peer id may be that of an RSA key."""
+    return _RSA_NAME.fullmatch(peer) is not None
+
+
+def is_signed(peer: str, domain: bytes, message: bytes, signature: bytes) -> bool:
+    """Return whether a peer has signed a message in a domain."""
+    if (key := public_key(peer)) is None:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, _in_domain(domain, message))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def load_identity(path: Path) -> Identity:
+    """Read the identity in a file, made with a new key if it is not there; `ConfigError` says why it cannot be used."""
+    try:
+        if not path.exists():
+            _make(path)
+        encoded = _read(path)
+    except OSError as error:
+        _refuse(path, f"{error.strerror or error}")
+    try:
+        return Identity.decode(encoded)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        _refuse(path, f"it holds no private key ({error})")
+
+
+def _make(path: Path) -> None:
+    """Give a whole file its name at once. Another process may have made one of that name meanwhile: then it stays."""
+    with _written(Identity.generate().encoded, path.parent) as written, suppress(FileExistsError):
+        try:
+            path.hardlink_to(written)
+        except FileExistsError:
+            raise
+        except OSError:  # some file systems have no hard links
+            path.touch(0o600, exist_ok=False)
+            written.replace(path)
+
+
+@contextmanager
+def _written(data: bytes, folder: Path) -> Iterator[Path]:
+    descriptor, name = tempfile.mkstemp(prefix=".swarm-key-", dir=folder)  # of the mode 0600 from the beginning
+    path = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # the end of a pipe may never come
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            _refuse(path, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file")
+        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # as ssh does: another owner knows what it does
+            _refuse(
+                path,
+                f"other users may use it (mode {stat.S_IMODE(status.st_mode):03o}), so they could pass for this peer",
+                f"Keep it to yourself: chmod 600 {path}. If the key is not yours alone any more",
+            )
+        return os.read(descriptor, _MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse(path: Path, why: str, remedy: str = "") -> NoReturn:
+    raise ConfigError(
+        f"`identity_path` must be a file with this peer's private key, or a new name in a folder that can be written "
+        f"to, got {str(path)!r}: {why}. {f'{remedy}, name' if remedy else 'Name'} another file, or remove this one: "
+        "then a new key is made, with another id."
+    )
+
+
+def _in_domain(domain: bytes, message: bytes) -> bytes:
+    assert b"\0" not in domain
+    return domain + b"\0" + message
+
+
+def _rsa_id(encoded: bytes) -> PeerId:
+    length, der = encoded[len(_RSA_KEY) :][:2], encoded[len(_RSA_KEY) + 2 :]
+    if length != _varint(len(der)):
+        raise ValueError("its end is missing, or there is more behind it")
+    key = load_der_private_key(der, None)
+    if not isinstance(key, RSAPrivateKey):
+        raise ValueError("it is not the kind of key that it says")
+    public = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    digest = hashlib.sha256(_RSA_KEY + _varint(len(public)) + public).digest()
+    return PeerId(_to_base58(_SHA256_ID + digest))
+
+
+def _varint(number: int) -> bytes:
+    """Encode a length between 128 and 16383, which those of RSA keys are."""
+    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F))
+
+
+def _to_base58(data: bytes) -> str:
+    number, text = int.from_bytes(data, "big"), ""
+    while number:
+        number, digit = divmod(number, 58)
+        text = _BASE58[digit] + text
+    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text
