@@ -102,7 +102,7 @@ class RunDirectory:
 
     async def find_starters(self) -> list[PeerId]:
         """The programs that announced that they would begin a run, and can be reached."""
-        return sorted(await self._connect(await self._read(f"{self.run_id}.starters", ServerAnnouncement)))
+        return sorted(await self._connect(await self._servers("starters")))
 
     async def find_runs(self) -> list[PeerId]:
         """Coordinators of announced runs, which may be under way; connects this peer to all announced servers."""
@@ -203,7 +203,20 @@ class RunDirectory:
 
     async def announced(self) -> dict[PeerId, ServerAnnouncement]:
         """The announcements of all servers; some may be gone."""
-        return await self._read(f"{self.run_id}.servers", ServerAnnouncement)
+        return await self._servers("servers")
+
+    async def _servers(self, among: str) -> dict[PeerId, ServerAnnouncement]:
+        """Announcements of servers, but those with an address of another peer: each peer speaks for itself."""
+        found = await self._read(f"{self.run_id}.{among}", ServerAnnouncement)
+        own = {}
+        for peer, server in found.items():
+            ids = {address.rpartition("/p2p/")[2] for address in server.addresses if "/p2p/" in address}
+            if ids <= {peer}:
+                own[peer] = server
+            else:
+                error = ProtocolError(f"a peer announces its own addresses, got one of {min(ids - {peer})}")
+                self._warn_once("Ignored what %s announced: %s", peer, server.boot_id, error)
+        return own
 
     async def _read(self, key: str, kind: type[_Announcement]) -> dict[PeerId, _Announcement]:
         """All well-formed announcements under a key: anyone may publish anything there."""

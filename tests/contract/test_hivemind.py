@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import re
 import signal
 import tempfile
@@ -25,14 +26,16 @@ from lightning_swarm.core.event_loop import ThreadRuntime, UntilCutOff
 from lightning_swarm.monitor import checks
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.network.identity import Identity, is_rsa, load_identity
+from lightning_swarm.network.identity import Identity, is_rsa, load_identity, public_key
 from tests.contract.world import HivemindWorld, Peer, opened
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
-records = pytest.importorskip("lightning_swarm.network.hivemind.directory")
+records = pytest.importorskip("lightning_swarm.network.hivemind.records")
 engine = pytest.importorskip("lightning_swarm.network.hivemind._engine")
 
 LONG_S = 60.0
+STRANGER = Identity.generate()
+TAG = msgpack.packb(STRANGER.peer_id)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,11 @@ def nested_tuples(levels: int) -> bytes:
     return packed
 
 
-def good(peer: Peer, value: bytes = b"good") -> bytes:
-    return records.GuardedSerializer.dumps(msgspec.msgpack.encode(records.Announcement(value, time.time() + LONG_S)))
+def signed(key: str, until: float, *, value: bytes = b"good", end_s: float = 0.0, by: Identity = STRANGER) -> bytes:
+    """A record as it is stored until `until`, whose announcement ends then or at `end_s`."""
+    key_id = engine.DHTID.generate(source=key)
+    packed = records.pack(by, key_id, value, expires_at=end_s or until, stored_until=until)
+    return bytes(records.GuardedSerializer.dumps(packed))
 
 
 NESTED = nested_tuples(300)
@@ -62,10 +68,14 @@ HOSTILE = {
     "too long": msgpack.packb(bytes(records._MAX_PACKED_BYTES)),
     "no announcement": msgpack.packb(b"whatever"),
     "nested inside": msgpack.packb(NESTED),
-    "expired": msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", 1.0))),
-    "eternal": msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", 1e300))),
     "a dictionary": records.MSGPackSerializer.dumps(engine.DictionaryDHTValue()),
+    "unsigned": msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", time.time() + LONG_S))),
 }
+ENDS = {"expired": 1.0, "eternal": 1e300}  # of announcements that are signed
+
+
+def hostile(name: str, key: str, until: float) -> bytes:
+    return signed(key, until, end_s=ENDS[name]) if name in ENDS else HOSTILE[name]
 
 
 async def store_at(world: HivemindWorld, key: str, tag: bytes, value: bytes, until: float) -> Any:
@@ -84,10 +94,11 @@ async def store_at(world: HivemindWorld, key: str, tag: bytes, value: bytes, unt
     return await stub.rpc_store(request, timeout=5.0)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*HOSTILE, *ENDS])
 def test_hostile_values_sent_to_us_are_left_out(world: HivemindWorld, name: str) -> None:
     async def go() -> None:
-        await store_at(world, name, msgpack.packb("stranger"), HOSTILE[name], time.time() + LONG_S)
+        until = time.time() + LONG_S
+        await store_at(world, name, TAG, hostile(name, name, until), until)
         await world.a.directory.announce(name, b"mine", ttl_s=LONG_S)
         for peer in (world.a, world.b):
             assert dict(await peer.directory.read(name)) == {world.a.id: b"mine"}
@@ -95,13 +106,13 @@ def test_hostile_values_sent_to_us_are_left_out(world: HivemindWorld, name: str)
     world.run(go())
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*HOSTILE, *ENDS])
 def test_hostile_values_that_a_peer_holds_are_left_out(world: HivemindWorld, name: str) -> None:
     async def go() -> None:
         key = f"held {name}"
         until = time.time() + LONG_S
         storage = world.a.directory._node.protocol.storage  # type: ignore[attr-defined]
-        storage.store(engine.DHTID.generate(source=key), HOSTILE[name], until, subkey="stranger")
+        storage.store(engine.DHTID.generate(source=key), hostile(name, key, until), until, subkey=STRANGER.peer_id)
         assert world.a.id not in await world.b.directory.read(key)
         await world.b.directory.announce(key, b"mine", ttl_s=LONG_S)
         assert (await world.b.directory.read(key))[world.b.id] == b"mine"
@@ -114,9 +125,9 @@ def test_hostile_names_are_refused(world: HivemindWorld, tag: bytes) -> None:
     from hivemind.p2p import P2PHandlerError
 
     async def go() -> None:
-        key = f"tag {tag[:20]!r}"
+        key, until = f"tag {tag[:20]!r}", time.time() + LONG_S
         try:
-            response = await store_at(world, key, tag, good(world.a), time.time() + LONG_S)
+            response = await store_at(world, key, tag, signed(key, until), until)
             assert list(response.store_ok) == [False]
         except P2PHandlerError:
             pass  # refused by an error instead
@@ -140,15 +151,17 @@ def test_hostile_dictionaries_are_refused(world: HivemindWorld) -> None:
 
 
 def test_records_for_ever_are_refused(world: HivemindWorld) -> None:
-    response = world.run(store_at(world, "for ever", msgpack.packb("stranger"), good(world.a), float("inf")))
+    forever = float("inf")
+    response = world.run(store_at(world, "for ever", TAG, signed("for ever", forever), forever))
     assert list(response.store_ok) == [False]
 
 
 def test_what_this_test_sends_would_be_stored_if_it_were_harmless(world: HivemindWorld) -> None:
     async def go() -> None:
-        response = await store_at(world, "harmless", msgpack.packb("friend"), good(world.a), time.time() + LONG_S)
+        until = time.time() + LONG_S
+        response = await store_at(world, "harmless", TAG, signed("harmless", until), until)
         assert list(response.store_ok) == [True]
-        assert dict(await world.b.directory.read("harmless")) == {"friend": b"good"}
+        assert dict(await world.b.directory.read("harmless")) == {STRANGER.peer_id: b"good"}
 
     world.run(go())
 
@@ -212,17 +225,76 @@ def test_a_peer_whose_daemon_is_killed_ends_at_once_and_says_why(caplog: pytest.
         peer.close()
 
 
+def test_ten_thousand_mutations_of_signed_records_are_all_refused() -> None:
+    rng, until, now_s = random.Random(0), time.time() + LONG_S, time.time()
+    validator = records.OwnRecordsOnly(is_local=False)
+    key, other = (engine.DHTID.generate(source=source).to_bytes() for source in ("key", "other"))
+    true = engine.DHTRecord(key, TAG, signed("key", until, value=bytes(range(100))), until)
+    assert validator.validate(true)
+    for i in range(10_000):
+        change = dict(vars(true))
+        field = rng.choice(["key", "subkey", "value", "value", "value", "value", "expiration_time"])
+        change[field] = rng.uniform(now_s, 2 * until) if field == "expiration_time" else mutated(change[field], rng)
+        assert change != vars(true)
+        assert not validator.validate(engine.DHTRecord(**change)), (i, field, change)
+    assert not validator.validate(engine.DHTRecord(other, TAG, true.value, until))
+    assert validator.num_refused == 10_001
+    assert validator.validate(true)
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Change, insert or take out one to four bytes."""
+    changed = bytearray(data)
+    while bytes(changed) == data:
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(changed) or 1)
+            how = rng.randrange(3)
+            changed[at : at + (how < 2)] = rng.randbytes(1) if how else b""
+    return bytes(changed)
+
+
+def test_what_was_verified_is_not_verified_again_and_is_forgotten_some_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified, verify = [], records.is_signed
+
+    def counted(*arguments: Any) -> bool:
+        verified.append(arguments)
+        return bool(verify(*arguments))
+
+    monkeypatch.setattr(records, "is_signed", counted)
+    monkeypatch.setattr(records, "_MAX_VERIFIED", 2)
+    until = time.time() + LONG_S
+    validator, key = records.OwnRecordsOnly(is_local=False), engine.DHTID.generate(source="key").to_bytes()
+    first, second, third = (
+        engine.DHTRecord(key, msgpack.packb(by.peer_id), signed("key", until, by=by), until)
+        for by in (Identity.generate() for _ in range(3))
+    )
+    for record, number in ((first, 1), (first, 1), (second, 2), (first, 2), (third, 3), (second, 3), (first, 4)):
+        assert validator.validate(record)
+        assert len(verified) == number
+    assert not validator.validate(engine.DHTRecord(key, msgpack.packb(STRANGER.peer_id), first.value, until))
+    assert len(verified) == 5
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_unsigned_records_are_believed_of_rsa_keys_on_this_machine_and_of_no_others(is_local: bool) -> None:
+    validator, key = records.OwnRecordsOnly(is_local=is_local), engine.DHTID.generate(source="key").to_bytes()
+    until = time.time() + LONG_S
+    unsigned = msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", until)))
+    for peer, believed in (("Qm" + "a" * 44, is_local), (STRANGER.peer_id, False), ("somebody", False), ("", False)):
+        assert validator.validate(engine.DHTRecord(key, msgpack.packb(peer), unsigned, until)) is believed
+
+
 # ---------------------------------------------------------------------- identities
 
 
 def test_the_daemon_has_the_peer_id_that_its_key_says(
     world: HivemindWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity = Identity.generate()
-    monkeypatch.setattr(Identity, "generate", lambda: identity)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     peer = world.another(world.b)
+    identity = peer.directory._identity  # type: ignore[attr-defined]
     assert identity.peer_id == peer.id == str(peer.transport._p2p.peer_id)  # type: ignore[attr-defined]
+    assert public_key(peer.id)
     assert not list(tmp_path.iterdir())
 
 
@@ -231,6 +303,9 @@ def test_an_rsa_key_of_before_works_among_peers_of_one_machine(world: HivemindWo
     engine.P2P.generate_identity(str(path))
     key = load_identity(path)
     assert is_rsa(key.peer_id)
+    for beyond in ({"listen": HostPort("0.0.0.0", 0)}, {"announce": ["/ip4/192.0.2.1/tcp/31337"]}):
+        with pytest.raises(ConfigError, match=rf"`identity_path` must hold an Ed25519 key .*'{path}' holds an RSA key"):
+            world.run(hivemind.start(identity_path=str(path), **beyond))
 
     async def go() -> None:
         addresses = await world.a.transport.addresses()
@@ -239,6 +314,14 @@ def test_an_rsa_key_of_before_works_among_peers_of_one_machine(world: HivemindWo
         await old.directory.announce("old", b"value", ttl_s=LONG_S)
         for peer in (world.a, world.b, old):
             assert dict(await peer.directory.read("old")) == {old.id: b"value"}
+        validator = world.b.directory._node.protocol.record_validator  # type: ignore[attr-defined]
+        before = validator.num_refused
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(validator, "_is_local", False)  # as if other machines reached it
+            await old.directory.announce("old too", b"value", ttl_s=LONG_S)
+            assert dict(await world.a.directory.read("old too")) == {old.id: b"value"}
+            assert dict(await world.b.directory.read("old too")) == {}
+        assert validator.num_refused > before + 1, "where it would be stored, and where it is read"
         await old.close()
 
     world.run(go())
@@ -256,12 +339,11 @@ def test_a_key_that_a_running_peer_has_is_refused(
 ) -> None:
     monkeypatch.setattr(hivemind, "_PAUSE_S", 0.0)
     monkeypatch.setattr(hivemind, "_NUM_ATTEMPTS", 1)
-    addresses = world.run(world.a.transport.addresses())
-    path = str(tmp_path / "key")
-    first = Peer(*world.run(hivemind.start(initial_peers=addresses, identity_path=path)))
-    with pytest.raises(Unreachable, match=rf"`identity_path` must name a key .*\({first.id} answers already\)"):
-        world.run(hivemind.start(initial_peers=addresses, identity_path=path))
-    world.run(first.close())
+    path = tmp_path / "key"
+    path.write_bytes(world.b.directory._identity.encoded)  # type: ignore[attr-defined]
+    path.chmod(0o600)
+    with pytest.raises(Unreachable, match=rf"`identity_path` must name a key .*\({world.b.id} answers already\)"):
+        world.run(hivemind.start(initial_peers=world.run(world.a.transport.addresses()), identity_path=str(path)))
 
 
 def test_a_peer_that_closes_was_not_cut_off(world: HivemindWorld) -> None:

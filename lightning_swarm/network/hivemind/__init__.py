@@ -13,7 +13,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
-from lightning_swarm.network.addresses import HostPort
+from lightning_swarm.network.addresses import HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
 from lightning_swarm.network.hivemind.daemon import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
@@ -49,17 +49,29 @@ async def start(
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     _check_free(listen)
-    identity = Identity.generate() if identity_path is None else load_identity(Path(identity_path))
+    is_local = listen.is_loopback and all(HostPort(host_of([place]), 0).is_loopback for place in announce)
+    identity = _identity(identity_path, is_local=is_local)
     with nullcontext(identity_path) if identity_path is not None else identity.temporary_file() as key_path:
         known_as = identity.peer_id if identity_path is not None else None
         p2p = await _start_daemon(listen.maddr, announce, str(key_path), known_as, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
     try:
         await transport.open()
-        return transport, await HivemindDirectory.join(transport, p2p, initial_peers)
+        return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
         await transport.close()
         raise
+
+
+def _identity(path: str | None, *, is_local: bool) -> Identity:
+    identity = Identity.generate() if path is None else load_identity(Path(path))
+    if not (identity.can_sign or is_local):
+        raise ConfigError(
+            "`identity_path` must hold an Ed25519 key where other machines reach this peer, because they verify by its "
+            f"id what it announces; {path!r} holds an RSA key, of an earlier version. Move that file away: then a new "
+            "key is made, with another id."
+        )
+    return identity
 
 
 def _check_free(listen: HostPort) -> None:

@@ -22,6 +22,7 @@ from lightning_swarm.network.hivemind._engine import (
     PeerID,
     dht_pb2,
 )
+from lightning_swarm.network.hivemind.records import GuardedSerializer, latest_expiry
 
 MAX_KEYS: Final = 64  # of one request
 MAX_REQUEST_BYTES: Final = 256 << 10  # of the records of one request
@@ -130,6 +131,7 @@ class Quotas:
 class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
     """Looks at the size of each message before its content, and stores no more than `Quotas` allow."""
 
+    serializer = GuardedSerializer
     _rpc_handlers = None  # hivemind keeps them with the class
     _stub_type = None
 
@@ -181,27 +183,27 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         self._rates.charge(context.remote_id, cost, time.time())
 
     def _store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires_at: float) -> bool:
-        """Store a record, or a dictionary of them; true if all of it was newer than what was there, and had room."""
+        """Store a record, or a dictionary of them; true if all of it was valid, newer than what was, and had room."""
         if tag == self.IS_DICTIONARY:
             found = self.serializer.loads(value)
-            if not isinstance(found, DictionaryDHTValue) or not self._validate_dictionary(key, found):
+            if not isinstance(found, DictionaryDHTValue):
                 return False
-            with found.freeze():
-                records = [(subkey, item.value, item.expiration_time) for subkey, item in found.items()]
-        elif self._validate_record(key, tag, value, expires_at):
-            records = [(self.serializer.loads(tag), value, expires_at)]
+            records = [(subkey, *record) for subkey, record in found.data.items()]
         else:
-            return False
-        key_id = DHTID.from_bytes(key)
+            records = [(self.serializer.loads(tag), value, expires_at)]
+        # Before any is verified, which costs as much time as some of the smallest requests.
         self._rates.charge(sender, len(records) / _RECORDS_PER_REQUEST, time.time())
-        stored = [self._store_one(sender, key_id, *record) for record in records]
+        stored = [self._store_one(sender, key, *record) for record in records]
         return all(stored)
 
-    def _store_one(self, sender: PeerID, key_id: DHTID, subkey: str, value: bytes, expires_at: float) -> bool:
+    def _store_one(self, sender: PeerID, key: bytes, subkey: object, value: bytes, expires_at: float) -> bool:
+        key_id = DHTID.from_bytes(key)
         held = self.storage.get(key_id)
         before = held.value.get(subkey) if held is not None else None
         now_s = time.time()
         if expires_at < now_s or (before is not None and before.expiration_time >= expires_at):
+            return False
+        if not self._validate_record(key, self.serializer.dumps(subkey), value, expires_at):
             return False
         if not self._quotas.take(sender, key_id, subkey, len(value), expires_at=expires_at, now_s=now_s):
             return False
@@ -230,6 +232,13 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
 
     # ------------------------------------------------------------------ what other peers answer
 
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Take out of an answer what is not valid, so that one such record hides no others."""
+        for subkey, (value, expires_at) in list(dictionary.data.items()):
+            if not self._validate_record(key_bytes, self.serializer.dumps(subkey), value, expires_at):
+                del dictionary[subkey]
+        return True
+
     def get_stub(self, peer: PeerID) -> Any:
         """See `DHTProtocol`."""
         return _CheckedStub(super().get_stub(peer))
@@ -248,6 +257,8 @@ class _CheckedStub:
         response = await self._stub.rpc_find(request, timeout=timeout)
         _check_number(len(response.results), len(request.keys), "answers have come")
         for result in response.results:
+            # A search ends with an answer that claims to live for ever, whatever other peers would have answered.
+            result.expiration_time = min(result.expiration_time, latest_expiry(time.time()))
             for ids in (result.nearest_node_ids, result.nearest_peer_ids):
                 _check_number(len(ids), _MAX_NEIGHBOURS, "neighbours are named")
             for node_id in result.nearest_node_ids:

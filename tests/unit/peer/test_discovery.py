@@ -158,6 +158,14 @@ def test_servers_that_cannot_be_reached_are_no_servers(town: Town, address: str)
     town.loop.run_until_complete(town.directory(town.seeker).connect_all())
 
 
+def test_a_peer_that_announces_addresses_of_another_is_left_out(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    other = town.announce("b")
+    (address,) = town.loop.run_until_complete(other.addresses())
+    town.announce_raw("a", encode(ServerAnnouncement(boot_id=1, addresses=["/ip4/127.0.0.1/tcp/9/p2p/a", address])))
+    assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["b"]
+    assert "Ignored what a announced: a peer announces its own addresses, got one of b" in caplog.text
+
+
 def test_what_is_wrong_with_an_announcement_is_said_once_in_a_life(
     town: Town, caplog: pytest.LogCaptureFixture
 ) -> None:
