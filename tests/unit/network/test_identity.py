@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from pathlib import Path
@@ -173,6 +174,7 @@ def test_a_key_that_others_may_use_is_refused(tmp_path: Path, mode: int, data: b
         *(RSA[:-1], RSA + b"\0", RSA[:3], RSA[:5], RSA[:5] + bytes(len(RSA) - 5), RSA[5:]),
         *(b"\x08\x02\x12\x20" + bytes(32), b"-----BEGIN OPENSSH PRIVATE KEY-----\n"),
     ],
+    ids=itertools.count(),  # keys are drawn anew in each process
 )
 def test_what_is_no_key_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "key"
