@@ -97,7 +97,9 @@ class OptimizerAccess:
         self._hooks = self._found_hooks()
         self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
         names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-        self._written = set(OptimizerTemplate(self._optimizer, names).written_keys())  # by its own steps, in its groups
+        with self._access.paused():  # the weights stay where they are
+            written = OptimizerTemplate(self._optimizer, names).written_keys()
+        self._written = set(written)  # by its own steps, in its groups
         self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # and what is known of these values
         self.note_current()
 
