@@ -75,7 +75,7 @@ def unpack(data: object, now_s: float) -> bytes | None:
 
 
 def latest_expiry(now_s: float) -> float:
-    """Return the Unix time at which every record of today expires."""
+    """Return the latest Unix time at which a record that is valid now may expire."""
     return now_s + MAX_RECORD_TTL_S + _CLOCK_SKEW_S
 
 
