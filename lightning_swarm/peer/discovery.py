@@ -26,7 +26,9 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 _POLL_S: Final = 0.1
-_ANNOUNCEMENT_TTL_S: Final = 24 * 3600.0
+# Of a peer that is gone, for so long; the others renew theirs, for those who store them may go at any time.
+ANNOUNCEMENT_TTL_S: Final = 3600.0
+_RENEW_EVERY_S: Final = ANNOUNCEMENT_TTL_S / 6
 
 
 class ServerAnnouncement(WireMessage, frozen=True):
@@ -86,14 +88,27 @@ class RunDirectory:
     run_id: str
     # What was warned of: the same announcements are read again and again, also those of peers that are gone.
     _warned_of: set[tuple[PeerId, int | str]] = field(default_factory=set, init=False)
+    _own: dict[str, bytes] = field(default_factory=dict, init=False)  # what this peer announced, by key
+
+    async def renew(self) -> None:
+        """For as long as this peer lives: announce again, before they expire, the run and the server it announced."""
+        while True:
+            await asyncio.sleep(_RENEW_EVERY_S)
+            for key, value in list(self._own.items()):
+                try:
+                    await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
+                except PeerError as error:
+                    _log.info("Nobody took the announcement, which will be renewed later: %s", shorten(str(error)))
 
     async def announce_run(self, coordinator: PeerId) -> None:
         """Announce the coordinator, which servers that come later ask to join."""
-        value = encode(RunAnnouncement(coordinator=coordinator))
+        key, value = f"{self.run_id}.run", encode(RunAnnouncement(coordinator=coordinator))
+        self._own[key] = value
         try:
-            await self.directory.announce(f"{self.run_id}.run", value, ttl_s=_ANNOUNCEMENT_TTL_S)
+            await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
         except PeerError as error:
-            _log.warning("Nobody will find this run in order to join it: %s", shorten(str(error)))
+            text = "Nobody can find this run in order to join it until it is announced again, in %g minutes: %s"
+            _log.warning(text, _RENEW_EVERY_S / 60, shorten(str(error)))
             _log.debug("In full: %s", printable(str(error)))
 
     async def announce_starter(self, *, timeout: float) -> None:
@@ -117,7 +132,9 @@ class RunDirectory:
         """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
         addresses = list(await self.transport.addresses())
         peer = ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
-        await self._publish(f"{self.run_id}.{among}", encode(peer), timeout=timeout)
+        key = f"{self.run_id}.{among}"
+        await self._publish(key, encode(peer), timeout=timeout)
+        self._own[key] = encode(peer)
 
     async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
         """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read data."""
@@ -142,7 +159,7 @@ class RunDirectory:
         deadline = now_s() + timeout
         while True:
             try:
-                await self.directory.announce(key, value, ttl_s=_ANNOUNCEMENT_TTL_S)
+                await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
             except PeerError as error:
                 if now_s() > deadline:
                     raise

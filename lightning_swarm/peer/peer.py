@@ -79,6 +79,7 @@ class Peer:
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()
         self._sending_loop: asyncio.Task[None] | None = None  # to the standbys
+        self._renewing: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -104,6 +105,7 @@ class Peer:
     async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Like `serve`, on the loop."""
         await self._host.serve(model, trains=trains, inherits=inherits)
+        await self._renew_announcements()
 
     @property
     def address(self) -> str:
@@ -126,6 +128,10 @@ class Peer:
         """Watch for a cloud's notice that it takes this machine away; calls `on_notice` once, on the loop."""
         self.runtime.run(self._spawn(preemption.watch(cloud, on_notice)))
 
+    async def _renew_announcements(self) -> None:
+        if self._renewing is None:
+            self._renewing = await self._spawn(self._directory.renew())
+
     async def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         await self._tasks.start()
         return self._tasks.spawn(work)
@@ -139,6 +145,7 @@ class Peer:
         if not self._host.announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._host.start(model.twin()))  # unannounced: it holds the trainers' stage and no other
         run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
+        self.runtime.run(self._renew_announcements())
         self.runtime.run(self._host.keep_joined(run))
         until_over = self.runtime if self.server is None else self._host.until_over(self.runtime)
         runtime = UntilStageLost(until_over, self.lead.lost_for_good)

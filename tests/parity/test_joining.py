@@ -19,6 +19,7 @@ from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.framing import Buffer
+from lightning_swarm.peer.discovery import ANNOUNCEMENT_TTL_S
 from lightning_swarm.protocol.methods import LISTEN, NEXT, PIECE
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.state_transfer import donor as donor_module
@@ -99,6 +100,16 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     assert joiner.calls.num_forwards > STEPS - entered, "it computes like the other server of its stage"
     assert run.strategy.refusals == []
     assert joiner.admission.left.is_set(), "it was told of the end"
+
+
+def test_a_run_is_found_after_hours() -> None:
+    def wait(strategy: InMemoryStrategy) -> None:
+        strategy.peer.runtime.run(asyncio.sleep(1.1 * ANNOUNCEMENT_TTL_S))
+
+    run = swarm(joining := Joining(at=5, prepare=wait))
+    assert_exact(run, plain())
+    assert len(joining.entered_at) == 1
+    assert run.strategy.refusals == []
 
 
 def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.LogCaptureFixture) -> None:

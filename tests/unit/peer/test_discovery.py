@@ -197,6 +197,28 @@ def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None
         town.loop.run_until_complete(directory.announce(7, timeout=5.0))
 
 
+def test_what_a_peer_announced_is_there_for_as_long_as_the_peer(town: Town) -> None:
+    transport = town.network.transport("a")
+    directory = town.directory(transport)
+    town.announce("gone")
+    town.loop.run_until_complete(directory.announce(7, timeout=5.0))
+    town.loop.run_until_complete(directory.announce_run(PeerId("a")))
+    renewing = town.loop.create_task(directory.renew())
+    seeker = town.directory(town.seeker)
+    for _ in range(5):
+        town.loop.run_until_complete(asyncio.sleep(3600.0))
+        town.network.freeze(PeerId("a"))  # what fails once is tried again
+        town.loop.run_until_complete(asyncio.sleep(900.0))
+        town.network.thaw(PeerId("a"))
+        town.loop.run_until_complete(asyncio.sleep(900.0))
+        assert [*town.loop.run_until_complete(seeker.announced())] == ["a"]
+        assert town.loop.run_until_complete(seeker.find_runs()) == ["a"]
+    renewing.cancel()
+    town.loop.run_until_complete(asyncio.sleep(2 * 3600.0))
+    assert not town.loop.run_until_complete(seeker.announced())
+    assert not town.loop.run_until_complete(seeker.find_runs())
+
+
 def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     """Not for that of an earlier run under the same id, of which the directory knows still."""
     directory = town.directory(town.seeker)
