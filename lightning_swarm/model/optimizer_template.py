@@ -69,8 +69,11 @@ class OptimizerTemplate:
             made.state.update(_first_state(made, needed=self._needs_state))
         return made
 
-    def check_steps(self, *, separable: bool) -> None:
-        """Refuse an optimizer that needs gradients at other weights, or, if `separable`, those of other parameters."""
+    def check_steps(self, *, separable: bool) -> frozenset[str]:
+        """Refuse an optimizer that needs gradients at other weights, or, if `separable`, those of other parameters.
+
+        Returns the keys of a parameter group that its steps write, such as a count of them.
+        """
         pair = self._smallest(2)
         try:
             alone, groups = self._tried(pair[:1])
@@ -78,7 +81,7 @@ class OptimizerTemplate:
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001 - it cannot be tried on these; it may well step where it is wanted
-            return
+            return frozenset()
         for key, value in groups.items():
             if not isinstance(value, (int, float)):
                 raise ConfigError(
@@ -93,13 +96,7 @@ class OptimizerTemplate:
                 "Trainer's `gradient_clip_val`, take another optimizer, or have all parameters in one stage "
                 "(`num_stages=1`, the whole model in `pipeline`)."
             )
-
-    def written_keys(self) -> frozenset[str]:
-        """Return the keys of a parameter group that the optimizer's own steps write, such as a count of them."""
-        try:
-            return frozenset(self._tried(self._smallest(1))[1])
-        except Exception:  # noqa: BLE001 - as above
-            return frozenset()
+        return frozenset(groups)
 
     def _smallest(self, count: int) -> list[str]:
         """The names of the smallest parameters, in the order of all: a first one draws the same numbers alone."""
@@ -133,14 +130,22 @@ def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:
 
 def check_hooks(optimizer: Optimizer) -> None:
     """Refuse hooks that refer to what is not on the servers, which call them for the parameters of each stage."""
-    for hook in [hook for name in HOOKS for hook in vars(optimizer).get(name, {}).values()]:
+    own_step = [step] if (step := step_of_its_own(optimizer)) is not None else []
+    for hook in own_step + [hook for name in HOOKS for hook in vars(optimizer).get(name, {}).values()]:
         for found in _referred(hook):
             if found is not optimizer and not isinstance(found, _REFERABLE):
                 raise ConfigError(
-                    "hooks of an optimizer run on servers, for the parameters of a stage, and what they note or change "
-                    f"elsewhere never gets here: got one that refers to a {type(found).__name__}. Use what it is "
-                    "called with, such as `optimizer.param_groups`, or write weights in `on_train_batch_end`."
+                    "hooks of an optimizer, and a function in the place of its `step`, run on servers, for the "
+                    "parameters of a stage, and what they note or change elsewhere never gets here: got one that "
+                    f"refers to a {type(found).__name__}. Use what it is called with, such as "
+                    "`optimizer.param_groups`, or write weights in `on_train_batch_end`."
                 )
+
+
+def step_of_its_own(optimizer: Optimizer) -> Any:
+    """Return the function that user code put in the place of this object's `step`; None if that is its class's."""
+    step = vars(optimizer).get("step")
+    return None if hasattr(step, "_wrapped_by_lr_sched") else step  # as schedulers do
 
 
 def _referred(hook: Any) -> Iterator[Any]:
@@ -150,7 +155,8 @@ def _referred(hook: Any) -> Iterator[Any]:
     elif isinstance(hook, MethodType):
         yield hook.__self__
     elif isinstance(hook, FunctionType):
-        yield from (cell.cell_contents for cell in hook.__closure__ or () if cell != CellType())
+        found = [cell.cell_contents for cell in hook.__closure__ or () if cell != CellType()]
+        yield from (one.__self__ if isinstance(one, MethodType) else one for one in found)
     else:
         yield hook
 

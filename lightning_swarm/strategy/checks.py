@@ -21,7 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import read_selection
-from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks
+from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks, step_of_its_own
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
@@ -245,11 +245,15 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     return optimizer
 
 
-def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: bool) -> None:
-    """Refuse an optimizer that servers cannot step: with several stages, each without the parameters of others."""
-    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched") or "step" not in vars(optimizer):
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        OptimizerTemplate(optimizer, names).check_steps(separable=in_stages)
+def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: bool) -> frozenset[str]:
+    """Refuse an optimizer that servers cannot step: with several stages, each without the parameters of others.
+
+    Returns the keys of its parameter groups that its own steps write.
+    """
+    if step_of_its_own(optimizer) is not None:  # which may note that it is called
+        return frozenset()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return OptimizerTemplate(optimizer, names).check_steps(separable=in_stages)
 
 
 def _check_attributes(optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.optimizer_state import GROUP, copied_state
-from lightning_swarm.model.optimizer_template import HOOKS, OptimizerTemplate, optimizers_in, parameters_of
+from lightning_swarm.model.optimizer_template import HOOKS, optimizers_in, parameters_of, step_of_its_own
 from lightning_swarm.model.watched import same
 from lightning_swarm.strategy.module_access import ModuleAccess
 
@@ -88,6 +88,7 @@ class OptimizerAccess:
         access: ModuleAccess,
         gather: Callable[[], Mapping[str, dict[str, Any]]],
         version: Callable[[], int],
+        written: Collection[str],
     ) -> None:
         self._trainer, self._access = trainer, access
         self._gather = gather  # the newest state, by parameter name
@@ -96,9 +97,6 @@ class OptimizerAccess:
         self._thread = threading.get_ident()
         self._hooks = self._found_hooks()
         self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
-        names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-        with self._access.paused():  # the weights stay where they are
-            written = OptimizerTemplate(self._optimizer, names).written_keys()
         self._written = set(written)  # by its own steps, in its groups
         self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # and what is known of these values
         self.note_current()
@@ -166,8 +164,7 @@ class OptimizerAccess:
 
     def _found_hooks(self) -> list[Any]:
         own = vars(self._optimizer)
-        step = None if hasattr(own.get("step"), "_wrapped_by_lr_sched") else own.get("step")  # as schedulers do
-        return [step, *(dict(own.get(name, {})) for name in HOOKS)]
+        return [step_of_its_own(self._optimizer), *(dict(own.get(name, {})) for name in HOOKS)]
 
     def _use(self) -> None:
         if self._access.is_paused or threading.get_ident() != self._thread:

@@ -136,9 +136,10 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
+    written: frozenset[str] = frozenset()
     if fitting:
         in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
-        checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
+        written = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
     strategy._session = strategy._start_run(trainer, model, selection)
     strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
     strategy._undo.callback(strategy._access.close)
@@ -149,7 +150,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
         checks.check_scaling(strategy._session.run, scales=scaling_of(trainer) is not None)
         _connect_loop(strategy, trainer, strategy._session)
     if strategy.is_global_zero:
-        _connect_weights(strategy, trainer, strategy._session)
+        _connect_weights(strategy, trainer, strategy._session, written)
 
 
 def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
@@ -232,7 +233,7 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
 
 
-def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
+def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session, written: frozenset[str]) -> None:
     """Keep weights and files, at the lead, where callbacks and whatever follows the run look for them."""
     module, config = strategy._own_module, strategy.config
     fitting = trainer.state.fn == TrainerFn.FITTING
@@ -242,7 +243,7 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
     strategy._weights.stale = stale
     if fitting:
         strategy._weights.hand_out_first_state(strategy.optimizers[0])
-        strategy._weights.watch_optimizer(trainer)
+        strategy._weights.watch_optimizer(trainer, written)
     if strategy._gathers:
         strategy._undo.callback(WeightSync(trainer, strategy._weights, strategy._access).close)
     if fitting and config.gather_on_end and not strategy._gathers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -182,11 +182,12 @@ class ModuleWeights:
             self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])
         self._note_optimizer()
 
-    def watch_optimizer(self, trainer: Trainer) -> None:
-        """Show user code the state of the last step in the Trainer's optimizer."""
+    def watch_optimizer(self, trainer: Trainer, written: Collection[str]) -> None:
+        """Show user code the last step's state in the Trainer's optimizer, whose steps write these keys."""
         session, _ = self._active_run
         gather = partial(self._gather, model_state.gather_optimizer)
-        optimizer = self._optimizer_access = OptimizerAccess(trainer, self._access, gather, lambda: session.version)
+        optimizer = OptimizerAccess(trainer, self._access, gather, lambda: session.version, written)
+        self._optimizer_access = optimizer
         self._access.add_optimizer(optimizer.check, optimizer.close)
 
     def check_optimizer(self) -> None:

@@ -624,12 +624,57 @@ class Counts(DigitsMLP):
         return optimizer
 
 
+class CountsItself(DigitsMLP):
+    steps = 0
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        own_step = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            self.steps += 1
+            return own_step(closure)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return optimizer
+
+
+class ClampsItself(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        own_step = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            loss = own_step(closure)
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.data.clamp_(-0.1, 0.1)
+            return loss
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return optimizer
+
+
+@feature("a function that takes the place of an optimizer's `step`, and refers to nothing but the optimizer", WORKS)
+def test_a_step_of_its_own() -> None:
+    both = fit_both(ClampsItself, max_steps=STEPS)
+    assert max(float(tensor.abs().max()) for tensor in both.swarm.weights.values()) <= 0.1
+
+
 @feature(
     "optimizers that look at all parameters at once (Prodigy, D-Adaptation), or have hooks that refer to other objects",
     REFUSED,
     "a server steps the parameters of its stage; with `num_stages=1` all are in one",
 )
-@pytest.mark.parametrize(("make", "message"), [(StepsTogether, r"by its own gradient"), (Counts, r"to a Counts")])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (StepsTogether, r"by its own gradient"),
+        (Counts, r"to a Counts"),
+        (CountsItself, r"to a CountsItself"),
+    ],
+)
 def test_optimizers_that_need_more_than_a_stage(make: Callable[[], L.LightningModule], message: str) -> None:
     assert_refused(message, make)
 

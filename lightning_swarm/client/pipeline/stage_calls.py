@@ -222,7 +222,9 @@ class StageCalls:
         try:
             yield
         except LeaseRevoked as error:
-            if self.holders is not None or peer not in self.context.revokers:
+            if self.holders is not None:  # a replay may come too late by right, and says nothing of the peer
+                raise
+            if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
                 raise
             raise self._refused_by(stage, Refusal(peer, error)) from error  # it says so of whatever it gets

@@ -203,7 +203,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         now_s = time.time()
         if expires_at < now_s or (before is not None and before.expiration_time >= expires_at):
             return False
-        if not self._validate_record(key, self.serializer.dumps(subkey), value, expires_at):
+        if not self._is_valid(key, subkey, value, expires_at):
             return False
         if not self._quotas.take(sender, key_id, subkey, len(value), expires_at=expires_at, now_s=now_s):
             return False
@@ -211,6 +211,9 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         _drop_ghosts(self.storage)
         _drop_ghosts(self.storage.data[key_id].value)
         return stored
+
+    def _is_valid(self, key: bytes, subkey: object, value: bytes, expires_at: float) -> bool:
+        return bool(self._validate_record(key, self.serializer.dumps(subkey), value, expires_at))
 
     # ------------------------------------------------------------------ the routing table
 
@@ -235,7 +238,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         """Take out of an answer what is not valid, so that one such record hides no others."""
         for subkey, (value, expires_at) in list(dictionary.data.items()):
-            if not self._validate_record(key_bytes, self.serializer.dumps(subkey), value, expires_at):
+            if not self._is_valid(key_bytes, subkey, value, expires_at):
                 del dictionary[subkey]
         return True
 

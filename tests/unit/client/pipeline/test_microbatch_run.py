@@ -16,7 +16,8 @@ from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.core.errors import DeadlineExceeded, StageError, Unreachable
+from lightning_swarm.client.pipeline.stage_calls import StageCalls
+from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, StageError, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId
@@ -308,3 +309,22 @@ def test_a_server_that_was_not_reached_is_tried_again_after_a_while(
     swarm.run(context.follow(second, swarm.rosters_now))
     assert not context.unreached
     assert [sorted(router.peers) for router in context.routers] == [["a", "c"], ["b", "d"]]
+
+
+@pytest.mark.parametrize("replays", [False, True], ids=["batch", "replay"])
+def test_a_replay_that_comes_too_late_says_nothing_of_the_server(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, replays: bool
+) -> None:
+    swarm = make_swarm("ab")
+    context = make_context(swarm)
+    holders = {0: PeerId("a")} if replays else None
+    calls = StageCalls(context, make_run(context, rows(1)).microbatch, holders)
+    calls.route.append(context.routers[0].charge(PeerId("a"), 1))
+
+    async def revoked(*_: Any, **__: Any) -> bytes:
+        raise LeaseRevoked("step 0 is decided")
+
+    monkeypatch.setattr(swarm.tickets, "wait", revoked)
+    with pytest.raises(LeaseRevoked):
+        swarm.run(calls.wait(0, "forward", timeout=1.0))
+    assert context.revokers == (set() if replays else {"a"})
