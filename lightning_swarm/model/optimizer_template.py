@@ -112,7 +112,7 @@ class OptimizerTemplate:
         before = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         with torch.random.fork_rng(devices=()):
             for step in range(_TRIED_STEPS):
-                torch.manual_seed(step)
+                torch.default_generator.manual_seed(step)  # those of devices are not used, and take longer
                 for place, parameter in enumerate(made.values()):
                     parameter.grad = torch.full_like(parameter, 0.1 + step + 10 * place)
                 closure = GradientClosure([*made.values()], type(optimizer).__name__)
