@@ -309,7 +309,7 @@ def test_an_rsa_key_of_before_works_among_peers_of_one_machine(world: HivemindWo
 
     async def go() -> None:
         addresses = await world.a.transport.addresses()
-        old = Peer(*await hivemind.start(initial_peers=addresses, identity_path=str(path)))
+        old = world.adopt(Peer(*await hivemind.start(initial_peers=addresses, identity_path=str(path))))
         assert old.id == key.peer_id == str(engine.PeerID.from_identity(path.read_bytes()))
         await old.directory.announce("old", b"value", ttl_s=LONG_S)
         for peer in (world.a, world.b, old):
@@ -322,7 +322,6 @@ def test_an_rsa_key_of_before_works_among_peers_of_one_machine(world: HivemindWo
             assert dict(await world.a.directory.read("old too")) == {old.id: b"value"}
             assert dict(await world.b.directory.read("old too")) == {}
         assert validator.num_refused > before + 1, "where it would be stored, and where it is read"
-        await old.close()
 
     world.run(go())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ import msgpack
 import msgspec
 import pytest
 
-from lightning_swarm.core.errors import Busy
+from lightning_swarm.core.errors import Busy, Unreachable
 from lightning_swarm.network.identity import Identity
 from tests.contract.world import HivemindWorld, Peer, opened
 
@@ -196,6 +197,41 @@ def test_who_waits_may_ask_again() -> None:
             rates.charge("a", cost, now_s)
     rates.charge("b", 1.0, 0.0)
     rates.charge("a", kademlia._REQUESTS_PER_S, 1.0)
+
+
+@pytest.mark.parametrize("refusing", ["a", "b", "all"])
+def test_a_refusal_hides_nobody_who_stores(
+    world: HivemindWorld, monkeypatch: pytest.MonkeyPatch, refusing: str
+) -> None:
+    """The refusal is the last answer, which is the one that hivemind believes."""
+    third = world.another(world.a, world.b)
+    refused = []
+
+    class Refusing:
+        def __init__(self, stub: Any) -> None:
+            self.rpc_find = stub.rpc_find
+            self._stub = stub
+
+        async def rpc_store(self, request: Any, **options: Any) -> Any:
+            answer = await self._stub.rpc_store(request, **options)
+            await asyncio.sleep(0.3)
+            answer.store_ok[:] = [False]
+            refused.append(answer)
+            return answer
+
+    get_stub, ids_of = protocol(third).get_stub, {"a": world.a.id, "b": world.b.id}
+
+    def stub(peer: Any) -> Any:
+        return Refusing(get_stub(peer)) if ids_of.get(refusing, str(peer)) == str(peer) else get_stub(peer)
+
+    monkeypatch.setattr(protocol(third), "get_stub", stub)
+    announcing = third.directory.announce(f"refused by {refusing}", b"here", ttl_s=LONG_S)
+    if refusing == "all":
+        with pytest.raises(Unreachable, match="No other peer stored"):
+            world.run(announcing)
+    else:
+        world.run(announcing)
+    assert refused
 
 
 def test_hivemind_itself_keeps_its_own_protocol(world: HivemindWorld) -> None:

@@ -216,7 +216,7 @@ def test_a_peer_that_began_anew_is_found_again(world: NeighbourWorld, tmp_path: 
             addresses = await world.a.transport.addresses()
             peer = Peer(*await hivemind.start(initial_peers=addresses, identity_path=str(tmp_path / "key")))
             serve(peer)
-            return peer
+            return world.adopt(peer)
 
         first = await begin()
         await whom(first, world.a)
@@ -228,7 +228,6 @@ def test_a_peer_that_began_anew_is_found_again(world: NeighbourWorld, tmp_path: 
             for _ in range(2):
                 await world.a.transport.stream(second.id, WHO, Message(tensors=(torch.ones(1 << 20),)), timeout=20.0)
         assert opened == [second.id]  # the introduction: the old one is not good any more
-        await second.close()
 
     world.run(go())
 

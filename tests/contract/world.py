@@ -60,7 +60,10 @@ class World(ABC):
 
     def another(self, *known: Peer) -> Peer:
         """One more peer, for this test only: to be harmed. It knows, and shares a directory with, `known`."""
-        peer = self.run(self.start(*known))
+        return self.adopt(self.run(self.start(*known)))
+
+    def adopt(self, peer: Peer) -> Peer:
+        """Close a peer at the end of this test, also if that fails: uvloop waits for ever for what is left open."""
         self.others.append(peer)
         return peer
 

@@ -235,6 +235,12 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
 
     # ------------------------------------------------------------------ what other peers answer
 
+    async def call_store(self, *arguments: Any, **options: Any) -> list[bool] | None:
+        """See `DHTProtocol`. A peer that refuses counts like one that does not answer: another one is asked."""
+        # Of several answers hivemind believes the last, and a single refusal would hide that others store a record.
+        stored = await super().call_store(*arguments, **options)
+        return list(stored) if stored is not None and any(stored) else None
+
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         """Take out of an answer what is not valid, so that one such record hides no others."""
         for subkey, (value, expires_at) in list(dictionary.data.items()):
