@@ -28,6 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return model, capsys.readouterr().out.partition("\ndef ")[2].splitlines()
 
 
+@pytest.mark.thorough
 def test_a_swarm_trains_it_as_the_plain_trainer_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

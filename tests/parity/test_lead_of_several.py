@@ -306,6 +306,7 @@ class AtTheSeam(Several):
         return chosen is not None and chosen[1] in (4, 8)
 
 
+@pytest.mark.thorough
 def test_it_goes_on_between_two_epochs() -> None:
     """The next one's order is drawn where the generator of the loader would have been."""
 

@@ -368,7 +368,7 @@ def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_b
     assert_right(seen, lead)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("where", ["before forward", "after forward", "before backward", "after backward"])
 def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     seen, lead = run(where, kill)

@@ -54,6 +54,7 @@ async def step_of(trainers: Sequence[BriefTrainer]) -> None:
     await working
 
 
+@pytest.mark.thorough
 def test_a_step_of_a_thousand_trainers_and_a_thousand_servers_fits_into_calls() -> None:
     """Though all servers have something of everything to tell, and a hundred are gone. So does who is there."""
     with crowd(1000, 1000, num_microbatches=2) as made:

@@ -150,6 +150,7 @@ def test_what_it_does_now_is_predicted(watched: tuple[LiveSwarm, Any]) -> None:
     assert plan.best.samples_per_s >= 0.9 * said
 
 
+@pytest.mark.thorough
 def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
     """What peers measure of their stages is bytes of tensors as they are, whatever travels."""
     live, _ = watch([10.0, 10.0], "8bit")

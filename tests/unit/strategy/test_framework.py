@@ -144,6 +144,7 @@ def test_messages_are_logged_in_the_name_of_the_trainers_tree(
     assert said == [f"{tree.__name__}.utilities.rank_zero"]
 
 
+@pytest.mark.thorough
 def test_importing_a_swarm_leaves_messages_in_the_name_of_the_scripts_tree() -> None:
     script = (
         "import logging, lightning.pytorch as L, lightning_swarm; logging.basicConfig(format='%(name)s'); "

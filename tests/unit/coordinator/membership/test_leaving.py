@@ -242,9 +242,10 @@ def test_who_waits_for_a_run_leaves_at_once(make_swarm: MakeSwarm) -> None:
 
 @pytest.mark.parametrize(("others", "gives_up"), [((), True), ((C,), False)], ids=["nobody", "another one waits"])
 def test_who_waits_for_a_run_that_nobody_could_name_gives_up(
-    make_swarm: MakeSwarm, others: Sequence[PeerId], gives_up: bool
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, others: Sequence[PeerId], gives_up: bool
 ) -> None:
     """Not as long as anyone answers of those it was told of, or that wait as it does."""
+    monkeypatch.setattr(lifecycle, "_SILENCE_S", 60.0)
     swarm = make_swarm("a b", "c", admit=False)
     b = Staying(swarm, B, hosts={A}, others=others)
 
@@ -255,7 +256,7 @@ def test_who_waits_for_a_run_that_nobody_could_name_gives_up(
         await asyncio.sleep(lifecycle._SILENCE_S / 2)
         assert not b.task.done()
         if gives_up:
-            with pytest.raises(Unreachable, match=r"no run 'run' has begun, and nobody .* for 600 s: neither a nor"):
+            with pytest.raises(Unreachable, match=r"no run 'run' has begun, and nobody .* for 60 s: neither a nor"):
                 await asyncio.wait_for(b.task, lifecycle._SILENCE_S)
         else:
             await asyncio.sleep(2 * lifecycle._SILENCE_S)

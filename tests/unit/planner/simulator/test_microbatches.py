@@ -42,7 +42,7 @@ def lines(line: SimulatedLink, num_peers: int) -> dict[PeerId, partial[Simulated
     return {PeerId(f"p{number}"): partial(fresh) for number in range(num_peers)}
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rates", [(20.0, 20.0), (20.0, 15.0, 5.0, 10.0, 15.0, 15.0)])
 def test_it_agrees_with_a_swarm_of_rates(rates: tuple[float, ...]) -> None:
     """Once the router has seen everybody."""
