@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -17,6 +18,7 @@ from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.core.tasks import ended, first_of
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 _MOMENT_S: Final = 1.0
 _TIDYING_S: Final = 10.0
@@ -44,12 +46,13 @@ class ThreadRuntime(Runtime):
     def __init__(self, name: str = "swarm", settings: ProcessSettings | None = None) -> None:
         self._settings = settings
         self._loop = _new_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
+        if self._closed:
             work.close()
             raise RuntimeError("the swarm's loop is closed: this peer has left")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -66,25 +69,28 @@ class ThreadRuntime(Runtime):
 
     @override
     def close(self) -> None:
-        if self._loop.is_closed():
+        if self._closed:
             return
+        self._closed = True
         try:
-            self._end()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_TIDYING_S)
+            if self._thread.is_alive():  # it is a daemon thread, so the program can end
+                _log.warning("The swarm's event loop did not end within %g s, and is left to itself.", _TIDYING_S)
         finally:
             settings, self._settings = self._settings, None
             if settings is not None:
                 settings.close()
 
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+    def _serve(self) -> None:
+        self._loop.run_forever()
         # hivemind leaves tasks behind, such as the timer of its bootstrap. Nothing else can end them.
         running = asyncio.all_tasks(self._loop)
         for task in running:
             task.cancel()
         if running:
             self._loop.run_until_complete(asyncio.wait(running))
-        self._loop.close()
+        self._loop.close()  # uvloop waits here for connections that nobody closed, perhaps for ever
 
 
 class InlineRuntime(Runtime):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from lightning_swarm.core import event_loop
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.core.event_loop import InlineRuntime, Runtime, ThreadRuntime
@@ -126,6 +128,31 @@ def test_tasks_that_nobody_else_ends_end_with_the_loop() -> None:
     runtime.run(leave_one())
     runtime.close()
     assert left[0].cancelled()
+
+
+def test_a_loop_that_does_not_end_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_loop, "_TIDYING_S", 0.1)
+    runtime, released = ThreadRuntime(), threading.Event()
+
+    async def never_ends() -> None:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def leave_one() -> asyncio.Task[None]:
+        return asyncio.create_task(never_ends())
+
+    left = runtime.run(leave_one())
+    runtime.close()
+    assert "did not end within 0.1 s" in caplog.text
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.run(answer())
+    released.set()
+    runtime._thread.join(60.0)
+    assert left.done()
+    assert not runtime._thread.is_alive()
 
 
 def test_a_closed_runtime_runs_nothing_and_says_so() -> None:
