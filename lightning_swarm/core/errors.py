@@ -19,6 +19,8 @@
         ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
         ├── NotMember        the peer has no part (any more) in what it was asked for (a ProtocolError, too)
         ├── NotEnlisted      the peer does not train in the run (any more, or yet) (a ProtocolError, too)
+        ├── AccessDenied     the peer's certificate does not permit what was asked (a ProtocolError, too)
+        │   └── Uncertified  the peer wants to see the caller's certificate first
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         │   └── GradientGone likewise, for the gradient that a backward was to begin with
@@ -111,6 +113,14 @@ class NotMember(PeerError, ProtocolError):
 
 class NotEnlisted(PeerError, ProtocolError):
     """The caller does not train in the run: it never enlisted, fell silent, or the record that lets it in is late."""
+
+
+class AccessDenied(PeerError, ProtocolError):
+    """The caller has no certificate of this run that permits what it asked for. The handler was not entered."""
+
+
+class Uncertified(AccessDenied):
+    """The peer has not seen a certificate of the caller, who presents it and asks again."""
 
 
 class Damaged(PeerError, ProtocolError):
