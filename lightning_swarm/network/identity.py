@@ -7,8 +7,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_der_private_key
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.private_file import temporary_file, write_new
 from lightning_swarm.network import PeerId
 
 _BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -62,6 +62,17 @@ class Identity:
         raise ValueError("neither an Ed25519 nor an RSA key in libp2p's encoding")
 
     @classmethod
+    def from_seed(cls, seed: bytes) -> Identity:
+        """Return the one with this secret, 32 bytes."""
+        return cls._of(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @property
+    def seed(self) -> bytes:
+        """The secret of the key, 32 bytes, of which `from_seed` makes it again."""
+        assert self._key is not None
+        return self._key.private_bytes_raw()
+
+    @classmethod
     def _of(cls, key: Ed25519PrivateKey) -> Identity:
         public = key.public_key().public_bytes_raw()
         peer_id = PeerId(_to_base58(_ED25519_ID + public))
@@ -79,7 +90,7 @@ class Identity:
 
     def temporary_file(self) -> AbstractContextManager[Path]:
         """Keep the key in a file that only this user may read, within the context."""
-        return _written(self.encoded, Path(tempfile.gettempdir()))
+        return temporary_file(self.encoded, Path(tempfile.gettempdir()))
 
 
 def public_key(peer: str) -> bytes | None:
@@ -109,56 +120,45 @@ def is_signed(peer: str, domain: bytes, message: bytes, signature: bytes) -> boo
     return True
 
 
-def load_identity(path: Path) -> Identity:
+@dataclass(frozen=True)
+class KeyUse:
+    """What a key is for, in the words of the errors about its file."""
+
+    setting: str  # that names the file
+    holder: str  # whose key it is
+    misuse: str  # what others could do with it
+    loss: str  # what a new key means
+
+
+PEER_KEY: Final = KeyUse("`identity_path`", "this peer's", "pass for this peer", "with another id")
+
+
+def load_identity(path: Path, use: KeyUse = PEER_KEY) -> Identity:
     """Read the identity in a file, made with a new key if it is not there; `ConfigError` says why it cannot be used."""
     try:
         if not path.exists():
-            _make(path)
-        encoded = _read(path)
+            with suppress(FileExistsError):  # another process may have made one meanwhile: then that stays
+                write_new(path, Identity.generate().encoded)
+        encoded = _read(path, use)
     except OSError as error:
-        _refuse(path, f"{error.strerror or error}")
+        _refuse(path, use, f"{error.strerror or error}")
     try:
         return Identity.decode(encoded)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        _refuse(path, f"it holds no private key ({error})")
+        _refuse(path, use, f"it holds no private key ({error})")
 
 
-def _make(path: Path) -> None:
-    """Give a whole file its name at once. Another process may have made one of that name meanwhile: then it stays."""
-    with _written(Identity.generate().encoded, path.parent) as written, suppress(FileExistsError):
-        try:
-            path.hardlink_to(written)
-        except FileExistsError:
-            raise
-        except OSError:  # some file systems have no hard links
-            path.touch(0o600, exist_ok=False)
-            written.replace(path)
-
-
-@contextmanager
-def _written(data: bytes, folder: Path) -> Iterator[Path]:
-    descriptor, name = tempfile.mkstemp(prefix=".swarm-key-", dir=folder)  # of the mode 0600 from the beginning
-    path = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> bytes:
+def _read(path: Path, use: KeyUse) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # the end of a pipe may never come
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            _refuse(path, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file")
+            _refuse(path, use, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file")
         if status.st_uid == os.getuid() and status.st_mode & 0o077:  # as ssh does: another owner knows what it does
             _refuse(
                 path,
-                f"other users may use it (mode {stat.S_IMODE(status.st_mode):03o}), so they could pass for this peer",
+                use,
+                f"other users may use it (mode {stat.S_IMODE(status.st_mode):03o}), so they could {use.misuse}",
                 f"Keep it to yourself: chmod 600 {path}. If the key is not yours alone any more",
             )
         return os.read(descriptor, _MAX_FILE_BYTES)
@@ -166,11 +166,11 @@ def _read(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def _refuse(path: Path, why: str, remedy: str = "") -> NoReturn:
+def _refuse(path: Path, use: KeyUse, why: str, remedy: str = "") -> NoReturn:
     raise ConfigError(
-        f"`identity_path` must be a file with this peer's private key, or a new name in a folder that can be written "
+        f"{use.setting} must be a file with {use.holder} private key, or a new name in a folder that can be written "
         f"to, got {str(path)!r}: {why}. {f'{remedy}, name' if remedy else 'Name'} another file, or remove this one: "
-        "then a new key is made, with another id."
+        f"then a new key is made, {use.loss}."
     )
 
 
