@@ -1,0 +1,78 @@
+"""Verifies peers' certificates for one run, and presents this peer's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_swarm.core.errors import AccessDenied
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Permit
+from lightning_swarm.trust.certificates import Certificate, Invitation, decode
+
+_CLOCK_SKEW_S: Final = 60.0  # as between peers that announce something
+
+
+@dataclass(frozen=True)
+class RunCredentials:
+    """A peer's certificate for a run, and the means to verify those of others."""
+
+    run_id: str
+    owner: PeerId  # whose key invites to this run: the root of all its certificates
+    certificate: bytes
+
+    def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
+        """Return what a certificate permits a peer now (seconds since the epoch); else `AccessDenied` says why."""
+        try:
+            shown = decode(certificate, Certificate)
+        except ValueError as error:
+            raise self._denial(peer, f"it is malformed: {error}") from error
+        problem = (
+            mismatch(shown.invitation, run_id=self.run_id, owner=self.owner)
+            or (None if shown.is_genuine else "it is forged: a signature in it is wrong")
+            or (None if shown.peer == peer else "it was made for another peer")
+            or untimely(shown, now_s=now_s)
+        )
+        if problem is not None:
+            raise self._denial(peer, problem)
+        invitation = shown.invitation
+        return Permit(
+            role=invitation.role,
+            expires_at_s=float(invitation.expires_at_s),
+            invitation=invitation.number,
+            uses=invitation.uses,
+        )
+
+    def _denial(self, peer: PeerId, problem: str) -> AccessDenied:
+        return AccessDenied(
+            f"the certificate of {peer} does not let it into run {self.run_id!r}: {problem}. Its user needs an "
+            "invitation from the run's owner, who makes one with `lightning-swarm invite`."
+        )
+
+
+def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None) -> str | None:
+    """Say why an invitation is not one to a run; None if it is. Without an owner, any will do."""
+    if invitation.run_id != run_id:
+        return f"this invitation is for run {invitation.run_id!r}, not {run_id!r}"
+    if owner not in (None, invitation.owner):
+        return f"this invitation is of the owner {invitation.owner}, and the run's is {owner}"
+    return None
+
+
+def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None:
+    """Say why an invitation or a certificate is not valid now (seconds since the epoch); None if it is."""
+    invitation = admission.invitation if isinstance(admission, Certificate) else admission
+    late_s = now_s - invitation.expires_at_s
+    if late_s >= 0:
+        return f"it expired {_in_words(late_s)} ago"
+    if isinstance(admission, Certificate) and (early_s := admission.issued_at_s - now_s) > _CLOCK_SKEW_S:
+        return f"it was issued {_in_words(early_s)} in the future: set the clocks of both machines"
+    return None
+
+
+def _in_words(seconds: float) -> str:
+    for unit, size_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size_s:
+            number = int(seconds // size_s)
+            return f"{number} {unit}{'s' if number != 1 else ''}"
+    return "less than a minute"

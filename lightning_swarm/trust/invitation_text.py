@@ -1,0 +1,84 @@
+"""The line of text in which an invitation is handed over, and what is wrong with one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from typing import Any, Final, NoReturn, TypeAlias
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.trust.certificates import Certificate, SecretInvitation, decode, encode
+
+_KIND: Final = "swarm-invite-"
+_PREFIX: Final = f"{_KIND}1."
+_CHECKSUM_BYTES: Final = 6
+MAX_TEXT_BYTES: Final = 4096
+
+AnyInvitation: TypeAlias = SecretInvitation | Certificate  # a certificate is for one peer, and is no secret
+
+
+def check_is_file_name(text: str) -> None:
+    """Refuse an invitation itself where the name of its file belongs. The error does not repeat it."""
+    if text.strip().startswith(_KIND):
+        raise ConfigError(
+            "`invite` must be the name of a file with an invitation, got an invitation itself: command lines and "
+            "scripts are read by others, and it is a secret. Write it to a file, and give the file's name."
+        )
+
+
+def to_text(invitation: AnyInvitation) -> str:
+    """Write an invitation as one line."""
+    return _line(encode(invitation))
+
+
+def from_text(text: str, source: str) -> AnyInvitation:
+    """Read an invitation.
+
+    Args:
+        text: The line; space around it does not matter.
+        source: Where it comes from, for the errors, which never repeat the line.
+
+    Raises:
+        ConfigError: There is none, it is not whole, or it is not what an owner signed. The message says which.
+    """
+    line = text.strip()
+    if not line.startswith(_KIND):
+        refuse(source, f"it does not begin with {_KIND!r}", "Name the file that `lightning-swarm invite` wrote")
+    if not line.startswith(_PREFIX):
+        version = re.match(r"\d*", line.removeprefix(_KIND))
+        number = version[0][:9] if version is not None and version[0] else "none"
+        refuse(source, f"its version is {number}, and this one reads 1", "Use one version of lightning-swarm")
+    data = _payload(line)
+    if data is None:
+        refuse(source, "it was cut or changed on its way: its checksum is wrong", "Copy the whole line again")
+    kinds: Any = AnyInvitation
+    another = "Ask the run's owner for another one"
+    try:
+        invitation: AnyInvitation = decode(data, kinds)
+    except ValueError as error:
+        refuse(source, f"it is whole, but malformed ({error})", another)
+    if not invitation.is_genuine:
+        refuse(source, "it is whole, but forged: its owner did not sign it", another)
+    return invitation
+
+
+def refuse(source: str, why: str, remedy: str) -> NoReturn:
+    """Raise the error about an invitation that cannot be used."""
+    raise ConfigError(f"`invite` must be a file with an invitation, got {source!r}: {why}. {remedy}.")
+
+
+def _payload(line: str) -> bytes | None:
+    """What a line of this version holds; None if it is not whole."""
+    text = line.removeprefix(_PREFIX)
+    try:
+        payload = base64.b64decode((text + "=" * (-len(text) % 4)).encode(), altchars=b"-_", validate=True)
+    except ValueError:
+        return None
+    data = payload[:-_CHECKSUM_BYTES]
+    return data if _line(data) == line else None  # its checksum, and no other spelling of it
+
+
+def _line(data: bytes) -> str:
+    checksum = hashlib.sha256(_PREFIX.encode() + data).digest()[:_CHECKSUM_BYTES]
+    return _PREFIX + base64.urlsafe_b64encode(data + checksum).decode().rstrip("=")

@@ -1,0 +1,64 @@
+"""The key of a run's owner, and what it signs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Role
+from lightning_swarm.network.identity import Identity, KeyUse, load_identity
+from lightning_swarm.trust.certificates import Certificate, SecretInvitation, invite
+
+_USE: Final = KeyUse(
+    "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
+)
+OWN_S: Final = 10 * 365 * 86400.0  # for how long the owner's own peers are certified: longer than any run
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whoever holds the key that invites to a run."""
+
+    run_id: str
+    key: Identity
+
+    @classmethod
+    def load(cls, run_id: str, path: Path) -> Owner:
+        """Read the key in a file, made with its folder if it is not there; `ConfigError` says what is wrong with it."""
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the owner's key needs a folder that can be written to, got {str(path.parent)!r}: {error.strerror}. "
+                "Set XDG_CONFIG_HOME to another folder, or begin the run by an invitation of the role keeper."
+            ) from error
+        key = load_identity(path, _USE)
+        if not key.can_sign:
+            raise ConfigError(
+                f"the owner's key must be an Ed25519 key, which can sign, got an RSA key in {str(path)!r}. Name "
+                "another file: then a key is made."
+            )
+        return cls(run_id, key)
+
+    def invite(self, role: Role, *, uses: int, expires_at_s: float) -> SecretInvitation:
+        """Invite peers to the run."""
+        return invite(self.key, self.run_id, role, uses=uses, expires_at_s=expires_at_s)
+
+    def certify(self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float) -> Certificate:
+        """Invite one peer, in public: nobody keeps the secret of the invitation."""
+        return self.invite(role, uses=1, expires_at_s=expires_at_s).certify(peer, now_s=now_s)
+
+    def certify_own(self, peer: PeerId, *, now_s: float) -> Certificate:
+        """Certify the owner's own peer."""
+        return self.certify(peer, Role.KEEPER, now_s=now_s, expires_at_s=now_s + OWN_S)
+
+
+def owner_file(folder: Path, run_id: str) -> Path:
+    """Return the path of a run's owner's key in a folder. The id may have characters that no file's name should."""
+    name = run_id if re.fullmatch(r"\w[\w.-]*", run_id, re.ASCII) else hashlib.sha256(run_id.encode()).hexdigest()
+    return folder / f"{name}.owner"
