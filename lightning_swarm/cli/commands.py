@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm import __version__
+from lightning_swarm.cli import invite as invite_module
 from lightning_swarm.cli import plan as plan_module
 from lightning_swarm.cli import programs
 from lightning_swarm.core.errors import ConfigError, SwarmError
@@ -34,6 +35,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm doctor                                          is this machine fit to be a peer?
     lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
+    lightning-swarm invite --role server --out anna.invite          let another machine join your run
     lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
     lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
     lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
@@ -170,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
     )
 
+    invite_module.add_visitor_argument(check)
+
     status = add("status", "Show a live swarm: stages, peers, step, rates.", _STATUS)
     status.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
     status.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
@@ -177,6 +181,11 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
     )
+
+    invite_module.add_visitor_argument(status)
+
+    invitation = add("invite", "Write an invitation to a run that this machine started.", invite_module.DESCRIPTION)
+    invite_module.add_arguments(invitation)
 
     plan = add(
         "plan", "Say what a swarm of some machines would do with a model, and whether it pays.", plan_module.DESCRIPTION
@@ -207,6 +216,8 @@ def _run(arguments: argparse.Namespace) -> int:
         num_tensors = export(arguments.checkpoint, arguments.out)
         print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
         return 0
+    if arguments.command == "invite":
+        return invite_module.run(arguments)
     if arguments.command == "plan":
         return plan_module.run(arguments)
     if arguments.command == "status":
@@ -215,7 +226,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _simulate(arguments)
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
-    for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
+    for finding in doctor.examine(
+        host=arguments.host, port=arguments.port, addresses=addresses, certify=invite_module.visitor(arguments)
+    ):
         # Other peers have sent some of it.
         line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
         print(line if finding.ok else f"{line}\n       -> {finding.remedy}", flush=True)  # noqa: T201 - a command
@@ -225,7 +238,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show_status(arguments: argparse.Namespace) -> int:
-    reports = survey.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
+    reports = survey.watch(
+        Address.parse(arguments.address),
+        every_s=arguments.watch,
+        timeout=arguments.timeout,
+        certify=invite_module.visitor(arguments),
+    )
     with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
         for look in reports:
             print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command

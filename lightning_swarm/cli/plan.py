@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final, get_args
 
+from lightning_swarm.cli import invite
 from lightning_swarm.cli.programs import cli_module, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
@@ -210,6 +211,7 @@ def _value(text: str) -> object:
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
+    invite.add_visitor_argument(live)
     for option, default, unit, meaning in (
         ("--over", 10.0, "SECONDS", "time to see its rates in"),
         ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
@@ -264,7 +266,12 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 
 def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
-    looks = survey.look_repeatedly(Address.parse(arguments.swarm), every_s=arguments.over, timeout=arguments.timeout)
+    looks = survey.look_repeatedly(
+        Address.parse(arguments.swarm),
+        every_s=arguments.over,
+        timeout=arguments.timeout,
+        certify=invite.visitor(arguments),
+    )
     with contextlib.closing(looks):
         before, now = next(looks), next(looks)
     observed = {PeerId(peer.peer_id): peer for peer in survey.summarize(now, before).peers}

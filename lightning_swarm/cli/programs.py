@@ -20,9 +20,10 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
 from lightning_swarm.peer.config import Preemption
-from lightning_swarm.peer.process import IDENTITY, JOIN, LISTEN, PREEMPTION, ROLE
+from lightning_swarm.peer.process import IDENTITY, INVITE, JOIN, LISTEN, PREEMPTION, ROLE, handed_over
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree, framework_of_class, mixed_import
 from lightning_swarm.strategy.launcher import SwarmLauncher
+from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, check_is_file_name, from_text
 
 _MODEL, _DATA, _STRATEGY = "model", "data", "trainer.strategy"
 _CLASSES: Final = (_MODEL, _DATA, _STRATEGY)  # the import tree of the first one that is given decides
@@ -183,7 +184,7 @@ PEER_COMMANDS: Final[Mapping[str, str]] = {
     "join": "Join a run that another machine started. Needs no data.",
     "serve": "Hold stages, and nothing else, for a run that is or will be started elsewhere.",
 }
-_PEER_OPTIONS: Final = ("--listen", "--identity", "--preemption")
+_PEER_OPTIONS: Final = ("--listen", "--identity", "--invite", "--preemption")
 
 _ADDRESS: Final = "203.0.113.7:31337/12D3..."
 
@@ -192,7 +193,7 @@ _PEER_DESCRIPTIONS: Final = {
 {{what}} Takes what the run's starter prints: its address, and the program that it runs.
 
     lightning-swarm join {_ADDRESS} train.py
-    lightning-swarm join {_ADDRESS} --listen 0.0.0.0:31337 train.py --width 512
+    lightning-swarm join {_ADDRESS} --listen 0.0.0.0:31337 --invite anna.invite train.py --width 512
     lightning-swarm join {_ADDRESS} -m my_project.train
     lightning-swarm join {_ADDRESS} --config run.yaml
     lightning-swarm join {_ADDRESS} --model my_project.Net
@@ -221,10 +222,24 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
     """Run `join` or `serve`; returns the exit status, unless the program ends the process with one of its own."""
     own, program = _split(arguments, address_first=name == "join")
     parser = _parser(name)
-    environment = _environment(name, parser.parse_args(own))
+    chosen = parser.parse_args(own)
+    environment = _environment(name, chosen)
     if not program:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
-    os.environ.update(environment)
+    with handed_over(_from_stdin() if chosen.invite == "-" else None) as (invitation, _):
+        os.environ.update({**environment, **invitation})
+        _run_program(name, program)
+    return 0
+
+
+def _from_stdin() -> str:
+    """The invitation on standard input."""
+    text = sys.stdin.read(MAX_TEXT_BYTES)
+    from_text(text, "standard input")
+    return text
+
+
+def _run_program(name: str, program: Sequence[str]) -> None:
     if program[0].startswith("-") and program[0] != "-m":
         sys.argv[1:] = ["fit", *program]
         run_trainer()
@@ -234,13 +249,12 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
                 f"`{name}` must be told what to run: a script, -m MODULE, --config FILE or --model CLASS. "
                 f"{program[0]!r} is no file here. Check the path; what is an option of {name} comes before it."
             )
-        _bootstrap.run(program)
+        _bootstrap.run([*program])
     if not SwarmLauncher.launched:
         raise ConfigError(
             f"what is to {name} a run must train with `strategy=SwarmStrategy(...)`: {program[0]} ended, and no such "
             "Trainer was asked to `fit`. Give it the strategy that the starter has."
         )
-    return 0
 
 
 def _split(arguments: Sequence[str], *, address_first: bool) -> tuple[list[str], list[str]]:
@@ -283,6 +297,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")
     parser.add_argument(
+        "--invite",
+        metavar="FILE",
+        help="with the invitation of the run's owner; -: standard input (default: the program's)",
+    )
+    parser.add_argument(
         "--preemption",
         choices=get_args(Preemption),
         help="whose notice to heed that this machine is to go; auto: whichever answers (default: the program's)",
@@ -292,10 +311,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
     """The environment variables that make the program join."""
+    if chosen.invite is not None:
+        check_is_file_name(chosen.invite)
     variables = {
         JOIN: str(Address.parse(chosen.address)) if chosen.address else None,
         LISTEN: str(HostPort.to_listen(chosen.listen)) if chosen.listen else None,
         IDENTITY: chosen.identity,
+        INVITE: chosen.invite if chosen.invite != "-" else None,
         PREEMPTION: chosen.preemption,
         ROLE: "server" if name == "serve" else None,
     }

@@ -22,6 +22,7 @@ from lightning_swarm.network import Transport
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.queries import GreetingResult, installed_version
+from lightning_swarm.trust.credentials import Certify, present
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
@@ -57,7 +58,7 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
 
 
 @contextlib.contextmanager
-def visit(name: str, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
+def visit(name: str, certify: Certify | None = None, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
     """Be on the network for a while, in no run; `options` are those of `hivemind.start`."""
     from lightning_swarm.core.event_loop import ThreadRuntime
     from lightning_swarm.network import hivemind  # a second, and only needed here
@@ -65,15 +66,19 @@ def visit(name: str, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
     with contextlib.closing(ThreadRuntime(name)) as runtime:
         transport, directory = runtime.run(hivemind.start(**options))
         try:
+            if certify is not None:
+                present(transport, certify(transport.peer_id))
             yield runtime, transport
         finally:
             runtime.run(directory.close())
             runtime.run(transport.close())
 
 
-def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, GreetingResult | None]]:
+def meet(
+    addresses: Sequence[Address], certify: Certify | None = None
+) -> Iterator[tuple[DialResult, GreetingResult | None]]:
     """Connect to addresses where libp2p answers, and ask the peers there who they are."""
-    with visit("doctor", startup_timeout=_TIMEOUT_S) as (runtime, transport):
+    with visit("doctor", certify, startup_timeout=_TIMEOUT_S) as (runtime, transport):
         for address in addresses:
             yield runtime.run(_meet(transport, address))
 
@@ -90,7 +95,13 @@ async def _meet(transport: Transport, address: Address) -> tuple[DialResult, Gre
         return DialResult(at, obstacle, str(error)), None
 
 
-def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Address] = ()) -> Iterator[Finding]:
+def examine(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    addresses: Sequence[Address] = (),
+    certify: Certify | None = None,  # for peers that answer only who is invited
+) -> Iterator[Finding]:
     """Check this machine, where it is to listen (port 0: any), and the way to running peers; cheap checks first."""
     yield checks.check_python(platform.python_version())
     versions = [checks.check_version(name, installed_version(name)) for name in checks.SUPPORTED]
@@ -112,10 +123,10 @@ def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Addre
         daemon_starts = checks.check_daemon(*try_daemon(host, port))
         yield daemon_starts
         startable = daemon_starts.ok
-    yield from _examine_peers(addresses, with_daemon=startable)
+    yield from _examine_peers(addresses, certify, with_daemon=startable)
 
 
-def _examine_peers(addresses: Sequence[Address], *, with_daemon: bool) -> Iterator[Finding]:
+def _examine_peers(addresses: Sequence[Address], certify: Certify | None, *, with_daemon: bool) -> Iterator[Finding]:
     answering = []
     for address in addresses:
         dialed = knock(address)
@@ -126,7 +137,7 @@ def _examine_peers(addresses: Sequence[Address], *, with_daemon: bool) -> Iterat
     if not answering:
         return
     here = queries.own_greeting(0.0)
-    for dialed, meeting in meet(answering):
+    for dialed, meeting in meet(answering, certify):
         yield checks.check_reach(dialed, meeting.round_trip_s if meeting else None)
         if meeting is not None:
             there = meeting.greeting

@@ -18,6 +18,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
 from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.trust.credentials import Certify
 
 REPORT: Final = "peer.report"
 OTHERS: Final = "peer.others"
@@ -281,23 +282,27 @@ def _duration(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
 
 
-def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[SwarmReport]:
+def watch(
+    address: Address, *, every_s: float | None, timeout: float, certify: Certify | None = None
+) -> Generator[SwarmReport]:
     """Reports of the swarm that a peer belongs to; see `look_repeatedly`."""
     before: Sequence[Sighting] = ()
-    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout)) as sightings:
+    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout, certify=certify)) as sightings:
         for now in sightings:
             yield summarize(now, before)
             before = now
 
 
-def look_repeatedly(address: Address, *, every_s: float | None, timeout: float) -> Generator[Sequence[Sighting]]:
+def look_repeatedly(
+    address: Address, *, every_s: float | None, timeout: float, certify: Certify | None = None
+) -> Generator[Sequence[Sighting]]:
     """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once."""
     for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
         if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
             raise ConfigError(
                 f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
             )
-    with visit("status", startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
+    with visit("status", certify, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
         while True:
             try:
                 runtime.run(transport.connect([address.maddr]))

@@ -17,13 +17,15 @@ from lightning_swarm.protocol.settings import (
     check_choice,
     check_whole_or_none,
 )
+from lightning_swarm.trust.invitation_text import check_is_file_name
 
 # `Compression` is public by the name of `lightning_swarm.config.Compression`, too.
-__all__ = ["Compression", "Preemption", "Role", "StateDictType", "SwarmConfig"]
+__all__ = ["Compression", "Preemption", "Role", "StateDictType", "SwarmConfig", "Trust"]
 
 Role = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
 StateDictType = Literal["full", "sharded"]
+Trust = Literal["open", "invited"]
 
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
@@ -50,6 +52,8 @@ class SwarmConfig:
     listen: HostPort
     announce: tuple[HostPort, ...]
     identity_path: str | None
+    trust: Trust | None = None
+    invite: str | None = None
     gather_on_end: bool
     state_dict_type: StateDictType = "full"
     offload_optimizer: bool = False
@@ -94,8 +98,26 @@ class SwarmConfig:
             raise ConfigError(
                 f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
             )
+        self._check_trust()
         if self.settings.deterministic:
             self._check_deterministic()
+
+    def _check_trust(self) -> None:
+        check_choice(
+            "trust",
+            self.trust,
+            (None, *get_args(Trust)),
+            "'invited' (only peers with an invitation take part), 'open' (anyone who reaches a port does) or None "
+            "('invited' where other machines reach this one)",
+        )
+        if self.invite is None:
+            return
+        check_is_file_name(self.invite)
+        if self.trust == "open":
+            raise ConfigError(
+                "`invite` is for runs where only invited peers take part, got trust 'open' with the invitation "
+                f"{self.invite!r}. Leave one of them out."
+            )
 
     def _check_deterministic(self) -> None:
         """Refuse what makes the weights depend on which peers take part, or on how long something takes."""
@@ -125,10 +147,21 @@ class SwarmConfig:
         settings = self.settings
         for_others = (
             *(self.initial_peers, self.announce, self.identity_path, self.preemption, self.offload_optimizer),
+            *(self.trust, self.invite),
             *(settings.target_batch_size, settings.delay_optimizer_step, settings.deterministic),
         )
         own = (self.role, self.run_id, self.listen, self.state_dict_type, settings.compression)
         return own == _FOR_ONE and not any(for_others) and self.leaves_whole(num_devices)
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether no other machine reaches this peer."""
+        return all(place.is_loopback for place in (self.listen, *self.announce))
+
+    @property
+    def is_invited(self) -> bool:
+        """Return whether only peers with an invitation take part in the run."""
+        return self.trust == "invited" or (self.trust is None and (self.invite is not None or not self.is_local))
 
     @property
     def only_serves(self) -> bool:

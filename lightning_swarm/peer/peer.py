@@ -22,6 +22,7 @@ from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.peer import lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
+from lightning_swarm.peer.entry import Entry
 from lightning_swarm.peer.failover import PackLoop
 from lightning_swarm.peer.follower import Follower
 from lightning_swarm.peer.lead import Lead, RunSpec
@@ -37,6 +38,7 @@ from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.trust.credentials import present
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Peer:
         *,
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
+        entry: Entry | None = None,  # into a run of invited peers; None: nothing is checked
         rng: random.Random,  # wires pipelines; draws the boot id of this life, so no other peer may have an equal one
     ) -> None:
         self.runtime = runtime
@@ -59,6 +62,9 @@ class Peer:
         self._directory = RunDirectory(directory, transport, config.run_id)
         self._executor = executor
         self._config = config
+        self._may_lead = entry is None or entry.may_lead
+        if entry is not None:
+            present(transport, entry.credentials(transport.peer_id, now_s=time.time()))
         self.events = EventLog()
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
@@ -104,7 +110,7 @@ class Peer:
 
     async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Like `serve`, on the loop."""
-        await self._host.serve(model, trains=trains, inherits=inherits)
+        await self._host.serve(model, trains=trains, inherits=inherits and self._may_lead)
         await self._renew_announcements()
 
     @property
@@ -222,8 +228,9 @@ class Peer:
             self._training.close()
 
 
-def hivemind_peer(config: SwarmConfig) -> Peer:
+def hivemind_peer(config: SwarmConfig, entry: Entry | None) -> Peer:
     """Start a peer on a real network, with its event loop and its compute in threads of their own."""
+    assert (entry is not None) == config.is_invited
     from lightning_swarm.network import hivemind  # takes a second, which tests can do without
 
     runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
@@ -245,7 +252,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
         raise
     runtime = UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason)
     rng = random.Random(secrets.randbits(64))
-    return Peer(runtime, transport, directory, executor=ThreadExecutor, config=config, rng=rng)
+    return Peer(runtime, transport, directory, executor=ThreadExecutor, config=config, entry=entry, rng=rng)
 
 
 def _link(peer: str, link: LinkEstimate) -> LinkReport:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Final, cast
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
-from lightning_swarm.peer.config import Preemption, Role, SwarmConfig
+from lightning_swarm.peer.config import DEFAULT_RUN_ID, Preemption, Role, SwarmConfig
+from lightning_swarm.peer.entry import Entry
 
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
-    *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
+    *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path", "invite")),
 )
+_EXAMPLE: Final = "swarm.invite"
 _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 
 # Environment variables. Each goes before the script's own setting.
@@ -26,6 +30,7 @@ JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
 LISTEN: Final = "SWARM_LISTEN"
 IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key
 ROLE: Final = "SWARM_ROLE"
+INVITE: Final = "SWARM_INVITE_FILE"
 PREEMPTION: Final = "SWARM_PREEMPTION"
 # 0: peers of one machine talk to each other as if they were far apart, for networks that are emulated on one machine.
 NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
@@ -35,8 +40,8 @@ _TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
 _LAUNCH: Final = "SWARM_LAUNCH_ID"
 
 
-def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
-    """The line that lets others join, or start the run that this server waits for."""
+def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None) -> str:
+    """The lines that let others join, or start the run that this server waits for."""
     address = widest(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
     where = only_here if address.place.is_loopback else ""
@@ -44,22 +49,37 @@ def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
         program = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
     else:
         program = shlex.join([*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]])
-    if not config.only_serves:
-        return f"Peers {where}can join this run: lightning-swarm join {address} {program}"
-    if config.initial_peers:
-        return (
-            f"This peer asks for a place in run {config.run_id!r}. Ctrl-C or SIGTERM has it leave between two steps. "
-            f"Peers {where}can join here, too: lightning-swarm join {address} {program}"
+    join = f"{address} {program}" if entry is None else f"{address} --invite {_EXAMPLE} {program}"
+    waits = config.only_serves and not config.initial_peers
+    if waits:
+        said = (
+            f"This server waits for its run. A peer {where}starts it with {_start_command(address, program, entry)}\n"
+            f"More servers: lightning-swarm serve {join}"
         )
-    start = (
-        f"lightning-swarm fit {program} --trainer.strategy.role both --trainer.strategy.initial_peers {address}"
-        if _is_command()
-        else f"SwarmStrategy(role='both', initial_peers='{address}')"
-    )
-    return (
-        f"This server waits for its run. A peer {where}starts it with {start}\n"
-        f"More servers: lightning-swarm serve {address} {program}"
-    )
+    elif config.only_serves:
+        said = (
+            f"This peer asks for a place in run {config.run_id!r}. Ctrl-C or SIGTERM has it leave between two steps. "
+            f"Peers {where}can join here, too: lightning-swarm join {join}"
+        )
+    else:
+        said = f"Peers {where}can join this run: lightning-swarm join {join}"
+    return said if entry is None else f"{said}\n{_how_to_invite(config, entry, 'trainer' if waits else 'server')}"
+
+
+def _start_command(address: Address, program: str, entry: Entry | None) -> str:
+    if _is_command():
+        invite = "" if entry is None else f" --trainer.strategy.invite {_EXAMPLE}"
+        place = f"--trainer.strategy.role both --trainer.strategy.initial_peers {address}"
+        return f"lightning-swarm fit {program} {place}{invite}"
+    invite = "" if entry is None else f", invite={_EXAMPLE!r}"
+    return f"SwarmStrategy(role='both', initial_peers='{address}'{invite})"
+
+
+def _how_to_invite(config: SwarmConfig, entry: Entry, role: str) -> str:
+    run = "" if config.run_id == DEFAULT_RUN_ID else f" --run-id {shlex.quote(config.run_id)}"
+    command = f"lightning-swarm invite --role {role}{run} --out {_EXAMPLE}"
+    where = "Make the file on this machine" if entry.is_owner else "The run's owner makes the file"
+    return f"Only peers with an invitation are let in. {where}, and send it in private: {command}"
 
 
 def _is_command() -> bool:
@@ -141,6 +161,24 @@ def child_environment(rank: int, addresses: str, *, run_id: str, launch: str, tr
     }
 
 
+def owners_folder() -> Path:
+    """The folder of the keys of the runs that this user owns."""
+    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".config") / "lightning-swarm"
+
+
+@contextmanager
+def handed_over(invitation: str | None) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """An invitation in a file without a name: the variable by which a program finds it, and its descriptor."""
+    if invitation is None:
+        yield {}, ()
+        return
+    with tempfile.TemporaryFile() as file:
+        file.write(invitation.encode())
+        file.flush()
+        yield {INVITE: f"/dev/fd/{file.fileno()}"}, (file.fileno(),)
+
+
 def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     """A script's settings, changed by those in this process's environment."""
     peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
@@ -152,6 +190,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
         role=cast(Role, os.environ.get(ROLE, config.role)),
         listen=HostPort.to_listen(listen) if listen else config.listen,
         identity_path=os.environ.get(IDENTITY, config.identity_path),
+        invite=os.environ.get(INVITE, config.invite),
         preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
     )
     if local_rank == 0:

@@ -28,6 +28,7 @@ from lightning_swarm.core.errors import ConfigError, PeerError, StepError, Swarm
 from lightning_swarm.core.process import follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
+from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module, check_plain
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
@@ -41,6 +42,12 @@ _CONFIG_ERROR = 78  # exit code of a peer that ended by a `ConfigError`; in C it
 _PLAIN: Final = (
     "One device trains alone, as without a swarm. For others to take part: `num_stages` or `pipeline` cuts the model "
     "between peers; `role='both'` with `target_batch_size` lets whoever has data train along."
+)
+
+_OPEN: Final = (
+    "`trust='open'`: anyone who reaches this peer's port can join the run, see what it computes on, and spoil the "
+    "model. Let only the run's machines reach it, by a firewall or a VPN; or leave `trust` out: then peers need an "
+    "invitation."
 )
 
 
@@ -117,6 +124,7 @@ class SwarmLauncher(_Launcher):
         self.local_rank = process.local_rank()  # this process's number among this machine's peers
         self.launch_id = process.launch_id()  # of the peers that were started together last; a run's id may be reused
         self._is_leaving = False  # this server was told to leave
+        self._entry: Entry | None = None  # of the peer that was started last
 
     def __reduce__(self) -> tuple[type[SwarmLauncher], tuple[SwarmStrategy, int]]:  # a copy has started no peers
         return SwarmLauncher, (self._strategy, self._num_peers)
@@ -304,7 +312,8 @@ class SwarmLauncher(_Launcher):
         command = process.child_command() if first and self._num_peers > 1 else []
         if self._num_peers > 1:
             self._num_threads = _share_cores(self._num_peers)
-        peer = self._strategy.peer = hivemind_peer(self._strategy.config)
+        self._entry = self._enter()
+        peer = self._strategy.peer = hivemind_peer(self._strategy.config, self._entry)
         if first:
             if self._strategy.config.only_serves:
                 peer.check_run_id()
@@ -322,10 +331,31 @@ class SwarmLauncher(_Launcher):
         """Print how others join the run."""
         peer = self._strategy._own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
-        rank_zero_info(process.invitation(self._strategy.config, addresses))
+        rank_zero_info(process.how_to_join(self._strategy.config, addresses, self._entry))
+
+    def _enter(self) -> Entry | None:
+        """Find out how this peer comes into its run, before anything starts; None if anyone may."""
+        config = self._strategy.config
+        if config.trust == "open" and not config.is_local and self.local_rank == 0:
+            _log.warning(_OPEN)
+        entry = entry_of(config, process.owners_folder(), now_s=time.time())
+        if entry is not None and self.local_rank == 0 and self._num_peers > 1:
+            entry.check_children(self._num_peers - 1)
+        return entry
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)
+        with process.handed_over(self._invitation_of_children()) as (variables, descriptors):
+            self._spawn_children(command, addresses, variables, descriptors)
+
+    def _invitation_of_children(self) -> str | None:
+        if self._entry is None or self._num_peers == 1:
+            return None
+        return self._entry.for_children(self._num_peers - 1, train=self._strategy.num_trainers > 1, now_s=time.time())
+
+    def _spawn_children(
+        self, command: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], passed: Sequence[int]
+    ) -> None:
         for rank in range(1, self._num_peers):
             environment = process.child_environment(
                 rank,
@@ -337,7 +367,13 @@ class SwarmLauncher(_Launcher):
             self._children.append(
                 # Children end when the pipe to their parent closes, however it died.
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
-                subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    env={**environment, **variables},
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=passed,
+                )
             )
 
 

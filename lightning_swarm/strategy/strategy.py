@@ -33,6 +33,7 @@ from lightning_swarm.peer.config import (
     Role,
     StateDictType,
     SwarmConfig,
+    Trust,
 )
 from lightning_swarm.protocol.messages.run import Selection, StageManifest
 from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancing, RunSettings
@@ -97,6 +98,11 @@ class SwarmStrategy(extra_trainers.RankHooks):
         announce: Address and port at which other peers reach this one, if they differ from those it listens on.
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
             With it a restarted peer keeps its id.
+        trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, who is whoever starts the
+            run; ``"open"``: anyone who reaches this peer's port. None: ``"invited"`` if other machines reach this peer,
+            by `listen` or `announce`, or if it has an invitation; otherwise nothing is checked.
+        invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
+            has been in the run needs none if its `identity_path` is the same.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
@@ -147,6 +153,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         listen: str = DEFAULT_LISTEN,
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
+        trust: Trust | None = None,
+        invite: str | None = None,
         gather_on_end: bool = True,
         state_dict_type: StateDictType = "full",
         offload_optimizer: bool = False,
@@ -176,6 +184,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
             listen=HostPort.to_listen(listen),
             announce=tuple(map(HostPort.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
+            trust=trust,
+            invite=invite,
             gather_on_end=gather_on_end,
             state_dict_type=state_dict_type,
             offload_optimizer=offload_optimizer,

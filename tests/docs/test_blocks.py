@@ -21,7 +21,7 @@ import lightning_swarm
 from lightning_swarm import cli
 from lightning_swarm.cli import SwarmCLI, commands
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.peer.process import invitation
+from lightning_swarm.peer.process import how_to_join
 from lightning_swarm.planner import report
 from lightning_swarm.planner.machine_files import read_machines
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
@@ -217,7 +217,7 @@ def peers_can_join(block: Block) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py"])
         patch.setattr(sys.modules["__main__"], "__spec__", None)
-        assert invitation(strategy.config, [address]) == line.replace("12D3KooW...", PEER_ID)
+        assert how_to_join(strategy.config, [address], None) == line.replace("12D3KooW...", PEER_ID)
 
 
 def simulated(block: Block, name: str = "scenario") -> None:

@@ -256,7 +256,7 @@ def test_help_of_a_command_begins_with_an_example(
     assert "--ckpt_path" in said
 
 
-COMMANDS = ("fit", "validate", "test", "predict", "join", "serve", "status", "doctor", "export")
+COMMANDS = ("fit", "validate", "test", "predict", "join", "serve", "invite", "status", "doctor", "export")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

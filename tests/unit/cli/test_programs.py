@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ import pytest
 
 from lightning_swarm import cli
 from lightning_swarm.cli import programs
+from lightning_swarm.network.access import Role
+from lightning_swarm.network.identity import Identity
 from lightning_swarm.peer import process
 from lightning_swarm.strategy.launcher import SwarmLauncher
+from lightning_swarm.trust.invitation_text import to_text
+from lightning_swarm.trust.owner import Owner
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 HERE = f"203.0.113.7:31337/{ID}"
-NAMES = (process.JOIN, process.LISTEN, process.IDENTITY, process.ROLE, process.PREEMPTION)
+NAMES = (process.JOIN, process.LISTEN, process.IDENTITY, process.ROLE, process.PREEMPTION, process.INVITE)
 
 Ran = list[tuple[list[str], dict[str, str]]]
 
@@ -69,6 +74,11 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             ["lightning-swarm", "fit", "--model", "their.Net"],
             {"SWARM_JOIN": HERE, "SWARM_LISTEN": "192.0.2.1:5", "SWARM_ROLE": "server"},
         ),
+        (
+            ["join", HERE, "--invite", "a.invite", "train.py", "--invite", "x"],
+            ["train.py", "--invite", "x"],
+            {"SWARM_JOIN": HERE, "SWARM_INVITE_FILE": "a.invite"},
+        ),
         (["serve", "train.py", HERE], ["train.py", HERE], {"SWARM_ROLE": "server"}),
         (
             ["join", "--preemption", "auto", HERE, "train.py", "--preemption", "x"],
@@ -92,6 +102,10 @@ def test_a_program_is_told_whom_to_join(
         (["serve", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
         (["join", HERE, "trian.py"], ["'trian.py' is no file here. Check the path"]),
         (["join", HERE, "train.py", "--x"], ["must train with `strategy=SwarmStrategy(...)`: train.py ended"]),
+        (
+            ["join", HERE, "--invite", "swarm-invite-1.x", "train.py"],
+            ["got an invitation itself", "Write it to a file"],
+        ),
         (["join", HERE, "--listen", "example.org", "train.py"], ["`listen` must be an IP address", "'example.org'"]),
     ],
 )
@@ -130,10 +144,32 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     from lightning_swarm import SwarmStrategy
 
     config = SwarmStrategy(role="both", listen="127.0.0.1:9", identity_path="mine").config
-    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws"), strict=True):
+    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws", "invite"), strict=True):
         monkeypatch.setenv(name, value)
     told = process.apply_environment(config, 0)
-    found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption
-    assert found == (HERE, "0.0.0.0:5", "key", "server", "aws")
+    found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption, told.invite
+    assert found == (HERE, "0.0.0.0:5", "key", "server", "aws", "invite")
     child = process.apply_environment(config, 1)
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", None, "server")
+
+
+def test_an_invitation_on_standard_input_reaches_the_program_in_a_file_without_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = to_text(Owner("swarm", Identity.generate()).invite(Role.SERVER, uses=1, expires_at_s=4e9))
+    read: list[str] = []
+
+    def run(program: list[str]) -> None:
+        path = os.environ[process.INVITE]
+        read.extend(Path(path).read_text() for _ in range(2))  # children read it, too
+        status = Path(path).stat()
+        assert (status.st_mode & 0o777, status.st_nlink) == (0o600, 0)
+        SwarmLauncher.launched = True
+
+    monkeypatch.setattr(programs._bootstrap, "run", run)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
+    assert command(monkeypatch, "join", HERE, "--invite", "-", "train.py") == 0
+    assert read == [f"{line}\n"] * 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line[:-3]))
+    assert command(monkeypatch, "join", HERE, "--invite", "-", "train.py") == 2
+    assert "got 'standard input': it was cut or changed on its way" in capsys.readouterr().err

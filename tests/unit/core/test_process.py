@@ -131,7 +131,7 @@ def test_whoever_tunes_malloc_keeps_what_they_set(name: str, monkeypatch: pytest
     config = SwarmStrategy().config
     monkeypatch.setattr(peer, "ProcessSettings", make)
     with pytest.raises(Made, match="True"):
-        peer.hivemind_peer(config)
+        peer.hivemind_peer(config, None)
     monkeypatch.setenv(name, "1")
     with pytest.raises(Made, match="False"):
-        peer.hivemind_peer(config)
+        peer.hivemind_peer(config, None)

@@ -69,6 +69,9 @@ def test_defaults_and_ordinary_values_pass() -> None:
         ({"boundary": 4}, ["boundary", "a `Bottleneck`, a `Maxout` or None", "got 4", "Bottleneck(ratio=4)"]),
         ({"deterministic": "warn"}, ["deterministic", "True or False", "got 'warn'", "`Trainer(deterministic=...)`"]),
         ({"split": "size"}, ["split", "'parameters', 'time' or a list", "got 'size'", "Leave it out"]),
+        ({"trust": "me"}, ["trust", "'invited'", "'open'", "got 'me'", "Choose"]),
+        ({"trust": "open", "invite": "a.invite"}, ["invite", "got trust 'open'", "'a.invite'. Leave one"]),
+        ({"invite": "swarm-invite-1.abc"}, ["invite", "got an invitation itself", "Write it to a file"]),
         ({"run_id": ""}, ["run_id", "1..100 printable", "got ''", "Choose another"]),
         ({"run_id": "a\nb"}, ["run_id", "got 'a\\nb'", "Choose another"]),
         ({"run_id": "x" * 101}, ["run_id", "1..100", "Choose another"]),
@@ -105,6 +108,29 @@ def test_what_makes_weights_depend_on_who_takes_part_is_refused(changes: dict[st
         config(**{**fit, **changes})
     for word in ["deterministic=True", *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_invited"),
+    [
+        ({}, False),
+        ({"listen": HostPort("::1", 31337), "announce": (HostPort("localhost", 5),)}, False),
+        ({"listen": HostPort("0.0.0.0", 31337)}, True),
+        ({"announce": (HostPort("203.0.113.7", 31337),)}, True),
+        ({"listen": HostPort("0.0.0.0", 31337), "trust": "open"}, False),
+        ({"trust": "invited"}, True),
+        ({"invite": "a.invite"}, True),
+    ],
+)
+def test_where_other_machines_come_only_invited_peers_do(changes: dict[str, Any], is_invited: bool) -> None:
+    assert config(**changes).is_invited is is_invited
+
+
+@pytest.mark.parametrize("changes", [{"trust": "invited"}, {"trust": "open"}, {"invite": "a.invite"}])
+def test_who_says_whom_to_trust_wants_a_swarm(changes: dict[str, Any]) -> None:
+    plain = {"listen": HostPort.to_listen("127.0.0.1"), "rebalancing": "gain"}
+    assert config(**plain).is_for_one(1)
+    assert not config(**plain, **changes).is_for_one(1)
 
 
 def test_who_joins_only_serves_unless_told_otherwise() -> None:

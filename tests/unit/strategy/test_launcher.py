@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.process import leaving_on_signals
+from lightning_swarm.network.access import Role
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.identity import Identity, load_identity
 from lightning_swarm.peer import process
+from lightning_swarm.peer.entry import entry_of
 from lightning_swarm.strategy import launcher
 from lightning_swarm.strategy.launcher import SwarmLauncher
+from lightning_swarm.trust.invitation_text import from_text, to_text
+from lightning_swarm.trust.owner import Owner
 
+NOW_S = 1_800_000_000.0
+ONE: dict[str, Any] = {"uses": 1, "expires_at_s": 4e9}
+FOR_ONE: dict[str, Any] = {"role": Role.SERVER, "now_s": 0.0, "expires_at_s": 4e9}
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
 
@@ -113,7 +122,7 @@ def test_only_who_lets_others_in_invites_them(
     runtime = SimpleNamespace(run=lambda _: [f"/ip4/127.0.0.1/tcp/5/p2p/{ID}"])
     transport = SimpleNamespace(addresses=lambda: None)
     peer = SimpleNamespace(runtime=runtime, transport=transport, check_run_id=lambda: None)
-    monkeypatch.setattr(launcher, "hivemind_peer", lambda _: peer)
+    monkeypatch.setattr(launcher, "hivemind_peer", lambda *_: peer)
     monkeypatch.setattr(launcher, "rank_zero_info", said.append)
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
     SwarmLauncher(SwarmStrategy(role=role), 1)._start_peers(trainer)
@@ -155,23 +164,100 @@ def test_the_invitation_names_the_address_and_the_program(
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", name and SimpleNamespace(name=name))
     inner, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
     config = SwarmStrategy().config
-    line = process.invitation(config, [inner, outer])
+    line = process.how_to_join(config, [inner, outer], None)
     assert line == f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} {named}"
-    line = process.invitation(config, [inner])
+    line = process.how_to_join(config, [inner], None)
     assert line.startswith("Peers of this machine only (others: set `listen`")
     assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {named}")
-    start, more = process.invitation(SwarmStrategy(role="server").config, [outer]).split("\n")
+    start, more = process.how_to_join(SwarmStrategy(role="server").config, [outer], None).split("\n")
     if "lightning" in argv[0]:
         place = f"--trainer.strategy.role both --trainer.strategy.initial_peers 192.0.2.1:5/{ID}"
         assert start == f"This server waits for its run. A peer starts it with lightning-swarm fit {named} {place}"
     else:
         assert start.endswith(f"starts it with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')")
     assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {named}"
-    line = process.invitation(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer])
+    line = process.how_to_join(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer], None)
     assert line.startswith(
         "This peer asks for a place in run 'swarm'. Ctrl-C or SIGTERM has it leave between two steps. "
     )
     assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {named}")
+
+
+def test_a_run_of_invited_peers_says_how_others_get_an_invitation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    here = Address.parse(f"192.0.2.1:5/{ID}")
+
+    def lines(**options: Any) -> list[str]:
+        config = SwarmStrategy(trust="invited", **options).config
+        return process.how_to_join(config, [here], entry_of(config, tmp_path, now_s=NOW_S)).split("\n")
+
+    private = "Only peers with an invitation are let in. Make the file on this machine, and send it in private: "
+    assert lines() == [
+        f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} --invite swarm.invite train.py",
+        f"{private}lightning-swarm invite --role server --out swarm.invite",
+    ]
+    assert lines(run_id="it's mine")[1].endswith(
+        "lightning-swarm invite --role server --run-id 'it'\"'\"'s mine' --out swarm.invite"
+    )
+    start, more, invite = lines(role="server")
+    assert start.endswith(f"SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}', invite='swarm.invite')")
+    assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} --invite swarm.invite train.py"
+    assert invite == f"{private}lightning-swarm invite --role trainer --out swarm.invite"
+    (tmp_path / "theirs").write_text(to_text(Owner("swarm", Identity.generate()).invite(Role.SERVER, **ONE)))
+    asks = lines(initial_peers=str(here), invite=str(tmp_path / "theirs"))
+    assert asks[1].startswith("Only peers with an invitation are let in. The run's owner makes the file")
+
+
+def test_children_are_invited_by_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    told: list[Any] = []
+
+    def popen(command: Any, env: dict[str, str], pass_fds: Any, **options: Any) -> None:
+        path = env["SWARM_INVITE_FILE"]
+        assert path == f"/dev/fd/{pass_fds[0]}"
+        assert (Path(path).stat().st_mode & 0o777, Path(path).stat().st_nlink) == (0o600, 0)
+        line = Path(path).read_text()
+        assert line[15:] not in str([command, env, options])
+        monkeypatch.setenv("SWARM_INVITE_FILE", path)
+        monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:31337/{ID}")
+        config = process.apply_environment(strategy.config, len(told) + 1)
+        told.append(entry_of(config, tmp_path / "none", now_s=NOW_S))
+        assert from_text(line, "the launcher") == told[-1].by
+        monkeypatch.delenv("SWARM_INVITE_FILE")
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", popen)
+    strategy: Any = SimpleNamespace(config=SwarmStrategy(trust="invited").config, num_trainers=1)
+    lead = SwarmLauncher(strategy, 3)
+    lead._entry = lead._enter()
+    lead._start_children([], [])
+    assert lead._entry is not None
+    assert [(one.owner, one.role) for one in told] == [(lead._entry.owner, Role.SERVER)] * 2
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["swarm.owner"]
+    assert "SWARM_INVITE_FILE" not in os.environ
+
+
+def test_a_run_that_is_open_warns_of_what_can_happen(caplog: pytest.LogCaptureFixture) -> None:
+    for listen, num_warnings in (("127.0.0.1:5", 0), ("0.0.0.0:5", 1)):
+        strategy: Any = SimpleNamespace(config=SwarmStrategy(trust="open", listen=listen).config)
+        assert SwarmLauncher(strategy, 1)._enter() is None
+        assert caplog.text.count("anyone who reaches this peer's port can join the run") == num_warnings
+
+
+def test_a_machine_whose_children_would_not_be_let_in_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launcher, "hivemind_peer", lambda *_: pytest.fail("a peer was started"))
+    monkeypatch.setattr(process, "child_command", list)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    key, invite = tmp_path / "key", tmp_path / "one.invite"
+    invite.write_text(to_text(Owner("swarm", Identity.generate()).certify(load_identity(key).peer_id, **FOR_ONE)))
+    config = SwarmStrategy(initial_peers=f"192.0.2.1:5/{ID}", identity_path=str(key), invite=str(invite)).config
+    strategy: Any = SimpleNamespace(config=config)
+    with pytest.raises(ConfigError, match="`devices` above 1 starts 1 more peers"):
+        SwarmLauncher(strategy, 2)._start_peers(SimpleNamespace())  # type: ignore[arg-type]
 
 
 def test_the_first_signal_asks_to_leave_and_the_second_ends_at_once() -> None:

@@ -1,0 +1,152 @@
+"""The command `lightning-swarm invite`: writes an invitation to a run, signed by its owner."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.private_file import write_new
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Role
+from lightning_swarm.network.identity import public_key
+from lightning_swarm.peer.config import DEFAULT_RUN_ID
+from lightning_swarm.peer.entry import visitor_entry
+from lightning_swarm.peer.process import owners_folder
+from lightning_swarm.trust.certificates import MAX_USES, Invitation
+from lightning_swarm.trust.credentials import Certify
+from lightning_swarm.trust.invitation_text import AnyInvitation, check_is_file_name, to_text
+from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
+
+DESCRIPTION: Final = """\
+{what} Call it where the run was started: there is the owner's key.
+
+    lightning-swarm invite --role server --out anna.invite          for one peer that serves
+    lightning-swarm invite --role trainer --uses 4 > team.invite    for four that may also train, and lead
+    lightning-swarm invite --role server --peer 12D3... --out spot.invite
+
+Whoever has the file can join until it expires, so send it in private; one for a single peer (--peer) is no secret. The
+other side joins with `lightning-swarm join ADDRESS --invite FILE PROGRAM`. What the roles may do:
+
+    observer    look at the run
+    server      and compute, average, vote and coordinate
+    trainer     and read data, and lead the run if the one who started it dies
+    keeper      and start the run, on another machine than the one with the owner's key
+"""
+
+_UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument("--role", choices=[str(role) for role in Role], default="server", help="(default: %(default)s)")
+    parser.add_argument("--uses", type=int, default=1, metavar="N", help="so many peers may come by it (default: 1)")
+    parser.add_argument(
+        "--expires", default="7d", metavar="TIME", help="when it ends: 30m, 12h, 7d or 4w from now (default: 7d)"
+    )
+    parser.add_argument("--peer", metavar="ID", help="for this one peer, whose id is 12D3...")
+    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
+    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a new file for it (default: standard output)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write an invitation; returns the exit status."""
+    now_s = time.time()
+    expires_at_s = now_s + _seconds(arguments.expires)
+    _check(arguments)
+    path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
+    is_new = not path.exists()
+    owner = Owner.load(arguments.run_id, path)
+    if is_new:
+        _say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run has to be started with it.")
+    role = Role(arguments.role)
+    made: AnyInvitation
+    if arguments.peer is not None:
+        made = owner.certify(PeerId(arguments.peer), role, now_s=now_s, expires_at_s=expires_at_s)
+    else:
+        made = owner.invite(role, uses=arguments.uses, expires_at_s=expires_at_s)
+    _write(f"{to_text(made)}\n", arguments.out)
+    _say(_summary(made.invitation, arguments.peer))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201 - a command
+
+
+def add_visitor_argument(group: argparse._ActionsContainer) -> None:
+    """Let a command that looks at a run take an invitation to it."""
+    group.add_argument("--invite", metavar="FILE", help="an invitation, where only invited peers are answered")
+
+
+def visitor(arguments: argparse.Namespace) -> Certify | None:
+    """Make the credentials of a command that looks at a run; None without an invitation."""
+    if arguments.invite is None:
+        return None
+    check_is_file_name(arguments.invite)
+    now_s = time.time()
+    return partial(visitor_entry(arguments.invite, now_s=now_s).credentials, now_s=now_s)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not 1 <= arguments.uses <= MAX_USES:
+        raise ConfigError(f"`--uses` must be a number of 1..{MAX_USES}, got {arguments.uses}. Leave it out: that is 1.")
+    if not arguments.run_id or not arguments.run_id.isprintable() or len(arguments.run_id) > 100:
+        raise ConfigError(f"`--run-id` must be 1..100 printable characters, got {arguments.run_id!r}. Copy the run's.")
+    if arguments.peer is None:
+        return
+    if public_key(arguments.peer) is None:
+        raise ConfigError(
+            f"`--peer` must be a peer's id, as 12D3KooW..., got {arguments.peer!r}. The peer prints it behind the "
+            "slash of its address; with `identity_path` it stays the same."
+        )
+    if arguments.uses != 1:
+        raise ConfigError(
+            f"`--uses` must be 1 with `--peer`, which is one peer, got {arguments.uses}. Leave one of them out."
+        )
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"([1-9]\d{0,8})([mhdw])", text, re.ASCII)
+    seconds = int(found[1]) * _UNITS[found[2]] if found is not None else 0
+    if not 0 < seconds <= OWN_S:
+        raise ConfigError(
+            f"`--expires` must be a time of up to {OWN_S / 86400:.0f} days, like 30m, 12h, 7d or 4w, got {text!r}. "
+            "Correct it."
+        )
+    return float(seconds)
+
+
+def _write(line: str, out: Path | None) -> None:
+    if out is None:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        return
+    try:
+        write_new(out, line.encode())
+    except FileExistsError as error:
+        raise ConfigError(
+            f"`--out` must be a new file, got {str(out)!r}, which is there. Name another one, or remove it."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"`--out` must be a new file in a folder that can be written to, got {str(out)!r}: {error.strerror}. "
+            "Name another one."
+        ) from error
+
+
+def _summary(invitation: Invitation, peer: str | None) -> str:
+    until = f"{datetime.fromtimestamp(invitation.expires_at_s, UTC):%Y-%m-%d %H:%M} UTC"
+    role, run_id, uses = invitation.role, invitation.run_id, invitation.uses
+    if peer is not None:
+        return f"Invited {peer} to run {run_id!r} as {role}, until {until}. The file is no secret."
+    peers = f"{uses} peer{'s' if uses != 1 else ''}"
+    secret = "Whoever has the file can join: send it in private."
+    return f"Invited {peers} to run {run_id!r} as {role}, until {until}. {secret}"

@@ -1,0 +1,186 @@
+"""How this peer comes into a run of invited peers: as its owner, by an invitation, or by the certificate it has."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.private_file import write_over
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Role
+from lightning_swarm.network.identity import load_identity
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.trust.certificates import Certificate, SecretInvitation, encode
+from lightning_swarm.trust.credentials import RunCredentials, mismatch, untimely
+from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, AnyInvitation, from_text, refuse, to_text
+from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
+
+_log = logging.getLogger(__name__)
+
+_ANOTHER: Final = "Ask the run's owner for another one"
+_RANKS: Final = {role: rank for rank, role in enumerate(Role)}  # each may do what those before it may
+
+
+@dataclass(frozen=True)
+class Entry:
+    """By what this peer takes part in a run. It is chosen, and checked, before the peer's network starts."""
+
+    run_id: str
+    owner: PeerId  # the root of the run's certificates
+    role: Role
+    by: Owner | AnyInvitation
+    certificate_file: Path | None = None  # where the certificate is kept for the next start
+
+    @property
+    def may_lead(self) -> bool:
+        """Return whether this peer may lead the run, in the place of a lead that dies."""
+        return may(self.role, Role.TRAINER)
+
+    @property
+    def is_owner(self) -> bool:
+        """Return whether others are invited by a key of this machine."""
+        return isinstance(self.by, Owner)
+
+    def credentials(self, peer: PeerId, *, now_s: float) -> RunCredentials:
+        """Certify this peer, whose id is known once its network has started."""
+        if isinstance(self.by, Owner):
+            certificate = self.by.certify_own(peer, now_s=now_s)
+        elif isinstance(self.by, SecretInvitation):
+            certificate = self.by.certify(peer, now_s=now_s)
+        else:
+            certificate = self.by
+        if self.certificate_file is not None:
+            _keep(self.certificate_file, certificate)
+        return RunCredentials(self.run_id, self.owner, encode(certificate))
+
+    def check_children(self, number: int) -> None:
+        """Refuse to start other peers on this machine if this one has no invitation to pass on to them."""
+        if isinstance(self.by, Certificate):
+            raise ConfigError(
+                f"`devices` above 1 starts {number} more peers, which have to be invited, too, and this one comes by "
+                "an invitation for one peer, or by the certificate that it has kept. Give an invitation for several "
+                "(`lightning-swarm invite --uses N`) by `invite`, or use `devices=1`."
+            )
+
+    def for_children(self, number: int, *, train: bool, now_s: float) -> str:
+        """Return an invitation for the other peers of this machine."""
+        if isinstance(self.by, Owner):
+            role = Role.TRAINER if train else Role.SERVER
+            return to_text(self.by.invite(role, uses=number, expires_at_s=now_s + OWN_S))
+        return to_text(self.by)
+
+
+def may(role: Role, needed: Role) -> bool:
+    """Return whether a role may do what another one may."""
+    return _RANKS[role] >= _RANKS[needed]
+
+
+def entry_of(config: SwarmConfig, folder: Path, *, now_s: float) -> Entry | None:
+    """Choose how this peer comes into its run; None if anyone may.
+
+    Args:
+        config: What the user asks for.
+        folder: Of the keys of owners.
+        now_s: The time, in seconds since the epoch.
+
+    Raises:
+        ConfigError: This peer would not be let in, or its invitation cannot be used. Nothing was started.
+    """
+    if not config.is_invited:
+        return None
+    kept_at = Path(f"{config.identity_path}.certificate") if config.identity_path is not None else None
+    if config.invite is not None:
+        source = config.invite
+        invitation = from_text(_read(Path(source), source), source)
+        _check(invitation, config, source, now_s=now_s)
+        return _entry(invitation, kept_at)
+    if config.initial_peers and kept_at is not None and kept_at.exists():
+        kept = from_text(_read(kept_at, str(kept_at)), str(kept_at))
+        _check(kept, config, str(kept_at), now_s=now_s)
+        return _entry(kept, None)
+    path = owner_file(folder, config.run_id)
+    if config.initial_peers and not path.exists():
+        raise ConfigError(_missing(config))
+    owner = Owner.load(config.run_id, path)
+    return Entry(config.run_id, owner.key.peer_id, Role.KEEPER, owner)
+
+
+def visitor_entry(source: str, *, now_s: float) -> Entry:
+    """Choose how a peer comes that takes no part in a run, and only looks at it."""
+    found = from_text(_read(Path(source), source), source)
+    if isinstance(found, Certificate):
+        refuse(source, "it was made for one peer, and who looks has a new id each time", _ANOTHER)
+    _check_time(found, source, now_s=now_s)
+    return _entry(found, None)
+
+
+def _entry(by: AnyInvitation, certificate_file: Path | None) -> Entry:
+    invitation = by.invitation
+    return Entry(invitation.run_id, PeerId(invitation.owner), invitation.role, by, certificate_file)
+
+
+def _check(found: AnyInvitation, config: SwarmConfig, source: str, *, now_s: float) -> None:
+    """Refuse what the run's peers would refuse, and a role that does not do for what this peer is to do."""
+    if (problem := mismatch(found.invitation, run_id=config.run_id)) is not None:
+        refuse(source, problem, "Name the invitation to this run, or set `run_id` to the name of that one")
+    _check_time(found, source, now_s=now_s)
+    if isinstance(found, Certificate):
+        _check_own(found.peer, config, source)
+    needed = Role.SERVER if config.only_serves else Role.TRAINER
+    if not may(found.invitation.role, needed):
+        refuse(
+            source,
+            f"it is for the role {found.invitation.role}, and this peer is to be a {needed}",
+            f"{_ANOTHER}, made with `--role {needed}`",
+        )
+
+
+def _check_time(found: AnyInvitation, source: str, *, now_s: float) -> None:
+    admission = found.invitation if isinstance(found, SecretInvitation) else found
+    if (problem := untimely(admission, now_s=now_s)) is not None:
+        refuse(source, problem, _ANOTHER)
+
+
+def _check_own(peer: str, config: SwarmConfig, source: str) -> None:
+    if config.identity_path is None:
+        refuse(source, f"it was made for the peer {peer}", "Set `identity_path` to the file of that peer's key")
+    own = load_identity(Path(config.identity_path)).peer_id
+    if own != peer:
+        refuse(
+            source,
+            f"it was made for another peer ({peer}; this one is {own})",
+            "Set `identity_path` to the file of that peer's key, or ask the run's owner for another invitation",
+        )
+
+
+def _read(path: Path, source: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_TEXT_BYTES).decode()
+    except (OSError, UnicodeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "it is no text"
+        refuse(source, why, "Name the file that `lightning-swarm invite` wrote")
+
+
+def _keep(path: Path, certificate: Certificate) -> None:
+    try:
+        write_over(path, f"{to_text(certificate)}\n".encode())
+    except OSError as error:
+        _log.warning(
+            "This peer's certificate could not be kept in %s: %s. Its next start takes the invitation again.",
+            path,
+            error.strerror,
+        )
+
+
+def _missing(config: SwarmConfig) -> str:
+    where = "`trust` is 'invited'" if config.trust == "invited" else f"other machines reach this peer: {config.listen}"
+    return (
+        f"run {config.run_id!r} is for invited peers ({where}), and this peer has no invitation. Ask whoever started "
+        "the run for one, which `lightning-swarm invite --role server --out anna.invite` makes there, and give the "
+        "file's name by `lightning-swarm join --invite anna.invite ...`, `SwarmStrategy(invite=...)` or "
+        "SWARM_INVITE_FILE. If the run is open to anyone, write `trust='open'`."
+    )

@@ -1,0 +1,178 @@
+"""`lightning-swarm invite`: what it writes, where, and what it refuses; and who looks at a run of invited peers."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_swarm import cli
+from lightning_swarm.cli import commands
+from lightning_swarm.core import private_file
+from lightning_swarm.network.access import Role
+from lightning_swarm.network.identity import Identity, load_identity
+from lightning_swarm.trust.certificates import Certificate, SecretInvitation
+from lightning_swarm.trust.credentials import RunCredentials
+from lightning_swarm.trust.invitation_text import from_text, to_text
+from lightning_swarm.trust.owner import Owner
+
+ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+HERE = f"203.0.113.7:31337/{ID}"
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The current one, with the user's keys in `config`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(commands, "follow_environment", lambda: None)
+    return tmp_path
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["lightning-swarm", *arguments])
+    return cli.main()
+
+
+def test_an_invitation_is_one_line_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert command(monkeypatch, "invite", "--role", "trainer", "--uses", "4", "--expires", "12h") == 0
+    out, err = capsys.readouterr()
+    made = from_text(out, "standard output")
+    key = folder / "config" / "lightning-swarm" / "swarm.owner"
+    assert isinstance(made, SecretInvitation)
+    assert (made.invitation.run_id, made.invitation.role, made.invitation.uses) == ("swarm", Role.TRAINER, 4)
+    assert made.invitation.owner == load_identity(key).peer_id
+    assert out.count("\n") == 1
+    assert f"Made the owner's key of run 'swarm': {key}. The run has to be started with it." in err
+    assert re.search(r"Invited 4 peers to run 'swarm' as trainer, until \d{4}-\d\d-\d\d \d\d:\d\d UTC\. Whoever", err)
+    assert out[15:60] not in err
+    assert command(monkeypatch, "invite", "--run-id", "another") == 0
+    assert command(monkeypatch, "invite") == 0
+    out, err = capsys.readouterr()
+    another, same = (from_text(line, "standard output").invitation for line in out.splitlines())
+    assert (another.run_id, same.owner) == ("another", made.invitation.owner)
+    assert err.count("Made the owner's key") == 1
+
+
+def test_a_file_of_an_invitation_is_for_this_user_and_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    former = os.umask(0)
+    try:
+        assert command(monkeypatch, "invite", "--out", "anna.invite") == 0
+    finally:
+        os.umask(former)
+    out = folder / "anna.invite"
+    text = out.read_text()
+    from_text(text, "the file")
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert capsys.readouterr().out == ""
+    assert command(monkeypatch, "invite", "--out", "anna.invite") == 2
+    assert "`--out` must be a new file, got 'anna.invite', which is there" in capsys.readouterr().err
+    assert out.read_text() == text
+    assert command(monkeypatch, "invite", "--out", "none/anna.invite") == 2
+    assert "`--out` must be a new file in a folder that can be written to" in capsys.readouterr().err
+
+
+def test_a_file_of_an_invitation_is_whole_or_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert command(monkeypatch, "invite") == 0  # the owner's key is there by now
+    tried = []
+
+    def full(descriptor: int) -> None:
+        tried.append(descriptor)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(private_file.os, "fsync", full)
+    assert command(monkeypatch, "invite", "--out", "anna.invite") == 2
+    assert tried
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["config"]
+
+
+def test_an_invitation_of_one_peer_holds_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert command(monkeypatch, "invite", "--peer", ID, "--owner", "my.key") == 0
+    out, err = capsys.readouterr()
+    made = from_text(out, "standard output")
+    assert isinstance(made, Certificate)
+    assert (made.peer, made.invitation.owner) == (ID, load_identity(folder / "my.key").peer_id)
+    assert f"Invited {ID} to run 'swarm' as server" in err
+    assert "no secret" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--uses", "0"], "`--uses` must be a number of 1..65536, got 0"),
+        (["--uses", "65537"], "`--uses` must be a number of 1..65536, got 65537"),
+        (["--peer", "Anna"], "`--peer` must be a peer's id, as 12D3KooW..., got 'Anna'"),
+        (["--peer", ID, "--uses", "2"], "`--uses` must be 1 with `--peer`"),
+        (["--run-id", ""], "`--run-id` must be 1..100 printable characters"),
+        *(
+            (
+                ["--expires", text],
+                f"`--expires` must be a time of up to 3650 days, like 30m, 12h, 7d or 4w, got {text!r}",
+            )
+            for text in ("7", "d", "0d", " -1d", "1.5d", "3651d", "7 d", "9" * 30 + "d", "٣d")
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_and_makes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert command(monkeypatch, "invite", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == ""
+    assert not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "name"),
+    [
+        (["status", HERE], "survey", "watch"),
+        (["doctor", "--peer", HERE], "doctor", "examine"),
+    ],
+)
+def test_who_looks_at_a_run_shows_an_invitation(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    arguments: list[str],
+    module: str,
+    name: str,
+) -> None:
+    told: list[Any] = []
+
+    def look(*_: object, certify: Any, **__: object) -> Any:
+        told.append(certify)
+        yield from ()
+
+    monkeypatch.setattr(getattr(commands, module), name, look)
+    owner = Owner("theirs", Identity.generate())
+    line = to_text(owner.invite(Role.OBSERVER, uses=1, expires_at_s=4e9))
+    (folder / "look.invite").write_text(line)
+    assert command(monkeypatch, *arguments) == 0
+    assert command(monkeypatch, *arguments, "--invite", "look.invite") == 0
+    without, certify = told
+    assert without is None
+    credentials = certify(ID)
+    assert isinstance(credentials, RunCredentials)
+    assert credentials.verify(ID, credentials.certificate, now_s=3e9).role is Role.OBSERVER  # type: ignore[arg-type]
+    assert command(monkeypatch, *arguments, "--invite", line) == 2
+    err = capsys.readouterr().err
+    assert "got an invitation itself" in err
+    assert line[20:60] not in err

@@ -1,0 +1,261 @@
+"""How a peer comes into a run of invited peers, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import AccessDenied, ConfigError
+from lightning_swarm.core.event_loop import InlineRuntime
+from lightning_swarm.network.access import Credentials, Permit, Role
+from lightning_swarm.network.identity import Identity, load_identity
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.entry import Entry, entry_of, may, visitor_entry
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.trust.certificates import SecretInvitation, encode
+from lightning_swarm.trust.invitation_text import AnyInvitation, from_text, to_text
+from lightning_swarm.trust.owner import Owner, owner_file
+
+SOMEBODY = "203.0.113.7:31337/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+NOW_S = 1_800_000_000.0
+WEEK_S = 7 * 86400.0
+OWNER = Owner("swarm", Identity.generate())
+PEER = Identity.generate().peer_id
+
+
+def config(**changes: Any) -> SwarmConfig:
+    return SwarmStrategy(**{"trust": "invited", **changes}).config
+
+
+def joiner(**changes: Any) -> SwarmConfig:
+    return config(**{"initial_peers": SOMEBODY, **changes})
+
+
+def written(folder: Path, made: AnyInvitation) -> str:
+    path = folder / "swarm.invite"
+    path.write_text(f"{to_text(made)}\n")
+    return str(path)
+
+
+def invitation(role: Role = Role.SERVER, *, run_id: str = "swarm", lasts_s: float = WEEK_S) -> SecretInvitation:
+    return Owner(run_id, OWNER.key).invite(role, uses=3, expires_at_s=NOW_S + lasts_s)
+
+
+def entered(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> Entry:
+    entry = entry_of(config, folder, now_s=now_s)
+    assert entry is not None
+    return entry
+
+
+def permit(entry: Entry, by: Entry) -> Permit:
+    """What one peer's credentials say of another one's certificate."""
+    shown = entry.credentials(PEER, now_s=NOW_S).certificate
+    return by.credentials(Identity.generate().peer_id, now_s=NOW_S).verify(PEER, shown, now_s=NOW_S)
+
+
+def refusal(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> str:
+    with pytest.raises(ConfigError) as caught:
+        entry_of(config, folder, now_s=now_s)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------- by what
+
+
+def test_where_anyone_may_come_there_is_no_entry(tmp_path: Path) -> None:
+    for anyone in (config(trust=None), config(trust="open", listen="0.0.0.0:31337")):
+        assert entry_of(anyone, tmp_path, now_s=NOW_S) is None
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_starter_owns_the_run(tmp_path: Path) -> None:
+    first = entered(config(run_id="my run"), tmp_path / "keys")
+    path = owner_file(tmp_path / "keys", "my run")
+    assert first.owner == load_identity(path).peer_id
+    assert first.is_owner
+    assert permit(first, by=first).role is Role.KEEPER
+    assert entered(config(run_id="my run"), tmp_path / "keys").owner == first.owner
+    assert entered(config(run_id="another"), tmp_path / "keys").owner != first.owner
+    # With the key it may come to servers that wait on other machines, too.
+    assert entered(joiner(run_id="my run", role="both"), tmp_path / "keys").is_owner
+
+
+def test_a_joiner_comes_by_its_invitation(tmp_path: Path) -> None:
+    entry = entered(joiner(invite=written(tmp_path, invitation())), tmp_path / "keys")
+    assert (entry.owner, entry.role, entry.is_owner, entry.may_lead) == (
+        OWNER.key.peer_id,
+        Role.SERVER,
+        False,
+        False,
+    )
+    assert permit(entry, by=entry).role is Role.SERVER
+    assert not (tmp_path / "keys").exists(), "a joiner makes no key of an owner"
+    leads = entered(joiner(role="both", invite=written(tmp_path, invitation(Role.TRAINER))), tmp_path)
+    assert leads.may_lead
+    begins = entered(config(invite=written(tmp_path, invitation(Role.KEEPER))), tmp_path)
+    assert (begins.role, begins.is_owner) == (Role.KEEPER, False)
+
+
+def test_a_peer_that_came_before_needs_no_invitation(tmp_path: Path) -> None:
+    key = str(tmp_path / "peer.key")
+    came = entered(joiner(invite=written(tmp_path, invitation()), identity_path=key), tmp_path / "keys")
+    own = load_identity(Path(key)).peer_id
+    issued = came.credentials(own, now_s=NOW_S).certificate
+    kept = tmp_path / "peer.key.certificate"
+    assert encode(from_text(kept.read_text(), "the file")) == issued
+    again = entered(joiner(identity_path=key), tmp_path / "keys", now_s=NOW_S + 3600.0)
+    assert again.credentials(own, now_s=NOW_S + 3600.0).certificate == issued
+    assert "it expired 1 day ago" in refusal(joiner(identity_path=key), tmp_path, now_s=NOW_S + 8 * 86400.0)
+    Path(key).unlink()
+    assert "it was made for another peer" in refusal(joiner(identity_path=key), tmp_path)
+    # In a run of one's own it means nothing.
+    assert entered(config(identity_path=key), tmp_path / "keys").is_owner
+
+
+def test_a_certificate_that_cannot_be_kept_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "peer.key.certificate").mkdir()
+    entry = entered(
+        joiner(invite=written(tmp_path, invitation()), identity_path=str(tmp_path / "peer.key")), tmp_path / "keys"
+    )
+    with caplog.at_level(logging.WARNING):
+        entry.credentials(PEER, now_s=NOW_S)
+    assert "could not be kept" in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".swarm-key")] == []
+
+
+def test_an_invitation_of_one_peer_is_for_its_key(tmp_path: Path) -> None:
+    key = str(tmp_path / "peer.key")
+    own = load_identity(Path(key)).peer_id
+    made = OWNER.certify(own, Role.SERVER, now_s=NOW_S, expires_at_s=NOW_S + WEEK_S)
+    path = written(tmp_path, made)
+    entry = entered(joiner(invite=path, identity_path=key), tmp_path)
+    assert entry.credentials(own, now_s=NOW_S).certificate == encode(made)
+    assert "Set `identity_path` to the file of that peer's key" in refusal(joiner(invite=path), tmp_path)
+    other = joiner(invite=path, identity_path=str(tmp_path / "other.key"))
+    assert f"it was made for another peer ({own};" in refusal(other, tmp_path)
+
+
+def test_who_only_looks_takes_the_run_from_its_invitation(tmp_path: Path) -> None:
+    entry = visitor_entry(written(tmp_path, invitation(Role.OBSERVER, run_id="theirs")), now_s=NOW_S)
+    assert (entry.run_id, entry.role) == ("theirs", Role.OBSERVER)
+    with pytest.raises(ConfigError, match="it expired 1 minute ago"):
+        visitor_entry(written(tmp_path, invitation(lasts_s=-60.0)), now_s=NOW_S)
+    one = OWNER.certify(PEER, Role.OBSERVER, now_s=NOW_S, expires_at_s=NOW_S + WEEK_S)
+    with pytest.raises(ConfigError, match="it was made for one peer, and who looks has a new id"):
+        visitor_entry(written(tmp_path, one), now_s=NOW_S)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_without_an_invitation_one_is_told_what_to_ask_for(tmp_path: Path) -> None:
+    said = refusal(joiner(), tmp_path)
+    assert "run 'swarm' is for invited peers (`trust` is 'invited'), and this peer has no invitation" in said
+    assert "Ask whoever started the run for one" in said
+    assert "`lightning-swarm invite --role server --out anna.invite`" in said
+    assert "SWARM_INVITE_FILE" in said
+    said = refusal(joiner(trust=None, listen="0.0.0.0:31337"), tmp_path)
+    assert "(other machines reach this peer: 0.0.0.0:31337)" in said
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_invitation_that_will_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    def said(made: SecretInvitation, **changes: Any) -> str:
+        return refusal(joiner(invite=written(tmp_path, made), **changes), tmp_path)
+
+    assert "this invitation is for run 'a', not 'swarm'" in said(invitation(run_id="a"))
+    assert "it expired 3 hours ago" in said(invitation(lasts_s=-3 * 3600.0))
+    assert "it is for the role observer, and this peer is to be a server" in said(invitation(Role.OBSERVER))
+    assert "and this peer is to be a trainer. Ask the run's owner for another one, made with `--role trainer`" in said(
+        invitation(), role="both"
+    )
+    assert "No such file" in refusal(joiner(invite=str(tmp_path / "none")), tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff" * 5000)
+    assert "it is no text" in refusal(joiner(invite=str(tmp_path / "bytes")), tmp_path)
+    assert "Is a directory" in refusal(joiner(invite=str(tmp_path)), tmp_path)
+
+
+def test_roles_include_those_before_them() -> None:
+    order = [Role.OBSERVER, Role.SERVER, Role.TRAINER, Role.KEEPER]
+    assert [[may(role, needed) for needed in order] for role in order] == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, True, True, True],
+    ]
+
+
+# ---------------------------------------------------------------------- the peers of the same machine
+
+
+@pytest.mark.parametrize(("train", "role"), [(False, Role.SERVER), (True, Role.TRAINER)])
+def test_an_owner_invites_the_peers_of_its_machine(tmp_path: Path, train: bool, role: Role) -> None:
+    entry = entered(config(), tmp_path)
+    entry.check_children(3)
+    made = from_text(entry.for_children(3, train=train, now_s=NOW_S), "the launcher")
+    assert (made.invitation.role, made.invitation.uses, made.invitation.owner) == (role, 3, entry.owner)
+    assert made.invitation.expires_at_s > NOW_S + 365 * 86400, "a run may be long"
+    child = entered(joiner(invite=written(tmp_path, made)), tmp_path)
+    assert permit(child, by=entry).role is role
+    assert permit(entry, by=child).role is Role.KEEPER
+
+
+def test_who_was_invited_passes_its_invitation_on(tmp_path: Path) -> None:
+    secret = invitation()
+    entry = entered(joiner(invite=written(tmp_path, secret)), tmp_path)
+    entry.check_children(1)
+    assert from_text(entry.for_children(1, train=False, now_s=NOW_S), "the launcher") == secret
+
+
+def test_an_invitation_of_one_peer_is_not_passed_on(tmp_path: Path) -> None:
+    key = str(tmp_path / "peer.key")
+    made = OWNER.certify(load_identity(Path(key)).peer_id, Role.SERVER, now_s=NOW_S, expires_at_s=NOW_S + WEEK_S)
+    entry = entered(joiner(invite=written(tmp_path, made), identity_path=key), tmp_path)
+    with pytest.raises(ConfigError, match=r"`devices` above 1 starts 3 more peers.*or use `devices=1`"):
+        entry.check_children(3)
+
+
+# ---------------------------------------------------------------------- the network is told
+
+
+def test_a_transport_has_the_certificate_before_anybody_can_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entered(joiner(invite=written(tmp_path, invitation(lasts_s=1e9))), tmp_path)
+    told: list[tuple[Credentials, set[str]]] = []
+    methods: set[str] = set()
+    loop = VirtualLoop()
+    network = MemoryNetwork()
+    transport = network.transport("joiner")
+    known = transport.handle_call
+    monkeypatch.setattr(transport, "handle_call", lambda method, handler: [methods.add(method), known(method, handler)])
+    monkeypatch.setattr(transport, "set_credentials", lambda shown: told.append((shown, {*methods})), raising=False)
+    peer = Peer(
+        InlineRuntime(loop),
+        transport,
+        network.directory(transport),
+        executor=InlineExecutor,
+        config=joiner(),
+        entry=entry,
+        rng=random.Random(0),
+    )
+    try:
+        [(credentials, answered_before)] = told
+        assert not answered_before
+        assert methods, "it answers by now"
+        permit = credentials.verify(transport.peer_id, credentials.certificate, now_s=time.time())
+        assert permit.role is Role.SERVER
+        with pytest.raises(AccessDenied, match="another peer"):
+            credentials.verify(PEER, credentials.certificate, now_s=time.time())
+    finally:
+        peer.close()
+        loop.close()
