@@ -9,7 +9,17 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.errors import (
+    AccessDenied,
+    Busy,
+    ConfigError,
+    Damaged,
+    DeadlineExceeded,
+    PeerError,
+    ProtocolError,
+    SwarmError,
+    Unreachable,
+)
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
@@ -72,9 +82,13 @@ async def look(transport: Transport, first: PeerId, address: str, *, timeout: fl
 
 
 async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
-    """The id of a peer's run; None if the peer does not answer."""
-    report = (await _ask(transport, peer, (), timeout, connected=True)).report
-    return report.run_id if report is not None else None
+    """The id of a peer's run; None if the peer does not answer. A peer that refuses to answer raises its reason."""
+    try:
+        return decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport).run_id
+    except SwarmError as error:
+        if isinstance(error, PeerError) and not isinstance(error, Unreachable | DeadlineExceeded | Busy | Damaged):
+            raise
+        return None
 
 
 async def _ask(
@@ -310,6 +324,8 @@ def look_repeatedly(
                 raise Unreachable(_explain(address, timeout)) from error
             try:
                 now = runtime.run(look(transport, address.peer_id, address.maddr, timeout=timeout))
+            except AccessDenied:
+                raise
             except PeerError as error:
                 raise Unreachable(
                     f"{address} does not answer: {shorten(str(error))} Ask another peer of the run, or find out what "

@@ -81,13 +81,16 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
-    """Raise a ConfigError if all of the `initial_peers` that answer are for other runs than this peer's."""
+    """Raise a ConfigError if all of the `initial_peers` that answer are for other runs than this peer's.
+
+    One that refuses this peer raises its reason, such as `AccessDenied`.
+    """
     peers = {address.peer_id for address in config.initial_peers}
     found = await gather(survey.run_id_of(transport, peer, timeout=config.limits.leave_timeout) for peer in peers)
     there = sorted({run_id for run_id in found if run_id is not None})
     if there and config.run_id not in there:
         raise ConfigError(
-            f"`run_id` must be that of the run to serve: {config.run_id!r} here, and {', '.join(map(repr, there))} at "
+            f"`run_id` must be that of the run to join: {config.run_id!r} here, and {', '.join(map(repr, there))} at "
             f"{', '.join(map(str, config.initial_peers))}. Set `run_id={there[0]!r}`, or name a peer of the other run."
         )
 

@@ -119,7 +119,7 @@ class Peer:
         return str(widest([Address.parse(text) for text in self.runtime.run(self.transport.addresses())]))
 
     def check_run_id(self) -> None:
-        """Raise a ConfigError if the `initial_peers` are for other runs than this peer's."""
+        """Raise a ConfigError if the `initial_peers` are for other runs than this peer's, or what they refuse it by."""
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
     async def serve_run(self, say: Callable[[str], None] = _log.info) -> None:

@@ -315,8 +315,7 @@ class SwarmLauncher(_Launcher):
         self._entry = self._enter()
         peer = self._strategy.peer = hivemind_peer(self._strategy.config, self._entry)
         if first:
-            if self._strategy.config.only_serves:
-                peer.check_run_id()
+            peer.check_run_id()
             addresses = peer.runtime.run(peer.transport.addresses())
             joins = self._strategy.enter(trainer)
             # A run that only evaluates lets no peer in.

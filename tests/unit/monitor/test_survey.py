@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError
+from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, Uncertified
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting, summarize, table
 from lightning_swarm.network import PeerId
@@ -329,8 +329,19 @@ def test_a_server_is_for_the_run_of_the_peer_that_it_was_told_of(
     if fits:
         loop.run_until_complete(work)
         return
-    says = (
-        rf"`run_id` must be that of the run to serve: 'mine' here, and 'theirs' at {peers[0]}\. Set `run_id='theirs'`"
-    )
+    says = rf"`run_id` must be that of the run to join: 'mine' here, and 'theirs' at {peers[0]}\. Set `run_id='theirs'`"
     with pytest.raises(ConfigError, match=says):
         loop.run_until_complete(work)
+
+
+def test_a_peer_that_refuses_to_say_its_run_is_believed(loop: VirtualLoop) -> None:
+    network = MemoryNetwork()
+    there = network.transport("a" * 52)
+
+    async def refuse(caller: PeerId, body: bytes) -> bytes:
+        raise Uncertified("Join with an invitation.")
+
+    there.handle_call(survey.REPORT, refuse)
+    config = SwarmStrategy(initial_peers=f"192.0.2.1:5/{there.peer_id}").config
+    with pytest.raises(Uncertified, match="Join with an invitation"):
+        loop.run_until_complete(lead.check_run_id(network.transport("me"), config))
