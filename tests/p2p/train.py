@@ -209,6 +209,7 @@ def make_strategy(arguments: argparse.Namespace) -> WatchedStrategy:
         "pipeline": "net",
         "target_batch_size": arguments.target_batch_size,
         "compression": arguments.compression,
+        "trust": arguments.trust,
     }
     if arguments.split is not None:
         options["split"] = arguments.split
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--split", nargs="*")
+    parser.add_argument("--trust")
     parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
