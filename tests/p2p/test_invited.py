@@ -46,18 +46,17 @@ def test_only_who_is_invited_trains_along(start: Start, tmp_path: Path) -> None:
     )
     address = run.wait_for("can join this run: ").partition("lightning-swarm join ")[2].split()[0]
     assert "lightning-swarm invite --role server --out swarm.invite" in run.wait_for("Only peers with an invitation")
-    run.wait_for("waiting for a joiner")
+    invited = start("starter", "invite", "--role", "server", "--out", tmp_path / "swarm.invite", program=COMMAND)
+    assert invited.wait() == 0, "".join(invited.output)
 
     def join(user: str, *given: object, trust: str = "invited") -> Run:
         arguments = ["digits", tmp_path / user, "--devices", 1, "--num-stages", 2, "--trust", trust]
         return start(user, "join", address, *given, SCRIPT, *arguments, program=COMMAND)
 
-    assert_refused(join("bob"), "run 'swarm' is for invited peers", "`lightning-swarm invite --role server")
-    assert_refused(join("eve", trust="open"), "answers only peers with a certificate", "Join with an invitation")
-
-    invited = start("starter", "invite", "--role", "server", "--out", tmp_path / "swarm.invite", program=COMMAND)
-    assert invited.wait() == 0, "".join(invited.output)
     anna = join("anna", "--invite", tmp_path / "swarm.invite", "--identity", tmp_path / "anna.key")
+    bob, eve = join("bob"), join("eve", trust="open")
+    assert_refused(bob, "run 'swarm' is for invited peers", "`lightning-swarm invite --role server")
+    assert_refused(eve, "answers only peers with a certificate", "Join with an invitation")
     assert anna.wait() == 0, "".join(anna.output)
     assert run.wait() == 0, "".join(run.output)
     assert [one.survivors() for one in (run, anna)] == [[], []]
