@@ -3,7 +3,8 @@
 Start it once, and then, at any time, in other terminals or on other machines, with the address that it prints::
 
     python -m examples.volunteers.train --listen 0.0.0.0:31337
-    python -m examples.volunteers.train --join 203.0.113.7:31337/12D3KooW...
+    lightning-swarm invite --role trainer --uses 20 --out swarm.invite
+    SWARM_INVITE_FILE=swarm.invite python -m examples.volunteers.train --join 203.0.113.7:31337/12D3KooW...
 
 Each step is LAMB with a state of 8 bits over 256 windows of text, whoever brings them. Kill any of them but the last.
 """

@@ -73,7 +73,16 @@ def check(words: list[str]) -> None:
 def check_span(text: str) -> None:
     """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
     words = shlex.split(text)
-    names = {*programs.TRAINER_COMMANDS, *programs.PEER_COMMANDS, "doctor", "status", "plan", "export", "simulate"}
+    names = {
+        *programs.TRAINER_COMMANDS,
+        *programs.PEER_COMMANDS,
+        "invite",
+        "doctor",
+        "status",
+        "plan",
+        "export",
+        "simulate",
+    }
     if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
 
@@ -185,7 +194,8 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
     """The commands parse, find their files, and make all objects; then they stop, having told what they would do."""
 
     def run(arguments: argparse.Namespace) -> int:
-        addresses = [*getattr(arguments, "peer", ()), *filter(None, [getattr(arguments, "address", None)])]
+        peers = arguments.peer if arguments.command == "doctor" else ()
+        addresses = [*peers, *filter(None, [getattr(arguments, "address", None)])]
         told.append([addresses_module.Address.parse(address) for address in addresses])
         if "scenario" in arguments:
             ScenarioRuns(arguments.scenario)

@@ -21,6 +21,7 @@ import lightning_swarm
 from lightning_swarm import cli
 from lightning_swarm.cli import SwarmCLI, commands
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer.entry import entry_of
 from lightning_swarm.peer.process import how_to_join
 from lightning_swarm.planner import report
 from lightning_swarm.planner.machine_files import read_machines
@@ -210,14 +211,17 @@ def test_a_block_without_a_rule_is_found(tmp_path: Path) -> None:
 
 
 def peers_can_join(block: Block) -> None:
-    """The line that a starter of the quickstart's script prints."""
-    line = block.text.splitlines()[0]
-    address = Address.parse(line.partition("lightning-swarm join ")[2].split()[0].replace("12D3KooW...", PEER_ID))
-    strategy = lightning_swarm.SwarmStrategy(num_stages=2)
-    with pytest.MonkeyPatch.context() as patch:
+    """The lines that a starter of the quickstart's script prints."""
+    said = block.text.replace("12D3KooW...", PEER_ID)
+    address = Address.parse(said.partition("lightning-swarm join ")[2].split()[0])
+    is_invited = not address.place.is_loopback
+    config = lightning_swarm.SwarmStrategy(listen="0.0.0.0:31337" if is_invited else "127.0.0.1").config
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(sys, "argv", ["train.py"])
         patch.setattr(sys.modules["__main__"], "__spec__", None)
-        assert how_to_join(strategy.config, [address], None) == line.replace("12D3KooW...", PEER_ID)
+        lines = how_to_join(config, [address], entry_of(config, Path(folder), now_s=0.0))
+        assert said.startswith(f"{lines}\n")
+        assert len(said.splitlines()) == len(lines.splitlines()) + (not is_invited), "the script's own line"
 
 
 def simulated(block: Block, name: str = "scenario") -> None:
@@ -241,6 +245,7 @@ def planned(block: Block) -> None:
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
     ("docs/join.md", "Peers can join this run"): peers_can_join,
+    ("docs/two_machines.md", "Peers can join this run"): peers_can_join,
     ("docs/simulate.md", "rule   samples"): simulated,
     ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches"),
     ("docs/planning.md", "1416.5M parameters"): planned,
