@@ -1,4 +1,4 @@
-"""A run of invited peers, in processes of its own: who is invited helps, and who is not is told what to ask for."""
+"""A run of invited peers, in processes of its own: who is invited helps or looks, others are told what to ask for."""
 
 from __future__ import annotations
 
@@ -39,24 +39,29 @@ def test_only_who_is_invited_trains_along(start: Start, tmp_path: Path) -> None:
     for name in ("starter", "anna", "bob", "eve"):
         (tmp_path / name).mkdir()
     out = tmp_path / "starter"
-    (out / "seen").touch()  # no onlooker comes
     options = ["--num-stages", 2, "--microbatch-size", 3, "--trust", "invited"]
     run = start(
         "starter", "digits", out, "--devices", 2, *options, "--max-steps", 50, "--joiner-at", JOINED_AT, "--clip", 0.5
     )
     address = run.wait_for("can join this run: ").partition("lightning-swarm join ")[2].split()[0]
     assert "lightning-swarm invite --role server --out swarm.invite" in run.wait_for("Only peers with an invitation")
-    invited = start("starter", "invite", "--role", "server", "--out", tmp_path / "swarm.invite", program=COMMAND)
-    assert invited.wait() == 0, "".join(invited.output)
+    for role in ("server", "observer"):
+        invited = start("starter", "invite", "--role", role, "--out", tmp_path / f"{role}.invite", program=COMMAND)
+        assert invited.wait() == 0, "".join(invited.output)
 
     def join(user: str, *given: object, trust: str = "invited") -> Run:
         arguments = ["digits", tmp_path / user, "--devices", 1, "--num-stages", 2, "--trust", trust]
         return start(user, "join", address, *given, SCRIPT, *arguments, program=COMMAND)
 
-    anna = join("anna", "--invite", tmp_path / "swarm.invite", "--identity", tmp_path / "anna.key")
+    anna = join("anna", "--invite", tmp_path / "server.invite", "--identity", tmp_path / "anna.key")
     bob, eve = join("bob"), join("eve", trust="open")
     assert_refused(bob, "run 'swarm' is for invited peers", "`lightning-swarm invite --role server")
     assert_refused(eve, "answers only peers with a certificate", "Join with an invitation")
+    run.wait_for("waiting for an onlooker")
+    look = start("carl", "status", address, "--invite", tmp_path / "observer.invite", "--json", program=COMMAND)
+    seen = json.loads(look.wait_for('{"run_id"'))
+    assert look.wait() == 0, "".join(look.output)
+    (out / "seen").touch()
     assert anna.wait() == 0, "".join(anna.output)
     assert run.wait() == 0, "".join(run.output)
     assert [one.survivors() for one in (run, anna)] == [[], []]
@@ -64,6 +69,8 @@ def test_only_who_is_invited_trains_along(start: Start, tmp_path: Path) -> None:
     newcomer = json.loads((tmp_path / "anna" / "traffic-0.json").read_text())
     [(step, peers)] = json.loads((out / "result.json").read_text())["newcomers"]
     assert peers == [newcomer["peer_id"]]
+    assert any(peers[0] in stage for stage in seen["stages"])
+    assert [peer["problem"] for peer in seen["peers"]] == [None] * 3
     assert step >= JOINED_AT
     assert sum(sent for _, _, sent in newcomer["sent"]) > 0
     assert (tmp_path / "anna.key.certificate").exists()
