@@ -227,10 +227,11 @@ def test_an_invitation_of_one_peer_is_not_passed_on(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the network is told
 
 
-def test_a_transport_has_the_certificate_before_anybody_can_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("role", "may_lead"), [(Role.SERVER, False), (Role.TRAINER, True)])
+def test_a_transport_has_the_certificate_before_anybody_can_ask_and_a_role_may_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role, may_lead: bool
 ) -> None:
-    entry = entered(joiner(invite=written(tmp_path, invitation(lasts_s=1e9))), tmp_path)
+    entry = entered(joiner(invite=written(tmp_path, invitation(role, lasts_s=1e9))), tmp_path)
     told: list[tuple[Credentials, set[str]]] = []
     methods: set[str] = set()
     loop = VirtualLoop()
@@ -253,9 +254,18 @@ def test_a_transport_has_the_certificate_before_anybody_can_ask(
         assert not answered_before
         assert methods, "it answers by now"
         permit = credentials.verify(transport.peer_id, credentials.certificate, now_s=time.time())
-        assert permit.role is Role.SERVER
+        assert permit.role is role
         with pytest.raises(AccessDenied, match="another peer"):
             credentials.verify(PEER, credentials.certificate, now_s=time.time())
+        announced: list[bool] = []
+
+        async def serve(model: object, *, trains: bool, inherits: bool) -> None:
+            announced.append(inherits)
+
+        monkeypatch.setattr(peer._host, "serve", serve)
+        no_model: Any = None
+        loop.run_until_complete(peer.begin_to_serve(no_model, inherits=True))
+        assert announced == [may_lead]
     finally:
         peer.close()
         loop.close()
