@@ -78,8 +78,10 @@ def _start_command(address: Address, program: str, entry: Entry | None) -> str:
 def _how_to_invite(config: SwarmConfig, entry: Entry, role: str) -> str:
     run = "" if config.run_id == DEFAULT_RUN_ID else f" --run-id {shlex.quote(config.run_id)}"
     command = f"lightning-swarm invite --role {role}{run} --out {_EXAMPLE}"
-    where = "Make the file on this machine" if entry.is_owner else "The run's owner makes the file"
-    return f"Only peers with an invitation are let in. {where}, and send it in private: {command}"
+    how = (
+        "Make the file on this machine, and send it in private" if entry.is_owner else "The run's owner makes the file"
+    )
+    return f"Only peers with an invitation are let in. {how}: {command}"
 
 
 def _is_command() -> bool:

@@ -56,6 +56,7 @@ def test_only_who_is_invited_trains_along(
     assert "lightning-swarm invite --role server --out swarm.invite" in run.wait_for("Only peers with an invitation")
     for role in ("server", "observer"):
         assert command("invite", "--role", role, "--out", tmp_path / f"{role}.invite") == 0
+    run.wait_for("waiting for a joiner")
     anna = start(
         *("anna", "join", address, "--invite", tmp_path / "server.invite", "--identity", tmp_path / "anna.key"),
         *(SCRIPT, "digits", tmp_path / "anna", "--devices", 1, *options),
