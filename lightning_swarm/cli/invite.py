@@ -27,8 +27,8 @@ from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 DESCRIPTION: Final = """\
 {what} Call it where the run was started: there is the owner's key.
 
-    lightning-swarm invite --role server --out anna.invite          for one peer that serves
-    lightning-swarm invite --role trainer --uses 4 > team.invite    for four that may also train, and lead
+    lightning-swarm invite --role server --out anna.invite              for one peer that serves
+    lightning-swarm invite --role trainer --uses 4 --out team.invite    for four that may also train, and lead
     lightning-swarm invite --role server --peer 12D3... --out spot.invite
 
 Whoever has the file can join until it expires, so send it in private; one for a single peer (--peer) is no secret. The
@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=[str(role) for role in Role], default="server", help="(default: %(default)s)")
     parser.add_argument("--uses", type=int, default=1, metavar="N", help="so many peers may come by it (default: 1)")
     parser.add_argument(
-        "--expires", default="7d", metavar="TIME", help="when it ends: 30m, 12h, 7d or 4w from now (default: 7d)"
+        "--expires",
+        default="7d",
+        metavar="TIME",
+        help="when it and its certificates end: 30m, 12h, 7d or 4w (default: 7d)",
     )
     parser.add_argument("--peer", metavar="ID", help="for this one peer, whose id is 12D3...")
     parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
