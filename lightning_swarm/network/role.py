@@ -1,4 +1,4 @@
-"""`Role`: a transport whose handlers come and go with a role of its peer, such as that of the coordinator."""
+"""`RoleTransport`: a transport whose handlers come and go with a role of its peer, such as that of the coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_swarm.core.errors import NotCoordinator
 from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, Message, PeerId, StreamHandler, Transport
 
 
-class Role(Transport):
+class RoleTransport(Transport):
     """A peer's transport for the time that the peer plays a role. At other times the role's methods are refused."""
 
     def __init__(
