@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_swarm.core.errors import NotCoordinator
 from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, Message, PeerId, StreamHandler, Transport
+from lightning_swarm.network.access import Permit
 
 
 class RoleTransport(Transport):
@@ -79,6 +80,14 @@ class RoleTransport(Transport):
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
         return await self._transport.ping(peer)
+
+    def permit_of(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return self._transport.permit_of(peer)
+
+    async def certify(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return await self._transport.certify(peer)
 
     async def connect(self, addresses: Sequence[str]) -> None:
         """See `Transport`."""
