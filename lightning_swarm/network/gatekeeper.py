@@ -74,7 +74,8 @@ class Gatekeeper:
                 f"{num_failed} certificates of {peer} did not hold; another is looked at in {next_s - at_s:.0f} s"
             )
         # Before it is verified, so that it counts whatever goes wrong.
-        self._failing[peer] = num_failed + 1, at_s + min(_FIRST_PAUSE_S * 2**num_failed, _LONGEST_PAUSE_S)
+        pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_failed, 20), _LONGEST_PAUSE_S)
+        self._failing[peer] = num_failed + 1, at_s + pause_s
         _keep_newest(self._failing, peer, _MAX_FAILING)
         if len(certificate) > MAX_CERTIFICATE_BYTES:
             raise AccessDenied(
