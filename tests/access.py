@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 from lightning_swarm.core.errors import AccessDenied
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Permit, Role
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.protocol.messages.run import UsedInvitation
 
 HOUR_S = 3600.0
 INVITATION = b"invitation of 16"
@@ -54,3 +59,40 @@ class FakeCredentials:
 def credentials_of(peer: PeerId, role: Role = Role.KEEPER, *, uses: int = 100, **named: bytes) -> FakeCredentials:
     """What a peer of the run has."""
     return FakeCredentials(certificate_of(peer, role, uses=uses, **named), named.get("run", b"run"))
+
+
+class InvitedNetwork(MemoryNetwork):
+    """A network on which every peer has credentials.
+
+    Args:
+        role_of: The role of each peer.
+        invitation_of: The invitation by which each peer comes.
+        uses: Of each invitation.
+    """
+
+    def __init__(
+        self,
+        role_of: Callable[[PeerId], Role] = lambda _: Role.KEEPER,
+        invitation_of: Callable[[PeerId], bytes] = lambda _: INVITATION,
+        uses: int = 100,
+    ) -> None:
+        super().__init__(latency_s=0.001)
+        self._role_of, self._invitation_of, self._uses = role_of, invitation_of, uses
+        self.verified: dict[PeerId, FakeCredentials] = {}
+
+    @override
+    def transport(self, name: str | None = None) -> MemoryTransport:
+        transport = super().transport(name)
+        peer = transport.peer_id
+        role, invitation = self._role_of(peer), self._invitation_of(peer)
+        own = FakeCredentials(certificate_of(peer, role, invitation=invitation, uses=self._uses))
+        self.verified[peer] = own
+        transport.set_credentials(own)
+        return transport
+
+    def used_by(self, members: Collection[str]) -> list[UsedInvitation]:
+        """What the manifest of a run of these members says."""
+        found: dict[bytes, list[PeerId]] = {}
+        for name in members:
+            found.setdefault(self._invitation_of(PeerId(name)), []).append(PeerId(name))
+        return [UsedInvitation(number=number, uses=self._uses, peers=peers) for number, peers in found.items()]
