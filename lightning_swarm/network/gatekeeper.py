@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified, Untrusted
 from lightning_swarm.core.readable import printable, short_name, shorten
@@ -22,10 +22,25 @@ MAX_CERTIFICATE_BYTES: Final = 1 << 10
 STRANGER_BYTES: Final = 4 << 10
 """Longest message of a peer that has shown no certificate yet; a longer one is refused unread."""
 
+_MAY: Final = {
+    role: frozenset(method for method, least in MAY.items() if least is None or role.includes(least)) for role in Role
+}
+_ANSWERS: Final = {
+    role: frozenset(method for method in MAY if role.includes(ANSWERS.get(method, Role.SERVER))) for role in Role
+}
 _MAX_PERMITS: Final = 4096
 _MAX_FAILING: Final = 1024
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 64.0
+
+
+class _Known(NamedTuple):
+    """What is known of a peer; its methods are listed, so that a request costs no more than two look-ups."""
+
+    certificate: bytes
+    permit: Permit
+    may_call: frozenset[str]
+    answers: frozenset[str]
 
 
 class Gatekeeper:
@@ -44,7 +59,7 @@ class Gatekeeper:
         self._on_certified = on_certified
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
         # The peers used last come last. One that is forgotten shows its certificate again, so members lose nothing.
-        self._permits: OrderedDict[PeerId, tuple[bytes, Permit]] = OrderedDict()
+        self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
         # Of peers whose certificates did not hold: how many in a row, and when the next one is looked at.
         self._failing: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
         self.refusals = RefusalLog()
@@ -53,19 +68,27 @@ class Gatekeeper:
         """Return what a peer's certificate permits; None: it has shown none, or that one has expired."""
         if peer == self.own:
             return self.credentials.verify(peer, self.credentials.certificate, now_s=self._wall_s())
+        known = self._find(peer)
+        return None if known is None else known.permit
+
+    def _find(self, peer: PeerId) -> _Known | None:
         known = self._permits.get(peer)
         if known is None:
             return None
-        if known[1].expires_at_s <= self._wall_s():
+        if known.permit.expires_at_s <= self._wall_s():
             del self._permits[peer]
             return None
         self._permits.move_to_end(peer)
-        return known[1]
+        return known
+
+    def knows(self, peer: PeerId) -> bool:
+        """Return whether another peer has shown a certificate that holds."""
+        return self._find(peer) is not None
 
     def certify(self, peer: PeerId, certificate: bytes) -> None:
         """Verify the certificate that a peer shows, and note what it permits; else `AccessDenied` or `Busy`."""
-        known = self._permits.get(peer)
-        if known is not None and known[0] == certificate and self.permit_of(peer) is not None:
+        known = self._find(peer)
+        if known is not None and known.certificate == certificate:
             return
         at_s = self._wall_s()
         num_failed, next_s = self._failing.get(peer, (0, 0.0))
@@ -84,36 +107,40 @@ class Gatekeeper:
             )
         permit = self.credentials.verify(peer, certificate, now_s=at_s)
         del self._failing[peer]
-        self._permits[peer] = certificate, permit
+        self._permits[peer] = _Known(certificate, permit, _MAY[permit.role], _ANSWERS[permit.role])
         _keep_newest(self._permits, peer, _MAX_PERMITS)
         self.refusals.forget(peer)
         self._on_certified(peer)
 
     def check_caller(self, caller: PeerId, method: str) -> None:
         """Refuse a request that the caller's certificate does not permit, or whose caller has shown none."""
+        known = self._find(caller)
+        if known is not None and method in known.may_call:
+            return
         least = MAY.get(method)
         if least is None and method in MAY:
             return
-        permit = self.permit_of(caller)
-        if permit is None:
+        if known is None:
             self._refuse(caller, Uncertified(_uncertified(self.own, caller)))
         elif least is None:
             self._refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
-        elif not permit.role.includes(least):
-            self._refuse(caller, AccessDenied(_beyond(caller, permit.role, f"call `{method}`", least)))
+        else:
+            self._refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", least)))
 
     def check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a long message of a peer that has shown no certificate, before it is read."""
-        if num_bytes > STRANGER_BYTES and self.permit_of(caller) is None:
+        if num_bytes > STRANGER_BYTES and not self.knows(caller):
             self._refuse(caller, Uncertified(_uncertified(self.own, caller)))
 
     def check_answers(self, peer: PeerId, method: str) -> None:
         """Refuse to ask a peer what its certificate does not permit it to answer."""
-        permit, least = self.permit_of(peer), ANSWERS.get(method, Role.SERVER)
-        if permit is None:
+        known = self._find(peer)
+        if known is not None and (method in known.answers or method not in MAY):  # else it refuses that itself
+            return
+        if known is None:
             raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
-        if not permit.role.includes(least):
-            raise Untrusted(_beyond(peer, permit.role, f"be asked for `{method}`", least))
+        least = ANSWERS.get(method, Role.SERVER)
+        raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", least))
 
     def _refuse(self, caller: PeerId, error: AccessDenied) -> None:
         self.refusals.note(caller, str(error))

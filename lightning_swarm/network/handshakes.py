@@ -40,7 +40,7 @@ class Handshakes:
 
     async def permit_of(self, peer: PeerId) -> Permit | None:
         """Return what a peer's certificate permits, after a handshake if it is not known."""
-        if self._gate.permit_of(peer) is None:
+        if peer != self._gate.own and not self._gate.knows(peer):
             await self._shake(peer)
         return self._gate.permit_of(peer)
 
@@ -48,7 +48,7 @@ class Handshakes:
         """Ask a peer that has shown its certificate, and show it this one's again if it has forgotten that."""
         if method in MAY and MAY[method] is None:
             return await ask()
-        if self._gate.permit_of(peer) is None:
+        if not self._gate.knows(peer):
             await self._shake(peer)
         self._gate.check_answers(peer, method)
         try:

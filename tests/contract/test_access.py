@@ -205,7 +205,7 @@ def test_a_peer_that_forgot_is_shown_the_certificate_again(
 def test_a_peer_that_forgets_for_ever_is_asked_twice(world: World, handled: Handled) -> None:
     introduced(world)
     gate = world.b.transport._gate  # type: ignore[attr-defined]
-    gate.permit_of = lambda peer: None
+    gate._find = lambda peer: None
     before = certifications(world)
     with pytest.raises(AccessDenied, match="forgets this peer's certificate at once") as caught:
         call(world)

@@ -190,7 +190,7 @@ class HivemindTransport(BaseTransport):
 
     def _open_slot(self, protocol: str, caller: PeerId, stream: Stream) -> StreamSlot | None:
         owner = (caller, protocol)
-        if self._gate is None or self._gate.permit_of(caller) is not None:
+        if self._gate is None or self._gate.knows(caller):
             return self._slots.open(owner, stream.close, at_most=_MAX_STREAMS.get(protocol, 0))
         slot = self._strangers.open(owner, stream.close, at_most=_STRANGER_STREAMS)
         if slot is not None:
