@@ -37,9 +37,9 @@ from lightning_swarm.network import (
 )
 from lightning_swarm.network.access import Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
+from lightning_swarm.network.certification import CERTIFY, Certification
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper
-from lightning_swarm.network.handshakes import CERTIFY, Handshakes
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.rpc import (
     STALL_TIMEOUT_S,
@@ -109,7 +109,7 @@ class BaseTransport(Transport):
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
         self._gate: Gatekeeper | None = None  # None: all peers may call, and are called
-        self._handshakes: Handshakes | None = None
+        self._certification: Certification | None = None
         self.handle_call(PING, _answer_ping)
         self.handle_call(CERTIFY, self._answer_certify)
 
@@ -142,7 +142,7 @@ class BaseTransport(Transport):
             if peer == self._peer_id:
                 return (await self._ask_self(Kind.CALL, method, message, 0)).body
             ask = partial(self._ask_small, peer, Kind.CALL, method, message, 0)
-            return (await (ask() if self._handshakes is None else self._handshakes.ask(peer, method, ask))).body
+            return (await (ask() if self._certification is None else self._certification.ask(peer, method, ask))).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
@@ -155,7 +155,7 @@ class BaseTransport(Transport):
                 ask = partial(self._ask_small, peer, Kind.STREAM, method, message, max_bytes)
             else:
                 ask = partial(self._ask_large, peer, method, message, max_bytes)
-            return await (ask() if self._handshakes is None else self._handshakes.ask(peer, method, ask))
+            return await (ask() if self._certification is None else self._certification.ask(peer, method, ask))
 
     async def _ask_large(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         """Exchange messages over a stream of their own."""
@@ -192,10 +192,10 @@ class BaseTransport(Transport):
 
     def set_credentials(self, credentials: Credentials | None) -> None:
         """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
-        self._gate = self._handshakes = None
+        self._gate = self._certification = None
         if credentials is not None:
             self._gate = Gatekeeper(self._peer_id, credentials, on_certified=self._on_certified)
-            self._handshakes = Handshakes(self._gate, self.call, self._spawn)
+            self._certification = Certification(self._gate, self.call, self._spawn)
 
     def permit_of(self, peer: PeerId) -> Permit | None:
         """See `Transport`."""
@@ -203,7 +203,7 @@ class BaseTransport(Transport):
 
     async def certify(self, peer: PeerId) -> Permit | None:
         """See `Transport`."""
-        return None if self._handshakes is None else await self._handshakes.permit_of(peer)
+        return None if self._certification is None else await self._certification.permit_of(peer)
 
     async def _answer_certify(self, caller: PeerId, body: bytes) -> bytes:
         if self._gate is None:

@@ -14,7 +14,7 @@ import torch
 from lightning_swarm.core.errors import AccessDenied, ProtocolError, Uncertified, Unreachable, Untrusted
 from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, Message, PeerId
 from lightning_swarm.network.access import MAY, Permit, Role
-from lightning_swarm.network.handshakes import CERTIFY
+from lightning_swarm.network.certification import CERTIFY
 from tests.access import FakeCredentials, certificate_of, credentials_of
 from tests.contract.world import HivemindWorld, Peer, World
 
@@ -100,7 +100,7 @@ each_exchange = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCH
 
 
 def certifications(world: World) -> int:
-    """Bytes of the handshakes that `a` began."""
+    """Bytes of the certificates that `a` showed."""
     return world.a.transport.traffic.sent_bytes[world.b.id, CERTIFY]
 
 
@@ -127,7 +127,7 @@ def test_members_show_their_certificates_once(world: World, handled: Handled) ->
     assert world.run(world.b.transport.certify(world.a.id)) == permit
 
 
-def test_concurrent_calls_wait_for_one_handshake(world: World, handled: Handled) -> None:
+def test_concurrent_calls_wait_for_one_certification(world: World, handled: Handled) -> None:
     own = introduced(world)
     before = certifications(world)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
-from lightning_swarm.network.handshakes import CERTIFY
+from lightning_swarm.network.certification import CERTIFY
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.access import InvitedNetwork
 from tests.faults.harness import FaultySwarm

@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 30.0
 
 
 @dataclass(eq=False)
-class Handshakes:
+class Certification:
     """Shows this peer's certificate to others, and verifies what they show; at most one at a time with each peer."""
 
     _gate: Gatekeeper
@@ -39,9 +39,9 @@ class Handshakes:
     _running: dict[PeerId, asyncio.Task[None]] = field(default_factory=dict)
 
     async def permit_of(self, peer: PeerId) -> Permit | None:
-        """Return what a peer's certificate permits, after a handshake if it is not known."""
+        """Return what a peer's certificate permits, after the certificates are exchanged if it is not known."""
         if peer != self._gate.own and not self._gate.knows(peer):
-            await self._shake(peer)
+            await self._certify_at(peer)
         return self._gate.permit_of(peer)
 
     async def ask(self, peer: PeerId, method: str, ask: Callable[[], Awaitable[_T]]) -> _T:
@@ -49,18 +49,18 @@ class Handshakes:
         if method in MAY and MAY[method] is None:
             return await ask()
         if not self._gate.knows(peer):
-            await self._shake(peer)
+            await self._certify_at(peer)
         self._gate.check_answers(peer, method)
         try:
             return await ask()
         except Uncertified:
-            await self._shake(peer)
+            await self._certify_at(peer)
         try:
             return await ask()
         except Uncertified as error:  # by another name, so that nobody repeats a request that a handler has begun
             raise AccessDenied(f"{peer} forgets this peer's certificate at once: {error}") from error
 
-    async def _shake(self, peer: PeerId) -> None:
+    async def _certify_at(self, peer: PeerId) -> None:
         running = self._running.get(peer)
         if running is None:
             running = self._running[peer] = self._spawn(self._exchange(peer))
