@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Permit
-from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
+from lightning_swarm.protocol.messages.run import MAX_USES, InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Record
 
 Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitation
@@ -17,7 +17,7 @@ Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitat
 
 def invited_by(permit: Permit) -> InvitedBy:
     """Return the invitation that a peer's permit is of."""
-    return InvitedBy(number=permit.invitation, uses=permit.uses)
+    return InvitedBy(number=permit.invitation, uses=min(permit.uses, MAX_USES))  # more could not be shown to a joiner
 
 
 def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedBy]) -> list[UsedInvitation]:
@@ -57,8 +57,7 @@ def check_invited(used: Used, record: Record) -> None:
     new = {*record.enlisted, *(one.member.peer_id for one in record.newcomers)}
     expected = set() if isinstance(used, UnsetType) else new
     if invited.keys() != expected:
-        rule = "in this run all come by invitation" if expected else "in this run nobody comes by invitation"
         raise ProtocolError(
-            f"{rule}: record {record.step} has to name those of {len(expected)} peers, it names {len(invited)}; the "
-            f"first that differs is {min(invited.keys() ^ expected)}"
+            f"record {record.step} has to tell of {len(expected)} new members by which invitation they come, and tells "
+            f"it of {len(invited)}; the first that differs is {min(invited.keys() ^ expected)}"
         )

@@ -12,8 +12,8 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.core.errors import AccessDenied, ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Role
-from lightning_swarm.protocol.invitations import check_invited, check_used, has_room, used_after
+from lightning_swarm.network.access import Permit, Role
+from lightning_swarm.protocol.invitations import check_invited, check_used, has_room, invited_by, used_after
 from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Proposal, Record, Vote
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -220,7 +220,9 @@ def test_an_open_run_counts_nothing(make_swarm: MakeSwarm) -> None:
     assert record.newcomers
     assert record.invited is UNSET
     assert b"invit" not in encode(record) + encode(swarm.steps.run.view())
-    with pytest.raises(ProtocolError, match=r"nobody comes by invitation.*it names 1"):
+    with pytest.raises(
+        ProtocolError, match="has to tell of 0 new members by which invitation they come, and tells it of 1"
+    ):
         check_invited(UNSET, replaced(record, invited={G: InvitedBy(number=OURS, uses=1)}))
 
 
@@ -238,6 +240,8 @@ def test_each_peer_is_counted_once() -> None:
     assert not has_room(both, C, by)
     assert has_room(both, C, InvitedBy(number=FIRST, uses=1))
     assert has_room(both, C, by) is has_room(both, C, InvitedBy(number=OURS, uses=9)), "what was counted first holds"
+    permit = Permit(Role.SERVER, 0.0, OURS, 10**9)
+    assert decode(encode(invited_by(permit)), InvitedBy).uses == 4096
     check_used(both)
     check_used(UNSET)
     for wrong in (
