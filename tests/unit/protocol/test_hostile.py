@@ -17,7 +17,8 @@ import torch
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.monitor.survey import OTHERS, REPORT
 from lightning_swarm.network import Message, PeerId, framing
-from lightning_swarm.network.transport import CERTIFY, PING
+from lightning_swarm.network.certification import CERTIFY
+from lightning_swarm.network.transport import PING
 from lightning_swarm.protocol import methods, serialization
 from lightning_swarm.protocol import plain_values as values
 from lightning_swarm.protocol.messages.batches import (
