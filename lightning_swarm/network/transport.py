@@ -188,8 +188,6 @@ class BaseTransport(Transport):
             await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
         return answer
 
-    # ------------------------------------------------------------------ certificates
-
     def set_credentials(self, credentials: Credentials | None) -> None:
         """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
         self._gate = self._certification = None
@@ -208,16 +206,14 @@ class BaseTransport(Transport):
     async def _answer_certify(self, caller: PeerId, body: bytes) -> bytes:
         if self._gate is None:
             raise Untrusted(
-                f"{self._peer_id} runs with `trust='open'` and has no certificate to show, and {caller} has one. "
-                "Start both with the same `trust`: join by invitation there, or leave the invitation out here."
+                f"{self._peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
+                f"is at {caller}. Start both with the same `trust`, and with invitations of the same run."
             )
         self._gate.certify(caller, body)
         return self._gate.credentials.certificate
 
     def _on_certified(self, peer: PeerId) -> None:
         """Enter that a peer has shown a certificate."""
-
-    # ------------------------------------------------------------------
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""

@@ -156,7 +156,9 @@ def test_a_peer_without_certificate_is_not_asked(
     world: World, handled: Handled, exchange: Callable[[World], object]
 ) -> None:
     trust(world.a, credentials_of(world.a.id))
-    with pytest.raises(Untrusted, match=r"runs with `trust='open'`.*Start both with the same `trust`"):
+    with pytest.raises(
+        Untrusted, match=r"takes any peer and has no certificate to show.*Start both with the same `trust`"
+    ):
         exchange(world)
     assert handled.calls == []
     with pytest.raises(Uncertified):  # and the other way round

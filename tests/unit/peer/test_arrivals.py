@@ -46,7 +46,7 @@ def test_the_first_members_are_counted(make_swarm: MakeSwarm) -> None:
 def test_who_is_not_invited_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
     """Their announcements say that they wait for this run: anybody may announce that."""
     for credentials, reason in (
-        (None, "runs with `trust='open'`"),
+        (None, "takes any peer and has no certificate to show"),
         (FakeCredentials(certificate_of(B, run=b"another"), b"another"), "it is not signed by the owner of this run"),
         (FakeCredentials(certificate_of(B, Role.OBSERVER)), "its certificate is not of the role server"),
     ):

@@ -27,6 +27,7 @@ from tests.unit.coordinator.test_rollback import step as restart_step
 from tests.unit.swarm import LEAD, Swarm, key, rows
 
 A, B, C, D, G, H, J = map(PeerId, "abcdghj")
+NEWER = PeerId("newer")
 FIRST, OURS = b"of the first one", b"of those who com"
 MEMBERS = ("a", "b", "c", "d", LEAD)
 
@@ -34,7 +35,7 @@ MEMBERS = ("a", "b", "c", "d", LEAD)
 def invited_swarm(make_swarm: MakeSwarm, *rosters: str, uses: int, **options: Any) -> Swarm:
     """The first members come by one invitation, all others by another one."""
     network = InvitedNetwork(
-        role_of=lambda peer: Role.TRAINER if peer in (LEAD, NEW) else Role.SERVER,
+        role_of=lambda peer: Role.TRAINER if peer in (LEAD, NEW, NEWER) else Role.SERVER,
         invitation_of=lambda peer: FIRST if peer in MEMBERS else OURS,
         uses=uses,
     )
@@ -160,6 +161,8 @@ def test_no_more_trainers_come_than_an_invitation_has_uses(make_swarm: MakeSwarm
         coming = asyncio.create_task(run.enter(run.transport()))
         await asyncio.sleep(1.0)
         await denied(entering(swarm, joiner))
+        with pytest.raises(AccessDenied, match="that of newer has 1, and as many others came by it"):
+            await run.enter(run.transport(NEWER))
         record = await run.step(run.lead, run.lead)
         assert record.enlisted == [NEW]
         assert record.invited == {NEW: InvitedBy(number=OURS, uses=1)}
