@@ -64,7 +64,6 @@ SILENCE_S: Final = 10.0
 
 _IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream, so that no request meets a closing one
 
-
 # Of requests that are not answered yet. Of strangers: whoever knows no more than this peer's address may call.
 _STRANGERS_BYTES: Final = 512 << 20
 _STRANGER_BYTES: Final = 64 << 20
@@ -254,9 +253,13 @@ class BaseTransport(Transport):
                 answer = b"".join(await answer_to(head, served.respond, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
-        self.traffic.received_bytes[caller, method] += len(request)
-        self.traffic.sent_bytes[caller, method] += len(answer)
+        self.traffic.received_bytes[self._account_of(caller), method] += len(request)
+        self.traffic.sent_bytes[self._account_of(caller), method] += len(answer)
         return answer
+
+    def _account_of(self, caller: PeerId) -> PeerId:
+        """Peers without a certificate share one entry, or they could fill the memory by changing their identities."""
+        return caller if self._gate is None or self._gate.knows(caller) else PeerId("")
 
     @contextmanager
     def _counting(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
@@ -331,7 +334,7 @@ class BaseTransport(Transport):
                 slot.end()
             # Unknown method names share one entry, or strangers could fill the memory by making up names.
             known = method in self._call_handlers or method in self._stream_handlers
-            self._count(caller, method if known else "", channel)
+            self._count(self._account_of(caller), method if known else "", channel)
 
         holding = _holding(self._strangers_budget, caller)
 

@@ -144,9 +144,12 @@ def test_concurrent_calls_wait_for_one_certification(world: World, handled: Hand
 @each_exchange
 def test_a_stranger_is_refused_unread(world: World, handled: Handled, exchange: Callable[[World], object]) -> None:
     trust(world.b, credentials_of(world.b.id))
+    before = dict(world.b.transport.traffic.received_bytes)
     with pytest.raises(Uncertified, match=r"only peers with a certificate of its run.*lightning-swarm join --invite"):
         exchange(world)
     assert handled.calls == []
+    after = world.b.transport.traffic.received_bytes
+    assert {peer for (peer, method), count in after.items() if count != before.get((peer, method), 0)} <= {""}
     assert world.run(world.a.transport.ping(world.b.id)) >= 0.0
     assert world.b.transport.permit_of(world.a.id) is None
 
