@@ -35,7 +35,7 @@ _MAX_STREAMS: Final = {_CALL: 4, _STREAM: 96}
 _MAX_STREAMS_IN_ALL: Final = 2048
 # Of peers that have shown no certificate, where one is asked for; and how long they may stay.
 _STRANGER_STREAMS: Final = 2
-_STRANGERS_STREAMS: Final = 64
+_STRANGERS_STREAMS: Final = 256  # members of a large run that come back to a peer at once, each for a round trip
 _STRANGER_S: Final = 10.0
 _CONNECT_TIMEOUT_S: Final = 30.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
@@ -59,7 +59,8 @@ class HivemindTransport(BaseTransport):
         )
         # Half of the files that may be open: the others are this peer's own, and those of the user's code.
         self._slots = StreamSlots(min(max_files() // 2, _MAX_STREAMS_IN_ALL))
-        self._strangers = StreamSlots(_STRANGERS_STREAMS)  # apart, so that they take no member's place
+        # Apart, so that they take no member's place.
+        self._strangers = StreamSlots(min(max_files() // 8, _STRANGERS_STREAMS))
         self._watch: asyncio.Task[None] | None = None
 
     @property
