@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
+    AccessDenied,
     NotCoordinator,
     NotEnlisted,
     PeerError,
@@ -98,7 +99,7 @@ class CoordinatorCalls:
             try:
                 return await self._within_term(self._registered_at(coordinator, exchange))
             except (PeerError, ProtocolError) as error:
-                if self._transport.closed or isinstance(error, NotEnlisted):
+                if self._transport.closed or isinstance(error, NotEnlisted | AccessDenied):
                     raise
                 if not isinstance(error, PeerError):
                     await self._check_generation(coordinator)

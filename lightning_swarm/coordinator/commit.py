@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -157,7 +158,6 @@ class StepCommit:
         self._moves.take_loads(sums.loads)
         position = None if step.window is None else step.window.end
         record = replaced(self._step_record(closed, squared_norm, hyperparameters), position=position)
-        newcomers: Sequence[Candidate] = ()
         if not late:
             newcomers = await self._server_membership.newcomers(closed.closing)
             record = await self._with_changes(record, change, newcomers, sums.step_servers.gone)
@@ -168,7 +168,7 @@ class StepCommit:
             self._moves.choose_for_later(sums.step_servers.gone)
             return record
         self._someone_gone = False
-        self._server_membership.let_in(newcomers)
+        self._server_membership.let_in(record.newcomers)
         self._trainer_membership.let_in(record)
         self._moves.record_applied(record)
         return record
@@ -207,6 +207,11 @@ class StepCommit:
         gone: Collection[PeerId],
     ) -> Record:
         """Add to a record what changes of the run's membership."""
+        enlisted, retired = self._trainer_membership.changes()
+        invited = self._context.invitations.of([*(one.member.peer_id for one in newcomers), *enlisted])
+        if not isinstance(invited, UnsetType):
+            newcomers = [one for one in newcomers if one.member.peer_id in invited]
+            enlisted = [peer for peer in enlisted if peer in invited]
         movers, sheds = self._moves.choose(gone)
         leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
@@ -214,7 +219,6 @@ class StepCommit:
         snapshot = await self._snapshots.order(record.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         voters = choose_voters(next_roster, self._run.on_trainers, self._run.voters, hosts)
-        enlisted, retired = self._trainer_membership.changes()
         return replaced(
             record,
             change=change,
@@ -230,6 +234,7 @@ class StepCommit:
             snapshot=snapshot,
             enlisted=enlisted,
             retired=retired,
+            invited=invited or UNSET,
         )
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:

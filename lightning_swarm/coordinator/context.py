@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.membership.invitations import InvitationUses
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
@@ -166,6 +167,7 @@ class CoordinatorContext:
     changes: ChangeNotifier = field(init=False)
     outage: OutageWait = field(init=False)
     leases: Iterator[int] = field(init=False)  # numbers of the leases that it grants
+    invitations: InvitationUses = field(init=False)
     members: set[PeerId] = field(init=False)  # those that were in the run by the newest record
 
     def __post_init__(self) -> None:
@@ -173,6 +175,7 @@ class CoordinatorContext:
         self.changes = ChangeNotifier(self.limits.call_timeout)
         self.outage = OutageWait(self.events, stage_timeout=self.limits.stage_timeout)
         self.leases = itertools.count(first_lease(self.proposer.term))
+        self.invitations = InvitationUses(self.transport, self.run)
         self.members = {*self.run.servers, *self.run.trainers}
 
     def next_generation(self) -> CoordinatorContext:

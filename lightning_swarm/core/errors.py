@@ -21,6 +21,7 @@
         ├── NotEnlisted      the peer does not train in the run (any more, or yet) (a ProtocolError, too)
         ├── AccessDenied     the peer's certificate does not permit what was asked (a ProtocolError, too)
         │   └── Uncertified  the peer wants to see the caller's certificate first
+        ├── Untrusted        the peer shows no certificate of the run that permits it to answer; nothing was sent to it
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         │   └── GradientGone likewise, for the gradient that a backward was to begin with
@@ -121,6 +122,10 @@ class AccessDenied(PeerError, ProtocolError):
 
 class Uncertified(AccessDenied):
     """The peer has not seen a certificate of the caller, who presents it and asks again."""
+
+
+class Untrusted(PeerError):
+    """The peer shows no certificate of this run that permits it to answer, so it was not asked."""
 
 
 class Damaged(PeerError, ProtocolError):

@@ -144,13 +144,13 @@ class DialResult:
 
 
 def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Finding:
-    """A peer can be reached; without a daemon here it cannot be asked, and there is no round trip."""
+    """A peer can be reached; without a daemon here, or a certificate, it cannot be asked: there is no round trip."""
     check = f"peer {dialed.address}"
     if dialed.obstacle is not None:
         detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
         return Finding(check, f"{dialed.obstacle.what}{detail}", dialed.obstacle.remedy)
     if round_trip_s is None:
-        return Finding(check, "libp2p answers there; who it is needs a daemon here")
+        return Finding(check, dialed.detail or "libp2p answers there; who it is needs a daemon here")
     return Finding(check, f"reachable, round trip {round_trip_s * 1e3:.1f} ms")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
+from lightning_swarm.core.errors import AccessDenied, DeadlineExceeded, SwarmError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.monitor import checks
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
@@ -26,6 +26,7 @@ from lightning_swarm.trust.credentials import Certify, present
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
+_BY_INVITATION: Final = "reachable; its run takes peers by invitation, and it tells others nothing of itself"
 _SOCKETS: Final = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
 _MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # what libp2p peers say first, with its length before it
 
@@ -89,6 +90,8 @@ async def _meet(transport: Transport, address: Address) -> tuple[DialResult, Gre
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER
         return DialResult(at), await queries.greet(transport, address.peer_id, timeout=_TIMEOUT_S)
+    except AccessDenied:
+        return DialResult(at, detail=_BY_INVITATION), None
     except DeadlineExceeded as error:
         return DialResult(at, Obstacle.SILENCE, str(error)), None
     except SwarmError as error:

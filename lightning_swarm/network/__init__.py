@@ -6,11 +6,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NewType
+from typing import TYPE_CHECKING, Final, NewType
 
 from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from lightning_swarm.network.access import Permit
 
 PeerId = NewType("PeerId", str)
 """A peer's identity: the base58 text of its Ed25519 public key. Of an RSA key, which some peers have, it is a hash."""
@@ -134,6 +137,8 @@ class Transport(ABC):
         # - Unreachable: there is no connection, it broke before the answer, or the peer fell silent (see `ping`);
         # - DeadlineExceeded: no answer came in time;
         # - ProtocolError: the body or the answer is too long, or the method is unknown there;
+        # - AccessDenied: this peer's certificate does not permit the call there;
+        # - Untrusted: that peer shows no certificate of this run, so it was not asked;
         # - any other SwarmError that the handler raised: it travels by its name.
 
     @abstractmethod
@@ -150,6 +155,14 @@ class Transport(ABC):
         """Return the seconds until a peer answers, though it computes; `Unreachable` if it is silent for too long."""
         # There is no need to ping before a call: during an exchange its peer is pinged, and `Unreachable` is raised
         # soon after it fell silent. So a call's `timeout` may be as long as the work that it asks for.
+
+    @abstractmethod
+    def permit_of(self, peer: PeerId) -> Permit | None:
+        """Return what the certificate permits that a peer has shown; None: it has shown none, or all peers may call."""
+
+    @abstractmethod
+    async def certify(self, peer: PeerId) -> Permit | None:
+        """Like `permit_of`, after showing each other the certificates if need be. Raises what `call` raises."""
 
     @abstractmethod
     async def connect(self, addresses: Sequence[str]) -> None:

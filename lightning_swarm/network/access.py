@@ -1,10 +1,11 @@
-"""Access to a run: the roles of its peers, and what a certificate permits."""
+"""Access to a run: the roles of its peers, what a certificate permits, and which role each method takes."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from lightning_swarm.network import PeerId
 
@@ -16,6 +17,13 @@ class Role(enum.StrEnum):
     SERVER = "server"  # compute, average, vote and coordinate
     TRAINER = "trainer"  # and read data, and lead
     KEEPER = "keeper"  # and issue what the owner's key would: the starter of the run
+
+    def includes(self, other: Role) -> bool:
+        """Return whether this role may do all that the other one may."""
+        return _RANKS[self] >= _RANKS[other]
+
+
+_RANKS: Final = {role: rank for rank, role in enumerate(Role)}
 
 
 @dataclass(frozen=True)
@@ -39,3 +47,52 @@ class Credentials(Protocol):
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
         """Return what a certificate permits a peer now (seconds since the epoch); else `AccessDenied` says why."""
         ...
+
+
+# ------------------------------------------------------------------ the rules
+
+MAY: Final[Mapping[str, Role | None]] = {
+    # Anybody: what it takes to find out who the other one is.
+    "transport.ping": None,
+    "transport.certify": None,
+    "transport.introduce": None,  # the secrets by which neighbours know each other past their daemons
+    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
+    # Every server may come to coordinate, so servers may ask what coordinators ask.
+    **dict.fromkeys(
+        (
+            *("run.join", "run.meet", "run.ready", "run.listen", "run.drain", "run.leave", "run.break_off"),
+            *("run.lead", "run.watch", "run.pull", "run.take_over", "run.inherit", "step.prepare", "step.propose"),
+            *("step.settle", "step.freeze", "step.fence", "step.receipts", "step.average", "step.apply"),
+            *("stage.follow", "stage.piece", "stage.next", "ticket.wait", "ticket.fetch"),
+            *("snapshot.held", "snapshot.keep", "snapshot.read"),
+            *("trainer.leads", "trainer.report", "trainer.report_metrics", "trainer.replay"),
+        ),
+        Role.SERVER,
+    ),
+    # Trainers, one of which leads.
+    **dict.fromkeys(
+        (
+            *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
+            *("step.plan", "step.take_plan", "step.grant", "step.begin", "step.armed", "step.done", "step.record"),
+            *("step.metrics", "step.take_metrics", "stage.forward", "stage.backward", "stage.cancel"),
+            *("stage.state", "stage.write", "stage.lend", "snapshot.keep_loop", "trainer.loop"),
+            *("server.admit", "server.load", "server.restart", "server.release"),
+        ),
+        Role.TRAINER,
+    ),
+}
+"""The least role that may call each method; None: anybody. Nobody may call a method that is not here."""
+
+ANSWERS: Final[Mapping[str, Role]] = {
+    # All peers answer these. What an observer answers only a person reads; a run is shown by its servers.
+    **dict.fromkeys(("peer.hello", "peer.report", "peer.others"), Role.OBSERVER),
+    # A peer that keeps the state of the lead's loop may have to lead.
+    **dict.fromkeys(
+        (
+            *("run.claim", "snapshot.keep_loop", "trainer.leads", "trainer.report", "trainer.report_metrics"),
+            *("trainer.replay", "trainer.loop"),
+        ),
+        Role.TRAINER,
+    ),
+}
+"""The least role of a peer that is asked by each method, where that is not `Role.SERVER`."""

@@ -91,18 +91,26 @@ class StreamSlots:
 
     def open(self, owner: Hashable, hang_up: Callable[[], None], *, at_most: int) -> StreamSlot | None:
         """Give a new stream a place, for which others go if need be. None: all is full, and it has to go itself."""
-        own = self._by_owner.get(owner, {})
+        slot = StreamSlot(owner, hang_up, now_s())
+        return slot if self.enter(slot, at_most=at_most) else None
+
+    def enter(self, slot: StreamSlot, *, at_most: int) -> bool:
+        """Like `open`, for a stream that had a place elsewhere; false: it has to go."""
+        own = self._by_owner.get(slot.owner, {})
         if len(own) >= at_most:
             self._evict(own)  # the newest count: of the others its owner may not know any more
         elif self._num_open >= self.max_in_all and not self._evict_idle(self._all()):
             most = max(self._by_owner.values(), key=len)
             if len(most) <= len(own) + 1:
-                return None
+                return False
             self._evict(most)
-        slot = StreamSlot(owner, hang_up, now_s())
-        self._by_owner.setdefault(owner, {})[slot] = None
+        self._by_owner.setdefault(slot.owner, {})[slot] = None
         self._num_open += 1
-        return slot
+        return True
+
+    def of(self, owner: Hashable) -> list[StreamSlot]:
+        """Return the places of an owner's streams."""
+        return list(self._by_owner.get(owner, ()))
 
     def close(self, slot: StreamSlot) -> None:
         """Free a place. Twice is fine."""

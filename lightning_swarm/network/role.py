@@ -1,4 +1,4 @@
-"""`Role`: a transport whose handlers come and go with a role of its peer, such as that of the coordinator."""
+"""`RoleTransport`: a transport whose handlers come and go with a role of its peer, such as that of the coordinator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from lightning_swarm.core.errors import NotCoordinator
 from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, Message, PeerId, StreamHandler, Transport
+from lightning_swarm.network.access import Permit
 
 
-class Role(Transport):
+class RoleTransport(Transport):
     """A peer's transport for the time that the peer plays a role. At other times the role's methods are refused."""
 
     def __init__(
@@ -79,6 +80,14 @@ class Role(Transport):
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
         return await self._transport.ping(peer)
+
+    def permit_of(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return self._transport.permit_of(peer)
+
+    async def certify(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return await self._transport.certify(peer)
 
     async def connect(self, addresses: Sequence[str]) -> None:
         """See `Transport`."""

@@ -7,6 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.core.clock import now_s
@@ -17,6 +18,7 @@ from lightning_swarm.core.errors import (
     ProtocolError,
     SwarmError,
     Unreachable,
+    Untrusted,
     from_wire,
     to_wire,
 )
@@ -33,8 +35,11 @@ from lightning_swarm.network import (
     Transport,
     framing,
 )
+from lightning_swarm.network.access import Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
+from lightning_swarm.network.certification import CERTIFY, Certification
 from lightning_swarm.network.framing import Head, Kind
+from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.rpc import (
     STALL_TIMEOUT_S,
@@ -58,7 +63,6 @@ SILENCE_S: Final = 10.0
 """Seconds without a sign of life after which the exchanges with a peer are ended."""
 
 _IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream, so that no request meets a closing one
-
 
 # Of requests that are not answered yet. Of strangers: whoever knows no more than this peer's address may call.
 _STRANGERS_BYTES: Final = 512 << 20
@@ -103,7 +107,10 @@ class BaseTransport(Transport):
         self._serving: set[asyncio.Task[Any]] = set()
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
+        self._gate: Gatekeeper | None = None  # None: all peers may call, and are called
+        self._certification: Certification | None = None
         self.handle_call(PING, _answer_ping)
+        self.handle_call(CERTIFY, self._answer_certify)
 
     @property
     def peer_id(self) -> PeerId:
@@ -129,10 +136,12 @@ class BaseTransport(Transport):
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
+        message = Message(body)
         async with self._deadline(peer, method, timeout):
             if peer == self._peer_id:
-                return (await self._ask_self(Kind.CALL, method, Message(body), 0)).body
-            return (await self._ask_small(peer, Kind.CALL, method, Message(body), 0)).body
+                return (await self._ask_self(Kind.CALL, method, message, 0)).body
+            ask = partial(self._ask_small, peer, Kind.CALL, method, message, 0)
+            return (await (ask() if self._certification is None else self._certification.ask(peer, method, ask))).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
@@ -142,17 +151,23 @@ class BaseTransport(Transport):
             if peer == self._peer_id:
                 return await self._ask_self(Kind.STREAM, method, message, max_bytes)
             if max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES:
-                return await self._ask_small(peer, Kind.STREAM, method, message, max_bytes)
-            began_s = now_s()
-            answer = await self._send_stream(peer, method, message, max_bytes)
-            self._liveness.heard(peer)
-            self.links.add_sample(
-                peer,
-                sent_bytes=message.num_tensor_bytes,
-                received_bytes=answer.num_tensor_bytes,
-                took_s=now_s() - began_s,
-            )
-            return answer
+                ask = partial(self._ask_small, peer, Kind.STREAM, method, message, max_bytes)
+            else:
+                ask = partial(self._ask_large, peer, method, message, max_bytes)
+            return await (ask() if self._certification is None else self._certification.ask(peer, method, ask))
+
+    async def _ask_large(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+        """Exchange messages over a stream of their own."""
+        began_s = now_s()
+        answer = await self._send_stream(peer, method, message, max_bytes)
+        self._liveness.heard(peer)
+        self.links.add_sample(
+            peer,
+            sent_bytes=message.num_tensor_bytes,
+            received_bytes=answer.num_tensor_bytes,
+            took_s=now_s() - began_s,
+        )
+        return answer
 
     async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Exchange messages that are small enough for the stream of the calls."""
@@ -171,6 +186,33 @@ class BaseTransport(Transport):
         if self.tap is not None:
             await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
         return answer
+
+    def set_credentials(self, credentials: Credentials | None) -> None:
+        """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
+        self._gate = self._certification = None
+        if credentials is not None:
+            self._gate = Gatekeeper(self._peer_id, credentials, on_certified=self._on_certified)
+            self._certification = Certification(self._gate, self.call, self._spawn)
+
+    def permit_of(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return None if self._gate is None else self._gate.permit_of(peer)
+
+    async def certify(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return None if self._certification is None else await self._certification.permit_of(peer)
+
+    async def _answer_certify(self, caller: PeerId, body: bytes) -> bytes:
+        if self._gate is None:
+            raise Untrusted(
+                f"{self._peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
+                f"is at {caller}. Start both with the same `trust`, and with invitations of the same run."
+            )
+        self._gate.certify(caller, body)
+        return self._gate.credentials.certificate
+
+    def _on_certified(self, peer: PeerId) -> None:
+        """Enter that a peer has shown a certificate."""
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
@@ -211,9 +253,13 @@ class BaseTransport(Transport):
                 answer = b"".join(await answer_to(head, served.respond, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
-        self.traffic.received_bytes[caller, method] += len(request)
-        self.traffic.sent_bytes[caller, method] += len(answer)
+        self.traffic.received_bytes[self._account_of(caller), method] += len(request)
+        self.traffic.sent_bytes[self._account_of(caller), method] += len(answer)
         return answer
+
+    def _account_of(self, caller: PeerId) -> PeerId:
+        """Peers without a certificate share one entry, or they could fill the memory by changing their identities."""
+        return caller if self._gate is None or self._gate.knows(caller) else PeerId("")
 
     @contextmanager
     def _counting(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
@@ -235,6 +281,8 @@ class BaseTransport(Transport):
         return served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
+        if self._gate is not None and caller != self._peer_id:
+            self._gate.check_caller(caller, head.method)
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
             async def respond(message: Message) -> Message:
@@ -286,9 +334,15 @@ class BaseTransport(Transport):
                 slot.end()
             # Unknown method names share one entry, or strangers could fill the memory by making up names.
             known = method in self._call_handlers or method in self._stream_handlers
-            self._count(caller, method if known else "", channel)
+            self._count(self._account_of(caller), method if known else "", channel)
 
-        hold = _holding(self._strangers_budget, caller)
+        holding = _holding(self._strangers_budget, caller)
+
+        def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
+            if self._gate is not None:
+                self._gate.check_size(caller, num_bytes)
+            return holding(num_bytes)
+
         await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:

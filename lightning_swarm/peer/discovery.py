@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -77,6 +77,9 @@ class WantedServers:
     def suffice(self, found: Mapping[PeerId, ServerAnnouncement]) -> bool:
         """True if enough servers are found; one without data is no substitute for a trainer, whose share it skips."""
         return len(found) >= self.num_servers and _num_trainers(found) >= self.num_trainers
+
+
+Invited = Callable[[Mapping[PeerId, ServerAnnouncement]], Awaitable[dict[PeerId, ServerAnnouncement]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +171,10 @@ class RunDirectory:
             else:
                 return
 
-    async def find_servers(self, wanted: WantedServers, *, timeout: float, check: Callable[[], None]) -> list[Member]:
-        """Wait until enough servers have announced themselves, and take all that have."""
+    async def find_servers(
+        self, wanted: WantedServers, *, timeout: float, check: Callable[[], None], invited: Invited
+    ) -> list[Member]:
+        """Wait until enough servers have announced themselves, and take all that have and are `invited`."""
         deadline = now_s() + timeout
         while True:
             check()  # raises when waiting has become pointless
@@ -177,7 +182,7 @@ class RunDirectory:
             if wanted.among is not None:
                 found = {peer: server for peer, server in found.items() if peer in wanted.among}
             if wanted.suffice(found):  # announcements of an earlier run may be among them
-                found = await self._connect(found)
+                found = await invited(await self._connect(found))
             if wanted.suffice(found):
                 return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
             if now_s() > deadline:

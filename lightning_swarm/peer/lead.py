@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
@@ -24,6 +24,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import discovery, failover
+from lightning_swarm.peer.arrivals import Arrivals
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
@@ -158,6 +159,7 @@ class Lead:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
+        self._arrivals = Arrivals(directory.transport)
         self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
 
     # ------------------------------------------------------------------ beginning a run
@@ -194,7 +196,8 @@ class Lead:
             )
             others = self._other_trainers
             self._runtime.run(failover.await_loops(self._transport, others, timeout=timeout, check=check))
-        return self._runtime.run(self._directory.find_servers(wanted, timeout=timeout, check=check))
+        finding = self._directory.find_servers(wanted, timeout=timeout, check=check, invited=self._arrivals.invited)
+        return self._runtime.run(finding)
 
     def begin_run(
         self, spec: RunSpec, model: PeerModel, me: Member, stages: tuple[StageModule, ...], servers: Sequence[Member]
@@ -226,6 +229,8 @@ class Lead:
         trainers = [server for server in servers if server.peer_id in announced and announced[server.peer_id].trains]
         hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
         manifest = make_manifest(spec, self._config, model, me, servers, trainers, hosts)
+        invitations = await self._arrivals.count([*(one.peer_id for one in servers), *manifest.trainers])
+        manifest = structs.replace(manifest, invitations=invitations)
         run = self.run = RunState(manifest)  # from here on a server may be in it, and must hear of its end
         await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
         return run
@@ -297,7 +302,7 @@ class Lead:
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:
-            self._former = self.run.manifest
+            self._former, self._arrivals.used = self.run.manifest, self.run.invitations
             servers = self._runtime.run(failover.release(self._transport, self.run, first_step, timeout=timeout))
             if self._took_over and not has_majority(self.run, servers):
                 raise Unreachable(

@@ -22,7 +22,7 @@ from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.role import Role
+from lightning_swarm.network.role import RoleTransport
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.events import EventLog
@@ -50,7 +50,7 @@ class TrainerRole:
 
     def __post_init__(self) -> None:
         self._copies = ReplayBuffer(self._config.limits.cache_bytes)
-        self._role = Role(self._transport, (), {}, idle="trains in no run")  # its calls belong to one run
+        self._role = RoleTransport(self._transport, (), {}, idle="trains in no run")  # its calls belong to one run
 
     def open(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from msgspec import structs
+from msgspec import UnsetType, structs
 
 from lightning_swarm.core.errors import (
     ConfigError,
@@ -18,6 +18,7 @@ from lightning_swarm.core.errors import (
     SwarmError,
 )
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.invitations import check_invited, check_used, used_after
 from lightning_swarm.protocol.messages.calls import to_ranges
 from lightning_swarm.protocol.messages.run import (
     MAX_FORMER_LEADS,
@@ -90,6 +91,7 @@ class RunState:
         # The lead, then the others in the order in which they joined. They may ask for leases, computations and state.
         self.trainers = list(manifest.trainers)
         self.scaling = manifest.scaling  # of losses in the open step
+        self.invitations = manifest.invitations  # with the peers that ever came by each
         self.seats_before = self.seats  # before the newest record
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
@@ -125,7 +127,13 @@ class RunState:
     @property
     def seats(self) -> SeatedMembers:
         """The members of the run."""
-        return SeatedMembers(rosters=self.rosters, voters=self.voters, trainers=self.trainers, scaling=self.scaling)
+        return SeatedMembers(
+            rosters=self.rosters,
+            voters=self.voters,
+            trainers=self.trainers,
+            scaling=self.scaling,
+            invitations=self.invitations,
+        )
 
     def seats_at(self, version: int) -> SeatedMembers:
         """Return the members of the run at the open step, or at the step before it."""
@@ -134,7 +142,7 @@ class RunState:
     def set_members(self, seats: SeatedMembers) -> None:
         """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
-        self.scaling = seats.scaling
+        self.scaling, self.invitations = seats.scaling, seats.invitations
 
     def members_after(self, record: Record) -> SeatedMembers:
         """Return the members of the run after a record of the open step."""
@@ -145,17 +153,28 @@ class RunState:
         scaling = self.scaling
         if scaling is not None and record.closing.batches:
             scaling = scaling.after(skipped=record.outcome == "skip")
+        invitations = self.invitations
+        if not isinstance(invitations, UnsetType) and not isinstance(record.invited, UnsetType):
+            invitations = used_after(invitations, record.invited)
+        return SeatedMembers(
+            rosters=self._rosters_after(record),
+            voters=voters,
+            trainers=trainers,
+            scaling=scaling,
+            invitations=invitations,
+        )
+
+    def _rosters_after(self, record: Record) -> list[list[Member]]:
         if not record.left and not record.newcomers:
-            return SeatedMembers(rosters=self.rosters, voters=voters, trainers=trainers, scaling=scaling)
+            return self.rosters
         left = {(vacancy.stage_index, vacancy.member) for vacancy in record.left}
-        rosters = [
+        return [
             [
                 *(member for member in roster if (index, member) not in left),
                 *(newcomer.member for newcomer in record.newcomers if newcomer.stage_index == index),
             ]
             for index, roster in enumerate(self.rosters)
         ]
-        return SeatedMembers(rosters=rosters, voters=voters, trainers=trainers, scaling=scaling)
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
         """Return for each stage the members that take part in a round."""
@@ -237,7 +256,9 @@ class RunState:
             raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Refuse a record that would empty a stage, or that changes a stage which the run does not have."""
+        """Refuse a record that would empty a stage, changes one that is not there, or lets in who is not invited."""
+        if seats is None:
+            check_invited(self.invitations, record)
         self.check_seats(seats or self.members_after(record))
         changed = [left.stage_index for left in record.left] + [new.stage_index for new in record.newcomers]
         highest = max(changed, default=0)
@@ -245,7 +266,8 @@ class RunState:
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
     def check_seats(self, seats: SeatedMembers) -> None:
-        """Refuse members without the lead, or with a stage too many or too few or empty, or with a peer twice."""
+        """Refuse members without the lead, with a stage too many, too few or empty, with a peer twice, or uninvited."""
+        check_used(seats.invitations)
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
                 f"the lead {self.manifest.lead} must be among the trainers, and nobody twice; they begin with "

@@ -7,7 +7,16 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from lightning_swarm.core.errors import Busy, NotEnlisted, ProtocolError, Replaced, RunOver, StepError, SwarmError
+from lightning_swarm.core.errors import (
+    AccessDenied,
+    Busy,
+    NotEnlisted,
+    ProtocolError,
+    Replaced,
+    RunOver,
+    StepError,
+    SwarmError,
+)
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
@@ -152,10 +161,10 @@ class Admission:
         try:
             body = encode(LeadsRequest(generation=run.manifest.generation))
             await self._transport.call(lead, LEADS, body, timeout=timeout)
-        except ProtocolError:  # it was started again, and is in no run, or in another one
-            return
         except SwarmError as error:
-            _log.info("The lead answers pings, and is busy: %s", error)
+            if isinstance(error, ProtocolError) and not isinstance(error, AccessDenied):
+                return  # it was started again, and is in no run, or in another one
+            _log.info("The lead answers pings, and not this server: %s", error)
         raise Busy(f"the lead {lead} answers this server, so nobody takes the run over from it")
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:

@@ -12,6 +12,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.invitations import check_used
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.tickets import TicketStore
@@ -146,6 +147,7 @@ class RunMembership:
             raise ProtocolError(f"this peer is in run {self.run_or_none.manifest.run_id!r} already")
         if self.joining is not None:
             raise ProtocolError(f"this peer is joining the run of {self.joining} already")
+        check_used(manifest.invitations)
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
         me = self.me

@@ -25,7 +25,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.role import Role
+from lightning_swarm.network.role import RoleTransport
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -55,7 +55,7 @@ class Leadership:
         self._limits = limits
         self._events = context.events
         self._announce = context.announce
-        self._role = Role(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
+        self._role = RoleTransport(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
         self._run: RunState | None = None  # the run that is followed; none yet while its coordinator's work begins here
         self._tasks = TaskOwner()  # of the run
         self._changed = asyncio.Event()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from msgspec.structs import replace as replaced
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,13 +32,13 @@ from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
 from lightning_swarm.protocol.messages.reports import EventKind
-from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.run import Member, UsedInvitations
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
@@ -308,6 +309,8 @@ class FaultySwarm(Swarm):
         optimizer: Of all, and of the one process.
         compression: By which tensors travel.
         delays: Each step but the first computes on the weights before the newest ones.
+        network: Another one than the plain one.
+        invitations: By which the first members came; unset: the run takes any peer.
         look: Called with every message, before anything is done with it.
     """
 
@@ -325,6 +328,8 @@ class FaultySwarm(Swarm):
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         compression: Compression = NO_COMPRESSION,
         delays: bool = False,
+        network: MemoryNetwork | None = None,
+        invitations: UsedInvitations = UNSET,
         look: Callable[[MessagePoint], None] = lambda _: None,
     ) -> None:
         names = trainers.split()
@@ -341,6 +346,8 @@ class FaultySwarm(Swarm):
             optimizer=optimizer,
             compression=compression,
             delays=delays,
+            network=network,
+            invitations=invitations,
         )
         self.plan = plan
         self.books = Books()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
+from msgspec import UNSET
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -41,7 +42,7 @@ from lightning_swarm.protocol.messages.calls import (
     Ticket,
 )
 from lightning_swarm.protocol.messages.reports import PeerReport
-from lightning_swarm.protocol.messages.run import Manifest, Member
+from lightning_swarm.protocol.messages.run import Manifest, Member, UsedInvitations
 from lightning_swarm.protocol.messages.step import AverageRequest, Closing, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
@@ -125,6 +126,7 @@ class Swarm:
         compression: By which tensors travel.
         delays: Each step but the first computes on the weights before the newest ones.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
+        invitations: By which the first members came; unset: the run takes any peer.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Swarm:
         trainers: str = "",
         open_to_trainers: bool = False,
         module: nn.Module | None = None,
+        invitations: UsedInvitations = UNSET,
     ) -> None:
         self.loop = VirtualLoop()
         self.held = Held()
@@ -190,6 +193,7 @@ class Swarm:
             max_steps=max_steps,
             total_steps=None,
             open_to_trainers=open_to_trainers,
+            invitations=invitations,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(
                 self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]

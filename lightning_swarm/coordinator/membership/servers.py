@@ -126,6 +126,8 @@ class ServerMembership:
         self._events, self._spawn = context.events, context.spawn
         self._balancer, self._on_restarted_lead = balancer, on_restarted_lead
         self._waiting, self._misses = joiners.waiting, joiners.backoff
+        self._invitations = context.invitations
+        self._invitations.waiting.append(lambda: self._waiting)
         self._entering: set[PeerId] = set()  # by the record that is being decided
         self._leaving: dict[PeerId, None] = {}  # who asked first comes first; after a rollback they ask again
 
@@ -163,6 +165,7 @@ class ServerMembership:
     async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, JoinRequest)
         self._check_may_join(caller, request)
+        self._invitations.check(caller)
         stage_index = self._stage_for(caller, request.stage_index)
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)

@@ -192,6 +192,8 @@ class TrainerMembership:
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._changes, self._events = context.changes, context.events
+        self._invitations = context.invitations
+        self._invitations.waiting.append(lambda: self.waiting)
         self._lease_expiry, self._epoch = lease_expiry, epoch
         self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
         self._silence_s = context.limits.silence_timeout
@@ -262,6 +264,7 @@ class TrainerMembership:
             if request.generation is None:
                 await self._lease_expiry.give_up(self._step_state.open, caller, _ANEW)
         else:
+            self._invitations.check(caller)
             self._asked_s[caller] = now_s()
         trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
         epoch = self._epoch()

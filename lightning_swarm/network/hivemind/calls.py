@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, ProtocolError, Unreachable
+from lightning_swarm.core.errors import Busy, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import PeerId, framing
 from lightning_swarm.network.admission import StreamSlot
@@ -160,18 +160,21 @@ class _PeerStream:
 class _IncomingMessages:
     """Reads whole messages off a stream, as many bytes at a time as are there: each read costs a timer."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, refuse: Callable[[FixedHeader], bool] = lambda _: False) -> None:
         self._channel = channel
+        self._refuse = refuse  # whether a message is to be dropped as it comes
+        self._num_dropping = 0  # bytes of such a message that are still to come
         self._data = bytearray()
         self._head: FixedHeader | None = None  # of the message that `_data` begins with, once its header is here
 
     @property
     def is_partial(self) -> bool:
         """Return whether a part of a message has come."""
-        return bool(self._data)
+        return bool(self._data or self._num_dropping)
 
     async def next(self, idle_timeout: float) -> tuple[FixedHeader, bytes]:
         """Read the next message; `TimeoutError` if none begins for `idle_timeout` seconds, or one stops half way."""
+        # Of a message that is refused only the header is returned, before the rest has come.
         while (message := self._split()) is None:
             async with asyncio.timeout(STALL_TIMEOUT_S if self.is_partial else idle_timeout):
                 data = await self._channel.read(_READ_BYTES)
@@ -182,8 +185,16 @@ class _IncomingMessages:
 
     def _split(self) -> tuple[FixedHeader, bytes] | None:
         """Take a message off the bytes that have come, if it is complete."""
+        if self._num_dropping:
+            num_dropped = min(self._num_dropping, len(self._data))
+            del self._data[:num_dropped]
+            self._num_dropping -= num_dropped
         if self._head is None and len(self._data) >= framing.HEADER_BYTES:
             self._head = framing.parse_small(self._data)
+            if self._refuse(self._head):
+                head, self._head = self._head, None
+                self._num_dropping = head.num_bytes
+                return head, b""
         if self._head is None or len(self._data) < self._head.num_bytes:
             return None
         head, self._head = self._head, None
@@ -193,11 +204,15 @@ class _IncomingMessages:
 
 
 async def answer_calls(
-    stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn, slot: StreamSlot
+    stream: Stream,
+    serve: Callable[[bytes], Awaitable[bytes]],
+    spawn: Spawn,
+    slot: StreamSlot,
+    check: Callable[[int], None] | None = None,  # raises if a call of so many bytes is to be refused unread
 ) -> None:
     """Answer the encoded calls of a stream by `serve`, all at once, until it ends or breaks the protocol."""
-    incoming = _IncomingMessages(stream.channel)
-    answers = _Answers(stream, serve, spawn, slot)
+    answers = _Answers(stream, serve, spawn, slot, check)
+    incoming = _IncomingMessages(stream.channel, answers.refuse)
     stream.gather_writes()
     try:
         for number in itertools.count(1):
@@ -209,7 +224,8 @@ async def answer_calls(
                 if answers.tasks and not incoming.is_partial:
                     continue
                 return
-            await answers.accept(head, request)
+            if request:
+                await answers.accept(head, request)
     except (OSError, EOFError, ProtocolError):
         return
     finally:
@@ -225,7 +241,21 @@ class _Answers:
     _serve: Callable[[bytes], Awaitable[bytes]]
     _spawn: Spawn
     _slot: StreamSlot  # is told when the stream is busy
+    _check: Callable[[int], None] | None = None
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by exchange id
+
+    def refuse(self, head: FixedHeader) -> bool:
+        """Answer a call that is refused unread by the error; false: it is to be read."""
+        if self._check is None:
+            return False
+        try:
+            self._check(head.num_bytes)
+        except SwarmError as error:
+            self._stream.write_soon(b"".join(framing.encode_error(head.exchange_id, error)))
+            if self._stream.is_full:  # it does not read its answers
+                self._stream.close()
+            return True
+        return False
 
     async def accept(self, head: FixedHeader, request: bytes) -> None:
         """Start to answer a call, or cancel one."""

@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.core.process import max_files
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
-from lightning_swarm.network.admission import StreamSlots
+from lightning_swarm.network.admission import StreamSlot, StreamSlots
 from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
@@ -33,6 +33,10 @@ _STREAM: Final = "lightning_swarm.stream"
 # Open at once to this peer from one other, which uses one for its calls, and few more while it replaces a broken one.
 _MAX_STREAMS: Final = {_CALL: 4, _STREAM: 96}
 _MAX_STREAMS_IN_ALL: Final = 2048
+# Of peers that have shown no certificate, where one is asked for; and how long they may stay.
+_STRANGER_STREAMS: Final = 2
+_STRANGERS_STREAMS: Final = 256  # members of a large run that come back to a peer at once, each for a round trip
+_STRANGER_S: Final = 10.0
 _CONNECT_TIMEOUT_S: Final = 30.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 
@@ -55,6 +59,8 @@ class HivemindTransport(BaseTransport):
         )
         # Half of the files that may be open: the others are this peer's own, and those of the user's code.
         self._slots = StreamSlots(min(max_files() // 2, _MAX_STREAMS_IN_ALL))
+        # Apart, so that they take no member's place.
+        self._strangers = StreamSlots(min(max_files() // 8, _STRANGERS_STREAMS))
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -164,13 +170,13 @@ class HivemindTransport(BaseTransport):
     ) -> None:
         """Answer the requests that come over a stream which another peer opened."""
         stream = Stream(reader, writer)
-        at_most = _MAX_STREAMS.get(protocol, 0)
-        slot = None if self._closed else self._slots.open((caller, protocol), stream.close, at_most=at_most)
+        slot = None if self._closed else self._open_slot(protocol, caller, stream)
         try:
             if slot is not None:
                 with self._ended_by_close():
                     if protocol == _CALL:
-                        await answer_calls(stream, partial(self._serve_call, caller), self._spawn, slot)
+                        check = None if self._gate is None else partial(self._gate.check_size, caller)
+                        await answer_calls(stream, partial(self._serve_call, caller), self._spawn, slot, check)
                     else:
                         await self._serve_channel(stream.channel, caller, slot)
         except asyncio.CancelledError:
@@ -181,3 +187,28 @@ class HivemindTransport(BaseTransport):
             stream.close()
             if slot is not None:
                 self._slots.close(slot)
+                self._strangers.close(slot)
+
+    def _open_slot(self, protocol: str, caller: PeerId, stream: Stream) -> StreamSlot | None:
+        owner = (caller, protocol)
+        if self._gate is None or self._gate.knows(caller):
+            return self._slots.open(owner, stream.close, at_most=_MAX_STREAMS.get(protocol, 0))
+        slot = self._strangers.open(owner, stream.close, at_most=_STRANGER_STREAMS)
+        if slot is not None:
+            asyncio.get_running_loop().call_later(_STRANGER_S, self._end_stranger, slot)
+        return slot
+
+    def _end_stranger(self, slot: StreamSlot) -> None:
+        """Hang up on a peer that has shown no certificate in its time."""
+        if slot in self._strangers.of(slot.owner):
+            self._strangers.close(slot)
+            slot.hang_up()
+
+    @override
+    def _on_certified(self, peer: PeerId) -> None:
+        """Give a peer's streams the places of a member's."""
+        for protocol, at_most in _MAX_STREAMS.items():
+            for slot in self._strangers.of((peer, protocol)):
+                self._strangers.close(slot)
+                if not self._slots.enter(slot, at_most=at_most):
+                    slot.hang_up()

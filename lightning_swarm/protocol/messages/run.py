@@ -121,6 +121,7 @@ class TakePlanReply(WireMessage, frozen=True):
 
 
 MAX_FORMER_LEADS: Final = 16
+MAX_USES: Final = 4096  # most uses of an invitation: all peers that came by it are named where the run is shown
 MAX_TRAINERS: Final = 1024  # most trainers of a run at a time: each asks the coordinator several times a step
 
 _MAX_NUMBER = 1 << 30  # leases and places of a term begin at a multiple of its number
@@ -139,6 +140,28 @@ class Member(WireMessage, frozen=True):
 
     peer_id: PeerId
     boot_id: int
+
+
+InvitationNumber = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Uses = Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
+
+
+class InvitedBy(WireMessage, frozen=True):
+    """The invitation by which a peer comes to a run."""
+
+    number: InvitationNumber
+    uses: Uses  # so many peers may come by it
+
+
+class UsedInvitation(WireMessage, frozen=True):
+    """An invitation, and the peers that ever came by it: also those that are gone, which may come again."""
+
+    number: InvitationNumber
+    uses: Uses
+    peers: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_USES)]
+
+
+UsedInvitations = list[UsedInvitation] | msgspec.UnsetType  # unset: the run takes peers without invitation
 
 
 class Selection(WireMessage, frozen=True):
@@ -217,6 +240,7 @@ class Manifest(WireMessage, frozen=True):
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
+    invitations: UsedInvitations = msgspec.UNSET  # those of the first members, and of older generations
 
     @property
     def is_whole(self) -> bool:
@@ -231,6 +255,7 @@ class SeatedMembers(WireMessage, frozen=True):
     voters: list[Member]
     trainers: Trainers
     scaling: LossScaling | None = None  # in the step at that version
+    invitations: UsedInvitations = msgspec.UNSET
 
 
 class RunView(WireMessage, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.messages.run import BatchNumber, Member, SomeTrainers, StepChange, Term
+from lightning_swarm.protocol.messages.run import BatchNumber, InvitedBy, Member, SomeTrainers, StepChange, Term
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage
 
@@ -221,6 +221,8 @@ class Record(WireMessage, frozen=True):
     enlisted: SomeTrainers  # new trainers, behind the others
     retired: SomeTrainers  # trainers that leave
     position: BatchNumber | None = None  # the first batch of the next step; None: trainers share no order
+    # How each newcomer and each new trainer comes; unset: nobody does, or the run takes peers without invitation.
+    invited: dict[PeerId, InvitedBy] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def step(self) -> int:

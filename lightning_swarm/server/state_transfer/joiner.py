@@ -11,7 +11,7 @@ from typing import Final
 from msgspec.structs import replace
 from torch import Tensor
 
-from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, SwarmError
+from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.messages.membership import (
@@ -114,7 +114,7 @@ class Joiner:
             except SwarmError as error:
                 if self._done:  # the record came by another way
                     return
-                if not isinstance(error, PeerError):
+                if not isinstance(error, PeerError) or isinstance(error, AccessDenied):
                     raise
                 _log.warning("Could not join the run (attempt %d of %d): %s", attempt, _MAX_ATTEMPTS, error)
                 if attempt == _MAX_ATTEMPTS:

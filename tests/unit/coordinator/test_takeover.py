@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.network.role import Role
+from lightning_swarm.network.role import RoleTransport
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.batches import (
     Grant,
@@ -499,7 +499,7 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
     """What the call began would have no owner yet."""
     trial = Trial(make_swarm, FaultPlan())
     refused: list[str] = []
-    refusal = Role._refusal
+    refusal = RoleTransport._refusal
 
     start = Coordinator.start
 
@@ -507,13 +507,13 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
         await asyncio.sleep(1.0)
         await start(coordinator)
 
-    def noted(role: Role, method: str) -> NotCoordinator:
+    def noted(role: RoleTransport, method: str) -> NotCoordinator:
         refused.append(method)
         return refusal(role, method)
 
     trial.train(1)
     monkeypatch.setattr(Coordinator, "start", slow)
-    monkeypatch.setattr(Role, "_refusal", noted)
+    monkeypatch.setattr(RoleTransport, "_refusal", noted)
 
     async def go() -> None:
         grant = await trial.swarm.steps.grant(2)

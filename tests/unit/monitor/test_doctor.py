@@ -14,11 +14,14 @@ import pytest
 from packaging.requirements import Requirement
 
 from lightning_swarm import cli
+from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.monitor import checks, doctor
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol import queries
+from tests.access import credentials_of
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 GIB = 1 << 30
@@ -302,3 +305,16 @@ def test_a_daemon_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPat
     problem, took_s = doctor.try_daemon("127.0.0.1", 0)
     assert problem == "OSError: no such luck"
     assert took_s >= 0.0
+
+
+def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> None:
+    network = MemoryNetwork()
+    peer, own = network.transport("12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"), network.transport()
+    peer.set_credentials(credentials_of(peer.peer_id))
+    queries.answer_greetings(peer)
+    address = Address.parse(loop.run_until_complete(peer.addresses())[0])
+    dialed, meeting = loop.run_until_complete(doctor._meet(own, address))
+    assert meeting is None
+    finding = checks.check_reach(dialed)
+    assert finding.ok
+    assert finding.found.startswith("reachable; its run takes peers by invitation")

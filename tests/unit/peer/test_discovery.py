@@ -13,6 +13,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, PeerError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.peer.arrivals import Arrivals
 from lightning_swarm.peer.discovery import (
     RunDirectory,
     ServerAnnouncement,
@@ -80,7 +81,8 @@ class Town:
     ) -> Any:
         check = check or self._check
         wanted = WantedServers(num_servers=count, num_trainers=num_trainers)
-        return self.directory(self.seeker).find_servers(wanted, timeout=timeout, check=check)
+        invited = Arrivals(self.seeker).invited
+        return self.directory(self.seeker).find_servers(wanted, timeout=timeout, check=check, invited=invited)
 
     def _check(self) -> None:
         self.checks += 1

@@ -1,0 +1,60 @@
+"""By which invitations peers come that ask to join or to train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, UnsetType
+
+from lightning_swarm.core.errors import AccessDenied, Uncertified
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.invitations import has_room, invited_by, used_after
+from lightning_swarm.protocol.messages.run import InvitedBy
+from lightning_swarm.protocol.run_state import RunState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class InvitationUses:
+    """Lets no more peers come by an invitation than it has uses, those that wait for a record included."""
+
+    _transport: Transport
+    _run: RunState
+    waiting: list[Callable[[], Collection[PeerId]]] = field(default_factory=list)  # each: peers that wait for a record
+    _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)
+
+    def check(self, peer: PeerId) -> None:
+        """Note by which invitation a peer comes that asks; `AccessDenied` if that is used up."""
+        used = self._run.invitations
+        if isinstance(used, UnsetType):
+            return
+        permit = self._transport.permit_of(peer)
+        if permit is None:  # it has just expired
+            raise Uncertified(f"the certificate of {peer} has expired. Join with a new invitation.")
+        by = invited_by(permit)
+        waiting = {one for peers in self.waiting for one in peers()} - {peer}
+        self._asked = {one: its for one, its in self._asked.items() if one in waiting}
+        if not has_room(used_after(used, self._asked), peer, by):
+            raise AccessDenied(
+                f"an invitation lets in as many peers as it has uses: that of {peer} has {by.uses}, and as many others "
+                "came by it, or are about to. Ask the run's owner for another one: `lightning-swarm invite`."
+            )
+        self._asked[peer] = by
+
+    def of(self, peers: Iterable[PeerId]) -> dict[PeerId, InvitedBy] | UnsetType:
+        """Return by which invitations these peers come, without those for which no use is left; unset: by none."""
+        used = self._run.invitations
+        if isinstance(used, UnsetType):
+            return UNSET
+        found: dict[PeerId, InvitedBy] = {}
+        for peer in peers:
+            by = self._asked.get(peer)
+            if by is None or not has_room(used, peer, by):
+                _log.warning("%s does not get in: no use of its invitation is left.", peer)
+                continue
+            found[peer] = by
+            used = used_after(used, {peer: by})
+        return found

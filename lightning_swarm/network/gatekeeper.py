@@ -1,0 +1,219 @@
+"""Whom this peer knows by a certificate, and what each of them may ask and be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified, Untrusted
+from lightning_swarm.core.readable import printable, short_name, shorten
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import ANSWERS, MAY, Credentials, Permit, Role
+
+_log = logging.getLogger(__name__)
+
+MAX_CERTIFICATE_BYTES: Final = 1 << 10
+
+STRANGER_BYTES: Final = 4 << 10
+"""Longest message of a peer that has shown no certificate yet; a longer one is refused unread."""
+
+_MAY: Final = {
+    role: frozenset(method for method, least in MAY.items() if least is None or role.includes(least)) for role in Role
+}
+_ANSWERS: Final = {
+    role: frozenset(method for method in MAY if role.includes(ANSWERS.get(method, Role.SERVER))) for role in Role
+}
+_MAX_PERMITS: Final = 4096
+_MAX_FAILING: Final = 1024
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 64.0
+
+
+class _Known(NamedTuple):
+    """What is known of a peer; its methods are listed, so that a request costs no more than two look-ups."""
+
+    certificate: bytes
+    permit: Permit
+    may_call: frozenset[str]
+    answers: frozenset[str]
+
+
+class Gatekeeper:
+    """Knows the permits of other peers, and lets pass what they permit."""
+
+    def __init__(
+        self,
+        own: PeerId,
+        credentials: Credentials,
+        *,
+        on_certified: Callable[[PeerId], None] = lambda _: None,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.own = own
+        self.credentials = credentials
+        self._on_certified = on_certified
+        self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
+        # The peers used last come last. One that is forgotten shows its certificate again, so members lose nothing.
+        self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
+        # Of peers whose certificates did not hold: how many in a row, and when the next one is looked at.
+        self._failing: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+        self.refusals = RefusalLog()
+
+    def permit_of(self, peer: PeerId) -> Permit | None:
+        """Return what a peer's certificate permits; None: it has shown none, or that one has expired."""
+        if peer == self.own:
+            return self.credentials.verify(peer, self.credentials.certificate, now_s=self._wall_s())
+        known = self._find(peer)
+        return None if known is None else known.permit
+
+    def _find(self, peer: PeerId) -> _Known | None:
+        known = self._permits.get(peer)
+        if known is None:
+            return None
+        if known.permit.expires_at_s <= self._wall_s():
+            del self._permits[peer]
+            return None
+        self._permits.move_to_end(peer)
+        return known
+
+    def knows(self, peer: PeerId) -> bool:
+        """Return whether another peer has shown a certificate that holds."""
+        return self._find(peer) is not None
+
+    def certify(self, peer: PeerId, certificate: bytes) -> None:
+        """Verify the certificate that a peer shows, and note what it permits; else `AccessDenied` or `Busy`."""
+        known = self._find(peer)
+        if known is not None and known.certificate == certificate:
+            return
+        at_s = self._wall_s()
+        num_failed, next_s = self._failing.get(peer, (0, 0.0))
+        if 0 < next_s - at_s <= _LONGEST_PAUSE_S:
+            raise Busy(
+                f"{num_failed} certificates of {peer} did not hold; another is looked at in {next_s - at_s:.0f} s"
+            )
+        # Before it is verified, so that it counts whatever goes wrong.
+        pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_failed, 20), _LONGEST_PAUSE_S)
+        self._failing[peer] = num_failed + 1, at_s + pause_s
+        _keep_newest(self._failing, peer, _MAX_FAILING)
+        if len(certificate) > MAX_CERTIFICATE_BYTES:
+            raise AccessDenied(
+                f"A certificate has at most {MAX_CERTIFICATE_BYTES} bytes, got {len(certificate)}. Join with "
+                "an invitation: `lightning-swarm join --invite FILE`."
+            )
+        permit = self.credentials.verify(peer, certificate, now_s=at_s)
+        del self._failing[peer]
+        self._permits[peer] = _Known(certificate, permit, _MAY[permit.role], _ANSWERS[permit.role])
+        _keep_newest(self._permits, peer, _MAX_PERMITS)
+        self.refusals.forget(peer)
+        self._on_certified(peer)
+
+    def check_caller(self, caller: PeerId, method: str) -> None:
+        """Refuse a request that the caller's certificate does not permit, or whose caller has shown none."""
+        known = self._find(caller)
+        if known is not None and method in known.may_call:
+            return
+        least = MAY.get(method)
+        if least is None and method in MAY:
+            return
+        if known is None:
+            self._refuse(caller, Uncertified(_uncertified(self.own, caller)))
+        elif least is None:
+            self._refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
+        else:
+            self._refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", least)))
+
+    def check_size(self, caller: PeerId, num_bytes: int) -> None:
+        """Refuse a long message of a peer that has shown no certificate, before it is read."""
+        if num_bytes > STRANGER_BYTES and not self.knows(caller):
+            self._refuse(caller, Uncertified(_uncertified(self.own, caller)))
+
+    def check_answers(self, peer: PeerId, method: str) -> None:
+        """Refuse to ask a peer what its certificate does not permit it to answer."""
+        known = self._find(peer)
+        if known is not None and (method in known.answers or method not in MAY):  # else it refuses that itself
+            return
+        if known is None:
+            raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
+        least = ANSWERS.get(method, Role.SERVER)
+        raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", least))
+
+    def _refuse(self, caller: PeerId, error: AccessDenied) -> None:
+        self.refusals.note(caller, str(error))
+        raise error
+
+
+def _keep_newest(table: OrderedDict[PeerId, Any], newest: PeerId, at_most: int) -> None:
+    table.move_to_end(newest)
+    if len(table) > at_most:
+        table.popitem(last=False)
+
+
+def _uncertified(own: PeerId, caller: PeerId) -> str:
+    return (
+        f"{own} answers only peers with a certificate of its run, and {caller} has shown none. Join with an "
+        "invitation of the run's owner: `lightning-swarm join --invite FILE`."
+    )
+
+
+def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
+    return (
+        f"the role {least} may {does}, and the certificate of {peer} is of the role {role}. Ask the run's owner for "
+        f"another invitation: `lightning-swarm invite --role {least}`."
+    )
+
+
+# ------------------------------------------------------------------ what people see of it
+
+_GRACE_S: Final = 5.0  # a member that was forgotten is refused, and shows its certificate at once
+_INTERVAL_S: Final = 60.0
+_MAX_TOLD: Final = 32
+
+
+@dataclass(eq=False)
+class _Refused:
+    reason: str = ""
+    count: int = 0
+
+
+@dataclass(eq=False)
+class RefusalLog:
+    """Warns of peers that are refused: once a minute of each, with a count, for a few of them at a time."""
+
+    _refused: dict[PeerId, _Refused] = field(default_factory=dict)
+    _num_untold: int = 0  # refusals of further peers
+
+    def note(self, peer: PeerId, reason: str) -> None:
+        """Count a refusal."""
+        one = self._refused.get(peer)
+        if one is None:
+            if len(self._refused) >= _MAX_TOLD:
+                self._num_untold += 1
+                return
+            one = self._refused[peer] = _Refused()
+            self._tell_later(_GRACE_S, peer, one)
+        one.reason = reason
+        one.count += 1
+
+    def forget(self, peer: PeerId) -> None:
+        """Tell nothing of a peer that has shown its certificate meanwhile."""
+        self._refused.pop(peer, None)
+
+    def _tell_later(self, after_s: float, peer: PeerId, one: _Refused) -> None:
+        asyncio.get_running_loop().call_later(after_s, self._tell, peer, one)
+
+    def _tell(self, peer: PeerId, one: _Refused) -> None:
+        if self._refused.get(peer) is not one:
+            return
+        if not one.count:
+            del self._refused[peer]
+            return
+        others, self._num_untold = self._num_untold, 0
+        more = f" {others} requests of other peers were refused, too." if others else ""
+        _log.warning("%d requests of %s were refused: %s%s", one.count, short_name(peer), shorten(one.reason), more)
+        one.count = 0
+        self._tell_later(_INTERVAL_S, peer, one)

@@ -1,0 +1,63 @@
+"""Counts the peers that came to a run by each invitation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import UNSET, UnsetType
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Permit
+from lightning_swarm.protocol.messages.run import MAX_USES, InvitedBy, UsedInvitation
+from lightning_swarm.protocol.messages.step import Record
+
+Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitation
+
+
+def invited_by(permit: Permit) -> InvitedBy:
+    """Return the invitation that a peer's permit is of."""
+    return InvitedBy(number=permit.invitation, uses=min(permit.uses, MAX_USES))  # more could not be shown to a joiner
+
+
+def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedBy]) -> list[UsedInvitation]:
+    """Count peers that come. One that came by the same invitation before uses nothing more."""
+    found = {one.number: one for one in used}
+    for peer, by in invited.items():
+        known = found.get(by.number) or UsedInvitation(number=by.number, uses=by.uses, peers=[])
+        if peer not in known.peers:
+            known = UsedInvitation(number=known.number, uses=known.uses, peers=[*known.peers, peer])
+        found[by.number] = known
+    return list(found.values())
+
+
+def has_room(used: Iterable[UsedInvitation], peer: PeerId, by: InvitedBy) -> bool:
+    """Return whether a peer may come by an invitation."""
+    known = next((one for one in used if one.number == by.number), None)
+    return known is None or peer in known.peers or len(known.peers) < known.uses
+
+
+def check_used(used: Used) -> None:
+    """Refuse more peers than an invitation has uses, a peer that is counted twice, and an invitation that is."""
+    if used is UNSET or isinstance(used, UnsetType):
+        return
+    if len({one.number for one in used}) != len(used):
+        raise ProtocolError("each invitation is counted once")
+    for one in used:
+        if len(one.peers) > one.uses or len(set(one.peers)) != len(one.peers):
+            raise ProtocolError(
+                f"invitation {one.number.hex()} has {one.uses} uses, each of another peer; "
+                f"{len(one.peers)} come by it, of which {one.peers[-1]} is the last"
+            )
+
+
+def check_invited(used: Used, record: Record) -> None:
+    """Refuse a record that does not tell by which invitation each new member comes, or tells it of anybody else."""
+    invited = {} if isinstance(record.invited, UnsetType) else record.invited
+    new = {*record.enlisted, *(one.member.peer_id for one in record.newcomers)}
+    expected = set() if isinstance(used, UnsetType) else new
+    if invited.keys() != expected:
+        raise ProtocolError(
+            f"record {record.step} has to tell of {len(expected)} new members by which invitation they come, and tells "
+            f"it of {len(invited)}; the first that differs is {min(invited.keys() ^ expected)}"
+        )

@@ -1,0 +1,98 @@
+"""Certificates for tests of the gate: as small as can be, and forgeable by nobody who lacks the run's secret."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from lightning_swarm.core.errors import AccessDenied
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Permit, Role
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.protocol.messages.run import UsedInvitation
+
+HOUR_S = 3600.0
+INVITATION = b"invitation of 16"
+
+
+def certificate_of(
+    peer: PeerId,
+    role: Role = Role.KEEPER,
+    *,
+    run: bytes = b"run",
+    expires_at_s: float | None = None,
+    invitation: bytes = INVITATION,
+    uses: int = 100,
+) -> bytes:
+    """A certificate, which lasts for an hour from now if nothing else is said."""
+    expires_at_s = time.time() + HOUR_S if expires_at_s is None else expires_at_s
+    text = f"{peer} {role} {expires_at_s!r} {invitation.hex()} {uses}".encode()
+    return hmac.digest(run, text, "sha256") + text
+
+
+@dataclass
+class FakeCredentials:
+    """Credentials of a peer; `run` stands for the owner's key."""
+
+    certificate: bytes
+    run: bytes = b"run"
+    num_verified: int = 0
+
+    def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
+        self.num_verified += 1
+        signature, text = certificate[:32], certificate[32:]
+        if not hmac.compare_digest(signature, hmac.digest(self.run, text, "sha256")):
+            raise AccessDenied("it is not signed by the owner of this run")
+        name, role, expires_at_s, invitation, uses = text.decode().split()
+        if name != peer:
+            raise AccessDenied(f"it is {name}'s")
+        permit = Permit(Role(role), float(expires_at_s), bytes.fromhex(invitation), int(uses))
+        if permit.expires_at_s <= now_s:
+            raise AccessDenied("it has expired")
+        return permit
+
+
+def credentials_of(peer: PeerId, role: Role = Role.KEEPER, *, uses: int = 100, **named: bytes) -> FakeCredentials:
+    """What a peer of the run has."""
+    return FakeCredentials(certificate_of(peer, role, uses=uses, **named), named.get("run", b"run"))
+
+
+class InvitedNetwork(MemoryNetwork):
+    """A network on which every peer has credentials.
+
+    Args:
+        role_of: The role of each peer.
+        invitation_of: The invitation by which each peer comes.
+        uses: Of each invitation.
+    """
+
+    def __init__(
+        self,
+        role_of: Callable[[PeerId], Role] = lambda _: Role.KEEPER,
+        invitation_of: Callable[[PeerId], bytes] = lambda _: INVITATION,
+        uses: int = 100,
+    ) -> None:
+        super().__init__(latency_s=0.001)
+        self._role_of, self._invitation_of, self._uses = role_of, invitation_of, uses
+        self.verified: dict[PeerId, FakeCredentials] = {}
+
+    @override
+    def transport(self, name: str | None = None) -> MemoryTransport:
+        transport = super().transport(name)
+        peer = transport.peer_id
+        role, invitation = self._role_of(peer), self._invitation_of(peer)
+        own = FakeCredentials(certificate_of(peer, role, invitation=invitation, uses=self._uses))
+        self.verified[peer] = own
+        transport.set_credentials(own)
+        return transport
+
+    def used_by(self, members: Collection[str]) -> list[UsedInvitation]:
+        """What the manifest of a run of these members says."""
+        found: dict[bytes, list[PeerId]] = {}
+        for name in members:
+            found.setdefault(self._invitation_of(PeerId(name)), []).append(PeerId(name))
+        return [UsedInvitation(number=number, uses=self._uses, peers=peers) for number, peers in found.items()]

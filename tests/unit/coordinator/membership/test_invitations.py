@@ -1,0 +1,256 @@
+"""An invitation lets in as many peers as it has uses, whoever coordinates and wherever the run goes back to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.core.errors import AccessDenied, ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Permit, Role
+from lightning_swarm.protocol.invitations import check_invited, check_used, has_room, invited_by, used_after
+from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
+from lightning_swarm.protocol.messages.step import Proposal, Record, Vote
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import PROPOSE
+from lightning_swarm.server.server import Server
+from tests.access import InvitedNetwork
+from tests.unit.conftest import MakeSwarm
+from tests.unit.coordinator.membership.test_trainers import NEW, Run
+from tests.unit.coordinator.test_rollback import go_back
+from tests.unit.coordinator.test_rollback import step as restart_step
+from tests.unit.swarm import LEAD, Swarm, key, rows
+
+A, B, C, D, G, H, J = map(PeerId, "abcdghj")
+NEWER = PeerId("newer")
+FIRST, OURS = b"of the first one", b"of those who com"
+MEMBERS = ("a", "b", "c", "d", LEAD)
+
+
+def invited_swarm(make_swarm: MakeSwarm, *rosters: str, uses: int, **options: Any) -> Swarm:
+    """The first members come by one invitation, all others by another one."""
+    network = InvitedNetwork(
+        role_of=lambda peer: Role.TRAINER if peer in (LEAD, NEW, NEWER) else Role.SERVER,
+        invitation_of=lambda peer: FIRST if peer in MEMBERS else OURS,
+        uses=uses,
+    )
+    members = {name for roster in rosters for name in roster.split()} | {LEAD}
+    invitations = [replaced(one, uses=100) for one in network.used_by(sorted(members))]
+    return make_swarm(*rosters, network=network, invitations=invitations, **options)
+
+
+def used(swarm: Swarm, number: bytes = OURS) -> list[PeerId]:
+    """The peers that came by an invitation, as all servers in the run say."""
+    servers = [server for server in swarm.servers.values() if server.membership.is_member]
+    states = [server.membership.run.invitations for server in servers]
+    assert all(state == states[0] for state in states)
+    assert not isinstance(states[0], UnsetType)
+    return [peer for one in states[0] if one.number == number for peer in one.peers]
+
+
+def entering(swarm: Swarm, joiner: Server, *coordinators: PeerId) -> asyncio.Task[None]:
+    """A server begins to join."""
+
+    async def find() -> Sequence[PeerId]:
+        return coordinators or [swarm.manifest.coordinator]
+
+    return swarm.loop.create_task(joiner.joiner.enter(find))
+
+
+async def denied(joining: asyncio.Task[None]) -> None:
+    with pytest.raises(AccessDenied, match=r"that of \w has 1, and as many others came by it.*lightning-swarm invite"):
+        await joining
+
+
+def test_no_more_servers_join_than_an_invitation_has_uses(make_swarm: MakeSwarm) -> None:
+    swarm = invited_swarm(make_swarm, "a", "b", uses=1)
+    first = swarm.join("g")
+    second = swarm.add_server("h")
+
+    async def go() -> None:
+        await denied(entering(swarm, second))  # the first one waits for a record
+        record = await swarm.step(rows(0))
+        assert record.invited == {G: InvitedBy(number=OURS, uses=1)}
+        await denied(entering(swarm, second))  # the first one is in
+
+    swarm.run(go())
+    assert first.membership.is_member
+    assert used(swarm) == [G]
+    assert used(swarm, FIRST) == [A, B, LEAD]
+
+
+def test_a_peer_that_comes_back_uses_nothing_more(make_swarm: MakeSwarm) -> None:
+    swarm = invited_swarm(make_swarm, "a", "b", uses=1)
+    swarm.join("g")
+
+    async def go() -> None:
+        await swarm.step(rows(0))
+        assert used(swarm) == [G]
+        swarm.network.kill(G)
+        await swarm.step(rows(1))
+        await swarm.step(rows(2))
+        assert not any(member.peer_id == G for roster in swarm.rosters_now for member in roster)
+        await swarm.servers.pop(G).close()
+        await denied(entering(swarm, other))
+
+    other = swarm.add_server("h")
+    swarm.run(go())
+    back = swarm.join("g")
+
+    async def again() -> None:
+        record = await swarm.step(rows(3))
+        assert isinstance(record.invited, dict)
+        assert record.invited.keys() == {G}
+
+    swarm.run(again())
+    assert back.membership.is_member
+    assert used(swarm) == [G]
+
+
+def test_the_next_coordinator_knows_who_came(make_swarm: MakeSwarm) -> None:
+    swarm = invited_swarm(make_swarm, "a b c", "d b c", uses=1, voters="a b c", trainers=LEAD)
+    first = swarm.join("g")
+    second = swarm.add_server("h")
+
+    async def go() -> None:
+        await swarm.step(rows(0))
+        swarm.network.kill(A)
+        await swarm.servers.pop(A).close()
+        grant = await swarm.steps.grant(2)
+        k = key(grant.first, step=grant.step)
+        await swarm.through(k, rows(1), route=swarm.route(1), weight=grant.weight)
+        await swarm.steps.done(grant.lease, [k.receipt])
+        await swarm.steps.close()
+        await swarm.record(swarm.steps.version)
+        coordinator = swarm.steps.run.coordinator
+        assert coordinator in (B, C)
+        await denied(entering(swarm, second, coordinator))
+
+    swarm.run(go())
+    assert first.membership.is_member
+    assert used(swarm) == [G]
+
+
+def test_going_back_forgets_nobody(make_swarm: MakeSwarm) -> None:
+    swarm = invited_swarm(make_swarm, "a", "b", uses=1)
+    swarm.join("g")
+    second = swarm.add_server("h")
+    swarm.run(swarm.step(rows(0)))
+    go_back(swarm)
+
+    async def go() -> None:
+        assert used(swarm) == [G]
+        await denied(entering(swarm, second))
+        await restart_step(swarm, 0)
+
+    swarm.run(go())
+    assert used(swarm) == [G]
+
+
+def test_no_more_trainers_come_than_an_invitation_has_uses(make_swarm: MakeSwarm) -> None:
+    """Servers that came by it count, too."""
+    run = Run(lambda *rosters, **options: invited_swarm(make_swarm, *rosters, uses=1, **options))
+    swarm = run.swarm
+
+    async def go() -> None:
+        coming = asyncio.create_task(run.enter(run.transport()))
+        await asyncio.sleep(1.0)
+        await denied(entering(swarm, joiner))
+        with pytest.raises(AccessDenied, match="that of newer has 1, and as many others came by it"):
+            await run.enter(run.transport(NEWER))
+        record = await run.step(run.lead, run.lead)
+        assert record.enlisted == [NEW]
+        assert record.invited == {NEW: InvitedBy(number=OURS, uses=1)}
+        new = await coming
+        assert used(swarm) == [NEW]
+        await run.step(run.lead, new)
+        await denied(entering(swarm, joiner))
+
+    joiner = swarm.add_server("h")
+    swarm.run(go())
+    run.check()
+
+
+def test_voters_refuse_a_record_that_lets_in_who_is_not_invited(make_swarm: MakeSwarm) -> None:
+    swarm = invited_swarm(make_swarm, "a b c", "d b c", uses=2, voters="a b c", trainers=LEAD)
+    swarm.join("g")
+    calls = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
+    vote, num_refused = calls[PROPOSE], 0
+
+    def forged(record: Record) -> list[Record]:
+        assert isinstance(record.invited, dict)
+        full = UsedInvitation(number=OURS, uses=1, peers=[H])
+        run = swarm.servers[B].membership.run
+        assert not isinstance(run.invitations, UnsetType)
+        run.invitations = [*run.invitations, full]
+        return [
+            record,  # no use is left
+            replaced(record, invited=UNSET),
+            replaced(record, invited={}),
+            replaced(record, invited=record.invited | {J: InvitedBy(number=FIRST, uses=100)}),
+            replaced(record, invited={J: record.invited[G]}),
+        ]
+
+    async def tempted(caller: PeerId, body: bytes) -> bytes:
+        nonlocal num_refused
+        proposal: Any = decode(body, Proposal)
+        if proposal.record.newcomers:
+            known = swarm.servers[B].membership.run.invitations
+            for record in forged(proposal.record):
+                with pytest.raises(ProtocolError):
+                    await vote(caller, encode(replaced(proposal, record=record)))
+                num_refused += 1
+            swarm.servers[B].membership.run.invitations = known
+        answer: bytes = await vote(caller, body)
+        assert decode(answer, Vote).accepted
+        return answer
+
+    calls[PROPOSE] = tempted
+    swarm.run(swarm.step(rows(0)))
+    assert num_refused == 5
+    assert used(swarm) == [G]
+
+
+def test_an_open_run_counts_nothing(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.join("g")
+    record = swarm.run(swarm.step(rows(0)))
+    assert record.newcomers
+    assert record.invited is UNSET
+    assert b"invit" not in encode(record) + encode(swarm.steps.run.view())
+    with pytest.raises(
+        ProtocolError, match="has to tell of 0 new members by which invitation they come, and tells it of 1"
+    ):
+        check_invited(UNSET, replaced(record, invited={G: InvitedBy(number=OURS, uses=1)}))
+
+
+# ------------------------------------------------------------------ the rules
+
+
+def test_each_peer_is_counted_once() -> None:
+    by = InvitedBy(number=OURS, uses=2)
+    one = used_after([], {A: by})
+    assert one == [UsedInvitation(number=OURS, uses=2, peers=[A])]
+    assert used_after(one, {A: by}) == one
+    both = used_after(one, {B: by})
+    assert both == [UsedInvitation(number=OURS, uses=2, peers=[A, B])]
+    assert has_room(both, A, by)
+    assert not has_room(both, C, by)
+    assert has_room(both, C, InvitedBy(number=FIRST, uses=1))
+    assert has_room(both, C, by) is has_room(both, C, InvitedBy(number=OURS, uses=9)), "what was counted first holds"
+    permit = Permit(Role.SERVER, 0.0, OURS, 10**9)
+    assert decode(encode(invited_by(permit)), InvitedBy).uses == 4096
+    check_used(both)
+    check_used(UNSET)
+    for wrong in (
+        used_after(both, {C: by}),
+        [*both, *both],
+        [UsedInvitation(number=OURS, uses=3, peers=[A, A])],
+    ):
+        with pytest.raises(ProtocolError):
+            check_used(wrong)

@@ -1,0 +1,325 @@
+"""Each method at a peer with certificates, for each role; and what strangers cost it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_swarm
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import AccessDenied, Busy, SwarmError, Uncertified
+from lightning_swarm.network import Message, PeerId, gatekeeper
+from lightning_swarm.network.access import ANSWERS, MAY, Role
+from lightning_swarm.network.gatekeeper import Gatekeeper, RefusalLog
+from lightning_swarm.network.memory import MemoryNetwork
+from tests.access import HOUR_S, FakeCredentials, certificate_of, credentials_of
+from tests.unit.conftest import MakeSwarm
+
+A, B = PeerId("a"), PeerId("b")
+NOW_S = 1_000_000.0
+
+
+def registered_in_package() -> Iterator[str]:
+    """The methods that modules of the package register, wherever they do."""
+    root = Path(lightning_swarm.__file__).parent
+    for path in root.rglob("*.py"):
+        calls = [
+            node.args[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("handle_call", "handle_stream")
+        ]
+        names = [ast.unparse(name) for name in calls if ast.unparse(name) != "method"]  # of a transport's own code
+        if names:
+            module = importlib.import_module(
+                ".".join(("lightning_swarm", *path.relative_to(root).with_suffix("").parts))
+            )
+            yield from (eval(name, vars(module)) for name in names)
+
+
+def test_the_table_names_every_method_and_no_other() -> None:
+    found = set(registered_in_package())
+    assert len(found) > 50
+    assert found == MAY.keys()
+    assert MAY.keys() > ANSWERS.keys()
+
+
+def test_real_peers_register_what_the_table_names(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b")
+    for transport in (swarm.trainer, *(server._transport for server in swarm.servers.values())):
+        registered: set[str] = {*transport._call_handlers, *transport._stream_handlers}  # type: ignore[attr-defined]
+        assert registered <= MAY.keys()
+
+
+# ------------------------------------------------------------------ the matrix
+
+
+def forms(role: Role) -> dict[str, bytes | None]:
+    """What a caller of a role may have to show."""
+    return {
+        "certified": certificate_of(A, role),
+        "expired": certificate_of(A, role, expires_at_s=time.time() - 1.0),
+        "other run": certificate_of(A, role, run=b"another run"),
+        "other peer": certificate_of(B, role),
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, role: Role) -> None:
+    network = MemoryNetwork()
+    served = network.transport("served")
+    entered: list[tuple[str, str]] = []
+
+    async def enter(kind: str, method: str, caller: PeerId, request: Any) -> Any:
+        entered.append((kind, method))
+        return request
+
+    for method in MAY:
+        for kind, table, register in (
+            ("call", served._call_handlers, served.handle_call),
+            ("stream", served._stream_handlers, served.handle_stream),
+        ):
+            if method not in table:
+                register(method, partial(enter, kind, method))  # type: ignore[operator]
+    own = {"transport.ping", "transport.certify"}
+
+    async def go() -> None:
+        for form, certificate in forms(role).items():
+            served.set_credentials(credentials_of(served.peer_id))  # so that it knows nobody
+            caller = network.transport(A)
+            caller.set_credentials(None if certificate is None else FakeCredentials(certificate))
+            for method, least in MAY.items():
+                expected = least is None or (form == "certified" and role.includes(least))
+                for kind in ("call", "stream"):
+                    if kind == "call" and method in own:
+                        continue
+                    entered.clear()
+                    try:
+                        if kind == "call":
+                            await caller.call(served.peer_id, method, b"", timeout=10.0)
+                        else:
+                            await caller.stream(served.peer_id, method, Message(), timeout=10.0)
+                    except (AccessDenied, Busy):
+                        assert not expected, (form, kind, method)
+                    assert entered == ([(kind, method)] if expected else []), (form, kind, method)
+            await caller.close()
+
+    loop.run_until_complete(go())
+
+
+def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:
+    gate = Gatekeeper(B, credentials_of(B))
+    gate.certify(A, certificate_of(A))
+
+    async def go() -> None:
+        with pytest.raises(AccessDenied, match=r"no role may call `new.method`"):
+            gate.check_caller(A, "new.method")
+
+    loop.run_until_complete(go())
+
+
+def test_a_peer_may_do_everything_to_itself(loop: VirtualLoop) -> None:
+    own = MemoryNetwork().transport(B)
+    own.set_credentials(credentials_of(B, Role.OBSERVER))
+
+    async def same(caller: PeerId, body: bytes) -> bytes:
+        return body
+
+    own.handle_call("stage.forward", same)
+    assert loop.run_until_complete(own.call(B, "stage.forward", b"hi", timeout=1.0)) == b"hi"
+    permit = own.permit_of(B)
+    assert permit is not None
+    assert permit.role is Role.OBSERVER
+
+
+# ------------------------------------------------------------------ what a gate keeps
+
+
+def gate_at(clock_s: list[float], credentials: FakeCredentials | None = None) -> Gatekeeper:
+    return Gatekeeper(B, credentials or credentials_of(B), wall_s=lambda: clock_s[-1])
+
+
+def test_a_permit_ends_by_the_clock() -> None:
+    clock_s = [NOW_S]
+    gate = gate_at(clock_s)
+    gate.certify(A, certificate_of(A, expires_at_s=NOW_S + HOUR_S))
+    clock_s.append(NOW_S + HOUR_S - 1.0)
+    assert gate.permit_of(A) is not None
+    clock_s.append(NOW_S + HOUR_S)
+    assert gate.permit_of(A) is None
+    assert not gate._permits
+    gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
+    assert gate.permit_of(A) is not None
+
+
+def test_the_peers_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gatekeeper, "_MAX_PERMITS", 3)
+    gate = Gatekeeper(B, credentials_of(B))
+    for name in "cdefg":
+        gate.certify(A, certificate_of(A))
+        assert gate.permit_of(A) is not None
+        gate.certify(PeerId(name), certificate_of(PeerId(name)))
+    assert list(gate._permits) == [PeerId("f"), A, PeerId("g")]
+    assert gate.permit_of(PeerId("c")) is None
+
+
+def test_a_known_certificate_is_not_verified_again() -> None:
+    own = credentials_of(B)
+    gate = Gatekeeper(B, own)
+    certificate = certificate_of(A)
+    for _ in range(10):
+        gate.certify(A, certificate)
+    assert own.num_verified == 1
+
+
+def test_certificates_that_do_not_hold_are_looked_at_ever_more_rarely() -> None:
+    clock_s = [NOW_S]
+    own = credentials_of(B)
+    gate = gate_at(clock_s, own)
+    for _ in range(10_000):  # for an hour
+        with pytest.raises((AccessDenied, Busy)):
+            gate.certify(A, b"forged")
+        clock_s.append(clock_s[-1] + HOUR_S / 10_000)
+    assert own.num_verified < 70
+    gate.certify(PeerId("c"), certificate_of(PeerId("c"), expires_at_s=NOW_S + 2 * HOUR_S))  # others do not wait
+    with pytest.raises(Busy, match=r"certificates of a did not hold; another is looked at in \d+ s"):
+        gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
+    clock_s.append(clock_s[-1] + 64.0)
+    gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
+    clock_s.append(NOW_S)  # the clock is put back
+    assert gate.permit_of(A) is not None
+
+
+def test_many_strangers_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gatekeeper, "_MAX_FAILING", 10)
+    gate = Gatekeeper(B, credentials_of(B))
+    for number in range(100):
+        with pytest.raises(AccessDenied):
+            gate.certify(PeerId(f"s{number}"), b"forged")
+    assert len(gate._failing) == 10
+    assert not gate._permits
+
+
+def test_a_mutated_certificate_opens_nothing() -> None:
+    """2,000 of them: bits flipped, bytes lost, added and swapped."""
+    rng = random.Random(0)
+    clock_s = [time.time()]
+    gate = gate_at(clock_s)
+    true = certificate_of(A, Role.OBSERVER, expires_at_s=clock_s[0] + 1e9)
+    for number in range(2000):
+        clock_s.append(clock_s[-1] + 64.0)  # so that each is looked at
+        forged = bytearray(true)
+        for _ in range(rng.randint(1, 3)):
+            place = rng.randrange(len(forged))
+            if number % 3 == 0:
+                forged[place] ^= 1 << rng.randrange(8)
+            elif number % 3 == 1:
+                del forged[place]
+            else:
+                forged.insert(place, rng.randrange(256))
+        if bytes(forged) == true:
+            continue
+        with pytest.raises(AccessDenied):
+            gate.certify(A, bytes(forged))
+        assert gate.permit_of(A) is None
+    clock_s.append(clock_s[-1] + 64.0)
+    gate.certify(A, true)
+    assert gate.permit_of(A) is not None
+
+
+# ------------------------------------------------------------------ what people see
+
+
+def test_refusals_are_told_once_a_minute_with_a_count(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog()
+
+    async def go() -> None:
+        for _ in range(130):
+            log.note(A, "it has\nno certificate")
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(600.0)
+
+    with caplog.at_level(logging.WARNING, logger=gatekeeper.__name__):
+        loop.run_until_complete(go())
+    assert caplog.messages == [f"{n} requests of a were refused: it has no certificate" for n in (5, 60, 60, 5)]
+    assert not log._refused
+
+
+def test_who_shows_its_certificate_at_once_is_no_stranger(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gatekeeper(B, credentials_of(B))
+
+    async def go() -> None:
+        for certificate in (certificate_of(A), None):
+            with pytest.raises(Uncertified):
+                gate.check_caller(A if certificate else PeerId("c"), "peer.hello")
+            if certificate:
+                gate.certify(A, certificate)
+        await asyncio.sleep(100.0)
+
+    with caplog.at_level(logging.WARNING, logger=gatekeeper.__name__):
+        loop.run_until_complete(go())
+    (message,) = caplog.messages
+    assert message.startswith("1 requests of c were refused: b answers only peers with a certificate")
+
+
+def test_many_strangers_fill_no_log(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog()
+
+    async def go() -> None:
+        for number in range(1000):
+            log.note(PeerId(f"s{number}"), "no")
+        await asyncio.sleep(6.0)
+
+    with caplog.at_level(logging.WARNING, logger=gatekeeper.__name__):
+        loop.run_until_complete(go())
+    assert len(caplog.messages) == 32
+    assert caplog.messages[0] == "1 requests of s0 were refused: no 968 requests of other peers were refused, too."
+
+
+# ------------------------------------------------------------------ over the network
+
+
+def test_a_peer_comes_back_in_the_middle(loop: VirtualLoop) -> None:
+    """It knows nobody any more; the others know it by its certificate, and show theirs again."""
+    network = MemoryNetwork(latency_s=0.001)
+    a = network.transport(A)
+    a.set_credentials(credentials_of(A))
+    entered: list[bytes] = []
+
+    async def enter(caller: PeerId, body: bytes) -> bytes:
+        entered.append(body)
+        return body
+
+    def begin() -> Any:
+        b = network.transport(B)
+        b.set_credentials(credentials_of(B))
+        b.handle_call("stage.forward", enter)
+        return b
+
+    begin()
+
+    async def go() -> None:
+        for life in range(3):
+            bodies = [b"%d %d" % (life, number) for number in range(20)]
+            answers = await asyncio.gather(*(a.call(B, "stage.forward", body, timeout=10.0) for body in bodies))
+            assert answers == bodies
+            network.kill(B)
+            with pytest.raises(SwarmError):
+                await a.call(B, "stage.forward", b"", timeout=10.0)
+            begin()
+
+    loop.run_until_complete(go())
+    assert sorted(entered) == sorted(b"%d %d" % pair for pair in itertools.product(range(3), range(20)))

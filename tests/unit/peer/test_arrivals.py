@@ -1,0 +1,88 @@
+"""The starter of a run by invitation takes the servers that are invited, and counts them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from msgspec import UNSET
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Role
+from lightning_swarm.peer import arrivals
+from lightning_swarm.protocol.messages.run import UsedInvitation
+from tests.access import INVITATION, FakeCredentials, InvitedNetwork, certificate_of
+from tests.unit.conftest import MakeSwarm
+from tests.unit.peer.test_lead import Starter
+from tests.unit.swarm import LEAD, Swarm
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def starter(make_swarm: MakeSwarm, **options: int) -> Starter:
+    """It and the three servers come by one invitation."""
+    network = InvitedNetwork(role_of=lambda peer: Role.KEEPER if peer == LEAD else Role.SERVER, **options)
+    return Starter(make_swarm("a b", "c", admit=False, network=network))
+
+
+def members(swarm: Swarm) -> set[PeerId]:
+    return {member.peer_id for stage in swarm.servers[A].membership.run.manifest.stages for member in stage.roster}
+
+
+def change(swarm: Swarm, peer: PeerId, credentials: FakeCredentials | None) -> None:
+    transport = swarm.servers[peer]._transport
+    transport.set_credentials(credentials)  # type: ignore[attr-defined]
+
+
+def test_the_first_members_are_counted(make_swarm: MakeSwarm) -> None:
+    found = starter(make_swarm, uses=4)
+    found.begin()
+    for server in found.swarm.servers.values():
+        assert server.membership.run.invitations == [
+            UsedInvitation(number=INVITATION, uses=4, peers=[A, B, C, PeerId(LEAD)])
+        ]
+
+
+def test_who_is_not_invited_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    """Their announcements say that they wait for this run: anybody may announce that."""
+    for credentials, reason in (
+        (None, "takes any peer and has no certificate to show"),
+        (FakeCredentials(certificate_of(B, run=b"another"), b"another"), "it is not signed by the owner of this run"),
+        (FakeCredentials(certificate_of(B, Role.OBSERVER)), "its certificate is not of the role server"),
+    ):
+        found = starter(make_swarm)
+        change(found.swarm, B, credentials)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger=arrivals.__name__):
+            found.begin()
+        assert members(found.swarm) == {A, C}
+        (message,) = caplog.messages
+        assert message.startswith("b announced itself, and the run begins without it: ")
+        assert reason in message
+
+
+def test_whom_an_invitation_has_no_use_for_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    found = starter(make_swarm, uses=3)
+    with caplog.at_level(logging.WARNING, logger=arrivals.__name__):
+        found.begin()
+    assert members(found.swarm) == {A, B}
+    (message,) = caplog.messages
+    assert message.startswith("c announced itself, and the run begins without it: 3 other peers came by its invitation")
+
+
+def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
+    found = starter(make_swarm, uses=4)
+    found.begin()
+    found.swarm.network.kill(C)
+    found.lead.release(0, serves=False)
+    found.begin()
+    run = found.swarm.servers[A].membership.run
+    assert run.manifest.generation == 1
+    assert members(found.swarm) == {A, B}
+    assert run.invitations == [UsedInvitation(number=INVITATION, uses=4, peers=[A, B, C, PeerId(LEAD)])]
+
+
+def test_an_open_run_counts_nobody(make_swarm: MakeSwarm) -> None:
+    found = Starter(make_swarm("a b", "c", admit=False))
+    found.begin()
+    assert found.swarm.servers[A].membership.run.invitations is UNSET
