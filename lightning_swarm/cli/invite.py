@@ -14,13 +14,12 @@ from typing import Final
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import write_new
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Role
+from lightning_swarm.network.access import Certify, Role
 from lightning_swarm.network.identity import public_key
 from lightning_swarm.peer.config import DEFAULT_RUN_ID
 from lightning_swarm.peer.entry import visitor_entry
 from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.trust.certificates import MAX_USES, Invitation
-from lightning_swarm.trust.credentials import Certify
 from lightning_swarm.trust.invitation_text import AnyInvitation, check_is_file_name, to_text
 from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 

@@ -19,10 +19,10 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.monitor import checks
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.network import Transport
+from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.queries import GreetingResult, installed_version
-from lightning_swarm.trust.credentials import Certify, present
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
@@ -59,7 +59,7 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
 
 
 @contextlib.contextmanager
-def visit(name: str, certify: Certify | None = None, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
+def visit(name: str, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
     """Be on the network for a while, in no run; `options` are those of `hivemind.start`."""
     from lightning_swarm.core.event_loop import ThreadRuntime
     from lightning_swarm.network import hivemind  # a second, and only needed here
@@ -67,8 +67,6 @@ def visit(name: str, certify: Certify | None = None, **options: Any) -> Iterator
     with contextlib.closing(ThreadRuntime(name)) as runtime:
         transport, directory = runtime.run(hivemind.start(**options))
         try:
-            if certify is not None:
-                present(transport, certify(transport.peer_id))
             yield runtime, transport
         finally:
             runtime.run(directory.close())
@@ -79,7 +77,7 @@ def meet(
     addresses: Sequence[Address], certify: Certify | None = None
 ) -> Iterator[tuple[DialResult, GreetingResult | None]]:
     """Connect to addresses where libp2p answers, and ask the peers there who they are."""
-    with visit("doctor", certify, startup_timeout=_TIMEOUT_S) as (runtime, transport):
+    with visit("doctor", certify=certify, startup_timeout=_TIMEOUT_S) as (runtime, transport):
         for address in addresses:
             yield runtime.run(_meet(transport, address))
 

@@ -25,10 +25,10 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
 from lightning_swarm.monitor.doctor import knock, visit
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.trust.credentials import Certify
 
 REPORT: Final = "peer.report"
 OTHERS: Final = "peer.others"
@@ -316,7 +316,7 @@ def look_repeatedly(
             raise ConfigError(
                 f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
             )
-    with visit("status", certify, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
+    with visit("status", certify=certify, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
         while True:
             try:
                 runtime.run(transport.connect([address.maddr]))

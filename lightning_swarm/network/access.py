@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from lightning_swarm.network import PeerId
 
@@ -47,6 +47,10 @@ class Credentials(Protocol):
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
         """Return what a certificate permits a peer now (seconds since the epoch); else `AccessDenied` says why."""
         ...
+
+
+Certify: TypeAlias = Callable[[PeerId], Credentials]
+"""Makes the credentials of this process's peer, whose id is known once its network has started."""
 
 
 # ------------------------------------------------------------------ the rules

@@ -21,7 +21,6 @@ from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 _log = logging.getLogger(__name__)
 
 _ANOTHER: Final = "Ask the run's owner for another one"
-_RANKS: Final = {role: rank for rank, role in enumerate(Role)}  # each may do what those before it may
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Entry:
     @property
     def may_lead(self) -> bool:
         """Return whether this peer may lead the run, in the place of a lead that dies."""
-        return may(self.role, Role.TRAINER)
+        return self.role.includes(Role.TRAINER)
 
     @property
     def is_owner(self) -> bool:
@@ -71,11 +70,6 @@ class Entry:
             role = Role.TRAINER if train else Role.SERVER
             return to_text(self.by.invite(role, uses=number, expires_at_s=now_s + OWN_S))
         return to_text(self.by)
-
-
-def may(role: Role, needed: Role) -> bool:
-    """Return whether a role may do what another one may."""
-    return _RANKS[role] >= _RANKS[needed]
 
 
 def entry_of(config: SwarmConfig, folder: Path, *, now_s: float) -> Entry | None:
@@ -130,7 +124,7 @@ def _check(found: AnyInvitation, config: SwarmConfig, source: str, *, now_s: flo
     if isinstance(found, Certificate):
         _check_own(found.peer, config, source)
     needed = Role.SERVER if config.only_serves else Role.TRAINER
-    if not may(found.invitation.role, needed):
+    if not found.invitation.role.includes(needed):
         refuse(
             source,
             f"it is for the role {found.invitation.role}, and this peer is to be a {needed}",

@@ -8,6 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.trust.credentials import present
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Peer:
         *,
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
-        entry: Entry | None = None,  # into a run of invited peers; None: nothing is checked
+        may_lead: bool = True,  # in the place of a lead that dies
         rng: random.Random,  # wires pipelines; draws the boot id of this life, so no other peer may have an equal one
     ) -> None:
         self.runtime = runtime
@@ -62,9 +62,7 @@ class Peer:
         self._directory = RunDirectory(directory, transport, config.run_id)
         self._executor = executor
         self._config = config
-        self._may_lead = entry is None or entry.may_lead
-        if entry is not None:
-            present(transport, entry.credentials(transport.peer_id, now_s=time.time()))
+        self._may_lead = may_lead
         self.events = EventLog()
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
@@ -233,6 +231,7 @@ def hivemind_peer(config: SwarmConfig, entry: Entry | None) -> Peer:
     assert (entry is not None) == config.is_invited
     from lightning_swarm.network import hivemind  # takes a second, which tests can do without
 
+    certify = None if entry is None else partial(entry.credentials, now_s=time.time())
     runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
     try:
         transport, directory = runtime.run(
@@ -244,6 +243,7 @@ def hivemind_peer(config: SwarmConfig, entry: Entry | None) -> Peer:
                 startup_timeout=config.limits.start_timeout,
                 silence_timeout=config.limits.silence_timeout,
                 receive_bytes=config.limits.receive_bytes,
+                certify=certify,
                 neighbours=talks_to_neighbours(),
             )
         )
@@ -252,7 +252,8 @@ def hivemind_peer(config: SwarmConfig, entry: Entry | None) -> Peer:
         raise
     runtime = UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason)
     rng = random.Random(secrets.randbits(64))
-    return Peer(runtime, transport, directory, executor=ThreadExecutor, config=config, entry=entry, rng=rng)
+    may_lead = entry is None or entry.may_lead
+    return Peer(runtime, transport, directory, executor=ThreadExecutor, config=config, may_lead=may_lead, rng=rng)
 
 
 def _link(peer: str, link: LinkEstimate) -> LinkReport:

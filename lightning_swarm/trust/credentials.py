@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from lightning_swarm.core.errors import AccessDenied
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Credentials, Permit
+from lightning_swarm.network.access import Permit
 from lightning_swarm.trust.certificates import Certificate, Invitation, decode
-
-Certify: TypeAlias = Callable[[PeerId], Credentials]
-"""Makes the credentials of this process's peer, whose id is known once its network has started."""
 
 _CLOCK_SKEW_S: Final = 60.0  # as between peers that announce something
 
@@ -52,11 +48,6 @@ class RunCredentials:
             f"the certificate of {peer} does not let it into run {self.run_id!r}: {problem}. Its user needs an "
             "invitation from the run's owner, who makes one with `lightning-swarm invite`."
         )
-
-
-def present(transport: Any, credentials: Credentials) -> None:
-    """Let a transport show a certificate to others, and ask for theirs. Nobody may have been asked or answered yet."""
-    transport.set_credentials(credentials)
 
 
 def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None) -> str | None:

@@ -308,6 +308,33 @@ def daemons(world: World, handled: Handled) -> World:
     return world
 
 
+def test_a_peer_has_its_credentials_before_anybody_reaches_it(daemons: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_swarm.network import hivemind
+
+    gated: list[bool] = []
+    opening = hivemind.HivemindTransport.open
+
+    async def open_it(self: Any) -> None:
+        gated.append(self._gate is not None)
+        await opening(self)
+
+    monkeypatch.setattr(hivemind.HivemindTransport, "open", open_it)
+
+    async def go() -> None:
+        addresses = await daemons.a.transport.addresses()
+        invited = Peer(*await hivemind.start(initial_peers=addresses, certify=credentials_of))
+        daemons.adopt(invited)
+        invited.transport.handle_call(SEEN, nothing)
+        with pytest.raises(Uncertified):
+            await daemons.a.transport.call(invited.id, SEEN, b"", timeout=EVENTUALLY_S)
+
+    async def nothing(caller: PeerId, body: bytes) -> bytes:
+        return b""
+
+    daemons.run(go())
+    assert gated == [True]
+
+
 def test_a_strangers_streams_take_no_members_place(daemons: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_swarm.network.hivemind import transport as hivemind_transport
 

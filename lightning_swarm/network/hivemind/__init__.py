@@ -13,7 +13,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
-from lightning_swarm.network.access import Credentials
+from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
 from lightning_swarm.network.hivemind.daemon import on_its_own
@@ -42,7 +42,7 @@ async def start(
     startup_timeout: float = 60.0,  # of each attempt to start the daemon
     silence_timeout: float = SILENCE_S,  # without a sign of life, after which exchanges with another peer are ended
     receive_bytes: int = MAX_STREAM_BYTES,  # of tensors that peers may have under way to this one, all together
-    credentials: Credentials | None = None,  # who may call and be called; None: all peers
+    certify: Certify | None = None,  # gives the peer credentials before it is reached; None: all peers may call
     neighbours: bool = True,  # reach peers of this machine past the daemons; not for measurements and emulated networks
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop. The caller closes the directory first, the transport last."""
@@ -57,7 +57,8 @@ async def start(
         known_as = identity.peer_id if identity_path is not None else None
         p2p = await _start_daemon(listen.maddr, announce, str(key_path), known_as, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
-    transport.set_credentials(credentials)
+    if certify is not None:
+        transport.set_credentials(certify(transport.peer_id))
     try:
         await transport.open()
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)

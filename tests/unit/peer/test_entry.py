@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,14 @@ from typing import Any
 import pytest
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import AccessDenied, ConfigError
-from lightning_swarm.core.event_loop import InlineRuntime
-from lightning_swarm.network.access import Credentials, Permit, Role
+from lightning_swarm.network import Directory, hivemind
+from lightning_swarm.network.access import Certify, Credentials, Permit, Role
 from lightning_swarm.network.identity import Identity, load_identity
-from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.peer.entry import Entry, entry_of, may, visitor_entry
-from lightning_swarm.peer.peer import Peer
-from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.peer.entry import Entry, entry_of, visitor_entry
+from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.trust.certificates import SecretInvitation, encode
 from lightning_swarm.trust.invitation_text import AnyInvitation, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
@@ -186,7 +183,7 @@ def test_an_invitation_that_will_not_do_is_refused_before_anything_starts(tmp_pa
 
 def test_roles_include_those_before_them() -> None:
     order = [Role.OBSERVER, Role.SERVER, Role.TRAINER, Role.KEEPER]
-    assert [[may(role, needed) for needed in order] for role in order] == [
+    assert [[role.includes(needed) for needed in order] for role in order] == [
         [True, False, False, False],
         [True, True, False, False],
         [True, True, True, False],
@@ -228,32 +225,23 @@ def test_an_invitation_of_one_peer_is_not_passed_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("role", "may_lead"), [(Role.SERVER, False), (Role.TRAINER, True)])
-def test_a_transport_has_the_certificate_before_anybody_can_ask_and_a_role_may_lead(
+def test_the_network_starts_with_the_certificate_and_a_role_may_lead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role, may_lead: bool
 ) -> None:
-    entry = entered(joiner(invite=written(tmp_path, invitation(role, lasts_s=1e9))), tmp_path)
-    told: list[tuple[Credentials, set[str]]] = []
-    methods: set[str] = set()
-    loop = VirtualLoop()
+    settings = joiner(invite=written(tmp_path, invitation(role, lasts_s=1e9)))
+    made: list[Credentials] = []
     network = MemoryNetwork()
-    transport = network.transport("joiner")
-    known = transport.handle_call
-    monkeypatch.setattr(transport, "handle_call", lambda method, handler: [methods.add(method), known(method, handler)])
-    monkeypatch.setattr(transport, "set_credentials", lambda shown: told.append((shown, {*methods})), raising=False)
-    peer = Peer(
-        InlineRuntime(loop),
-        transport,
-        network.directory(transport),
-        executor=InlineExecutor,
-        config=joiner(),
-        entry=entry,
-        rng=random.Random(0),
-    )
+
+    async def start(*, certify: Certify, **_: Any) -> tuple[MemoryTransport, Directory]:
+        transport = network.transport("joiner")
+        made.append(certify(transport.peer_id))
+        return transport, network.directory(transport)
+
+    monkeypatch.setattr(hivemind, "start", start)
+    peer = hivemind_peer(settings, entered(settings, tmp_path))
     try:
-        [(credentials, answered_before)] = told
-        assert not answered_before
-        assert methods, "it answers by now"
-        permit = credentials.verify(transport.peer_id, credentials.certificate, now_s=time.time())
+        [credentials] = made
+        permit = credentials.verify(peer.transport.peer_id, credentials.certificate, now_s=time.time())
         assert permit.role is role
         with pytest.raises(AccessDenied, match="another peer"):
             credentials.verify(PEER, credentials.certificate, now_s=time.time())
@@ -264,8 +252,7 @@ def test_a_transport_has_the_certificate_before_anybody_can_ask_and_a_role_may_l
 
         monkeypatch.setattr(peer._host, "serve", serve)
         no_model: Any = None
-        loop.run_until_complete(peer.begin_to_serve(no_model, inherits=True))
+        peer.serve(no_model, inherits=True)
         assert announced == [may_lead]
     finally:
         peer.close()
-        loop.close()
