@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm import Bottleneck
@@ -26,7 +25,7 @@ from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run
 from tests.parity.models import NanoGPT, Recipe, configured, digits, loader, sentences
 from tests.parity.test_joining import Joining
 from tests.parity.test_rollback import Fit, Killing
-from tests.parity.trainers import Seen, numbered, train
+from tests.parity.trainers import Seen, shuffled, train
 from tests.parity.trainers import assert_exact as assert_exact_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -295,7 +294,7 @@ def test_several_trainers_have_what_they_compute_themselves(tmp_path: Path) -> N
     seen = train(
         2,
         make,
-        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        data=lambda: shuffled(sentences()),
         swarm={"pipeline": "transformer.h"},
         callbacks=lambda rank: [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8)] if rank == 0 else [],
         enable_checkpointing=True,
