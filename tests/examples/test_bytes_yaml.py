@@ -53,6 +53,7 @@ def _take_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
+@pytest.mark.thorough
 def test_one_file_trains_the_same_with_and_without_a_swarm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     swarm = fit(monkeypatch, tmp_path / "swarm", f"--trainer.strategy.class_path={__name__}.Watched")
     assert len(Watched.last.servers) == 4

@@ -78,6 +78,7 @@ def test_the_project_as_it_was_knows_of_no_swarm() -> None:
     assert all("swarm" not in path.read_text() for path in HERE.rglob("*.py"))
 
 
+@pytest.mark.thorough
 def test_metrics_are_the_same_with_the_diff(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = train(project, "before", monkeypatch)
     apply_diff(project)

@@ -34,6 +34,7 @@ def _permitted() -> None:
         pytest.skip(why)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_permitted")
 def test_all_that_goes_over_a_line_is_late_and_as_much_goes_over_it_as_without() -> None:
     near, far = measure(50.0, 0.0, seconds=1.0), measure(50.0, 0.06, seconds=2.0)

@@ -277,6 +277,7 @@ def test_what_trains_may_change_around_the_pipeline_too() -> None:
     assert sum(record.change.selection is not None for record in swarm.records) == 2
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_curve_is_close_in_bfloat16(precision: Any) -> None:
     plain = run_plain(NanoGPT, loader(sentences()), max_steps=10, precision=precision)
