@@ -223,6 +223,7 @@ def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
         role=arguments.role,
         microbatch_size=arguments.microbatch_size,
         listen=arguments.listen,
+        trust="open",  # its hosts are in a network of their own
         initial_peers=arguments.initial_peers,
         compression=arguments.compression,
         limits=limits,

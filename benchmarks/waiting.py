@@ -112,6 +112,7 @@ def main() -> None:
             rebalance_interval=arguments.rebalance_interval,
             role=arguments.role,
             listen=arguments.listen,
+            trust="open",  # its hosts are in a network of their own
             initial_peers=arguments.initial_peers,
         ),
         max_epochs=-1,

@@ -113,6 +113,7 @@ def main() -> None:
             delay_optimizer_step=arguments.delays,
             role="trainer",
             listen=arguments.listen,
+            trust="open",  # its hosts are in a network of their own
             initial_peers=arguments.initial_peers,
         ),
         max_epochs=-1,
