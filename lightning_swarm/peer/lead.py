@@ -17,6 +17,7 @@ from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.monitor import survey
@@ -84,11 +85,21 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
     """Raise a ConfigError if all of the `initial_peers` that answer are for other runs than this peer's.
 
-    One that refuses this peer raises its reason, such as `AccessDenied`.
+    If none tells its run, and one refuses this peer, that raises its reason, such as `AccessDenied`.
     """
-    peers = {address.peer_id for address in config.initial_peers}
-    found = await gather(survey.run_id_of(transport, peer, timeout=config.limits.leave_timeout) for peer in peers)
-    there = sorted({run_id for run_id in found if run_id is not None})
+
+    async def ask(peer: PeerId) -> str | SwarmError | None:
+        try:
+            return await survey.run_id_of(transport, peer, timeout=config.limits.leave_timeout)
+        except SwarmError as error:
+            return error
+
+    found = await gather(ask(peer) for peer in sorted({address.peer_id for address in config.initial_peers}))
+    there = sorted({answer for answer in found if isinstance(answer, str)})
+    for refusal in (answer for answer in found if isinstance(answer, SwarmError)):
+        if not there:
+            raise refusal
+        _log.warning("One of the `initial_peers` is of no use: %s", shorten(str(refusal)))
     if there and config.run_id not in there:
         raise ConfigError(
             f"`run_id` must be that of the run to join: {config.run_id!r} here, and {', '.join(map(repr, there))} at "

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, Uncertified
+from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, Uncertified, Untrusted
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting, summarize, table
 from lightning_swarm.network import PeerId
@@ -343,5 +343,26 @@ def test_a_peer_that_refuses_to_say_its_run_is_believed(loop: VirtualLoop) -> No
 
     there.handle_call(survey.REPORT, refuse)
     config = SwarmStrategy(initial_peers=f"192.0.2.1:5/{there.peer_id}").config
+    me = network.transport("me")
     with pytest.raises(Uncertified, match="Join with an invitation"):
-        loop.run_until_complete(lead.check_run_id(network.transport("me"), config))
+        loop.run_until_complete(lead.check_run_id(me, config))
+
+
+def test_a_peer_that_refuses_is_no_obstacle_beside_one_that_does_not(
+    loop: VirtualLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = MemoryNetwork()
+    ids = [name * 52 for name in "ab"]
+    refusing, answering = map(network.transport, ids)
+
+    async def refuse(caller: PeerId, body: bytes) -> bytes:
+        raise Untrusted("its certificate has expired")
+
+    async def nobody() -> dict[PeerId, list[str]]:
+        return {}
+
+    refusing.handle_call(survey.REPORT, refuse)
+    survey.answer(answering, lambda: said(REPORT, run_id="mine"), nobody)
+    config = SwarmStrategy(run_id="mine", initial_peers=[f"192.0.2.1:5/{one}" for one in ids]).config
+    loop.run_until_complete(lead.check_run_id(network.transport("me"), config))
+    assert "One of the `initial_peers` is of no use: its certificate has expired" in caplog.text
