@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.private_file import write_new
+from lightning_swarm.core.private_file import is_there, write_new
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Certify, Role
 from lightning_swarm.network.identity import public_key
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     expires_at_s = now_s + _seconds(arguments.expires)
     _check(arguments)
     path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
-    is_new = not path.exists()
+    is_new = not is_there(path)
     owner = Owner.load(arguments.run_id, path)
     if is_new:
         _say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run has to be started with it.")

@@ -24,6 +24,14 @@ def temporary_file(data: bytes, folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
+def is_there(path: Path) -> bool:
+    """Return whether there is a file of that name; not where this user may not look, for then it can use none."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return False
+
+
 def write_new(path: Path, data: bytes) -> None:
     """Make a file of that name; `FileExistsError` if there is one, which stays as it is."""
     with temporary_file(data, path.parent) as written:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.private_file import write_over
+from lightning_swarm.core.private_file import is_there, write_over
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import load_identity
@@ -72,12 +73,12 @@ class Entry:
         return to_text(self.by)
 
 
-def entry_of(config: SwarmConfig, folder: Path, *, now_s: float) -> Entry | None:
+def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -> Entry | None:
     """Choose how this peer comes into its run; None if anyone may.
 
     Args:
         config: What the user asks for.
-        folder: Of the keys of owners.
+        folder: Finds the folder of the keys of owners; it is called where one is needed, for some users have none.
         now_s: The time, in seconds since the epoch.
 
     Raises:
@@ -91,12 +92,12 @@ def entry_of(config: SwarmConfig, folder: Path, *, now_s: float) -> Entry | None
         invitation = from_text(_read(Path(source), source), source)
         _check(invitation, config, source, now_s=now_s)
         return _entry(invitation, kept_at)
-    if config.initial_peers and kept_at is not None and kept_at.exists():
+    if config.initial_peers and kept_at is not None and is_there(kept_at):
         kept = from_text(_read(kept_at, str(kept_at)), str(kept_at))
         _check(kept, config, str(kept_at), now_s=now_s)
         return _entry(kept, None)
-    path = owner_file(folder, config.run_id)
-    if config.initial_peers and not path.exists():
+    path = owner_file(folder(), config.run_id)
+    if config.initial_peers and not is_there(path):
         raise ConfigError(_missing(config))
     owner = Owner.load(config.run_id, path)
     return Entry(config.run_id, owner.key.peer_id, Role.KEEPER, owner)

@@ -164,9 +164,15 @@ def child_environment(rank: int, addresses: str, *, run_id: str, launch: str, tr
 
 
 def owners_folder() -> Path:
-    """The folder of the keys of the runs that this user owns."""
+    """The folder of the keys of the runs that this user owns; `ConfigError` if this user has no place for it."""
     given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".config") / "lightning-swarm"
+    try:
+        return (given if given.is_absolute() else Path.home() / ".config") / "lightning-swarm"
+    except RuntimeError as error:  # a container may run for a user whom nothing names
+        raise ConfigError(
+            "the owner's key needs a folder, and this user has no home. Set XDG_CONFIG_HOME to a folder that lasts, "
+            "or give an invitation to the run by `invite`."
+        ) from error
 
 
 @contextmanager

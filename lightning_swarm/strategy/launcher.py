@@ -337,7 +337,7 @@ class SwarmLauncher(_Launcher):
         config = self._strategy.config
         if config.trust == "open" and not config.is_local and self.local_rank == 0:
             _log.warning(_OPEN)
-        entry = entry_of(config, process.owners_folder(), now_s=time.time())
+        entry = entry_of(config, process.owners_folder, now_s=time.time())
         if entry is not None and self.local_rank == 0 and self._num_peers > 1:
             entry.check_children(self._num_peers - 1)
         return entry

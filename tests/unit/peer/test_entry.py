@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import pwd
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.entry import Entry, entry_of, visitor_entry
 from lightning_swarm.peer.peer import hivemind_peer
+from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.trust.certificates import SecretInvitation, encode
 from lightning_swarm.trust.invitation_text import AnyInvitation, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
@@ -48,7 +51,7 @@ def invitation(role: Role = Role.SERVER, *, run_id: str = "swarm", lasts_s: floa
 
 
 def entered(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> Entry:
-    entry = entry_of(config, folder, now_s=now_s)
+    entry = entry_of(config, lambda: folder, now_s=now_s)
     assert entry is not None
     return entry
 
@@ -61,7 +64,7 @@ def permit(entry: Entry, by: Entry) -> Permit:
 
 def refusal(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> str:
     with pytest.raises(ConfigError) as caught:
-        entry_of(config, folder, now_s=now_s)
+        entry_of(config, lambda: folder, now_s=now_s)
     return str(caught.value)
 
 
@@ -70,8 +73,35 @@ def refusal(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> str:
 
 def test_where_anyone_may_come_there_is_no_entry(tmp_path: Path) -> None:
     for anyone in (config(trust=None), config(trust="open", listen="0.0.0.0:31337")):
-        assert entry_of(anyone, tmp_path, now_s=NOW_S) is None
+        assert entry_of(anyone, lambda: tmp_path, now_s=NOW_S) is None
     assert not [*tmp_path.iterdir()]
+
+
+def test_only_an_owner_needs_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert entry_of(config(trust=None), owners_folder, now_s=NOW_S) is None
+    by_file = joiner(invite=written(tmp_path, invitation()))
+    assert entry_of(by_file, owners_folder, now_s=NOW_S) is not None
+    with pytest.raises(ConfigError, match=r"this user has no home\. Set XDG_CONFIG_HOME"):
+        entry_of(config(), owners_folder, now_s=NOW_S)
+
+
+def test_a_folder_that_is_closed_to_this_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:  # as if this user were not root
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert "this peer has no invitation" in refusal(joiner(), tmp_path / "closed")
+    assert "Permission denied" in refusal(config(), tmp_path / "closed")
 
 
 def test_the_starter_owns_the_run(tmp_path: Path) -> None:

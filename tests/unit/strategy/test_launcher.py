@@ -192,7 +192,7 @@ def test_a_run_of_invited_peers_says_how_others_get_an_invitation(
 
     def lines(**options: Any) -> list[str]:
         config = SwarmStrategy(trust="invited", **options).config
-        return process.how_to_join(config, [here], entry_of(config, tmp_path, now_s=NOW_S)).split("\n")
+        return process.how_to_join(config, [here], entry_of(config, lambda: tmp_path, now_s=NOW_S)).split("\n")
 
     private = "Only peers with an invitation are let in. Make the file on this machine, and send it in private: "
     assert lines() == [
@@ -224,7 +224,7 @@ def test_children_are_invited_by_a_file_without_a_name(monkeypatch: pytest.Monke
         monkeypatch.setenv("SWARM_INVITE_FILE", path)
         monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:31337/{ID}")
         config = process.apply_environment(strategy.config, len(told) + 1)
-        told.append(entry_of(config, tmp_path / "none", now_s=NOW_S))
+        told.append(entry_of(config, lambda: tmp_path / "none", now_s=NOW_S))
         assert from_text(line, "the launcher") == told[-1].by
         monkeypatch.delenv("SWARM_INVITE_FILE")
 
