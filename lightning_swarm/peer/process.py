@@ -198,7 +198,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
         role=cast(Role, os.environ.get(ROLE, config.role)),
         listen=HostPort.to_listen(listen) if listen else config.listen,
         identity_path=os.environ.get(IDENTITY, config.identity_path),
-        invite=os.environ.get(INVITE, config.invite),
+        invite=os.environ.get(INVITE) or config.invite,
         preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
     )
     if local_rank == 0:

@@ -59,6 +59,13 @@ def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pyte
     assert started == [2, 2, 1]
 
 
+def test_an_empty_variable_names_no_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_INVITE_FILE", "")
+    assert not process.apply_environment(SwarmStrategy().config, 0).is_invited
+    named = SwarmStrategy(invite="swarm.invite").config
+    assert process.apply_environment(named, 0).invite == "swarm.invite"
+
+
 def test_whom_to_join_comes_from_the_script_or_from_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     named = SwarmStrategy(initial_peers=f"203.0.113.7:31337/{ID}").config
     assert process.apply_environment(named, 0) == named
