@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Permit
-from lightning_swarm.protocol.messages.run import MAX_USES, InvitedBy, UsedInvitation
+from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Record
 
 Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitation
@@ -17,7 +17,7 @@ Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitat
 
 def invited_by(permit: Permit) -> InvitedBy:
     """Return the invitation that a peer's permit is of."""
-    return InvitedBy(number=permit.invitation, uses=min(permit.uses, MAX_USES))  # more could not be shown to a joiner
+    return InvitedBy(number=permit.invitation, uses=permit.uses)
 
 
 def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedBy]) -> list[UsedInvitation]:

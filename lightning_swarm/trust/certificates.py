@@ -16,7 +16,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity, is_signed
 
-MAX_USES: Final = 1 << 16
+MAX_USES: Final = 4096  # all peers that came by an invitation are named where the run is shown
 MAX_TIME_S: Final = 1 << 36
 NUMBER_BYTES: Final = 16
 

@@ -13,6 +13,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, ShortText, WireMessage
 from lightning_swarm.protocol.settings import RunSettings
+from lightning_swarm.trust.certificates import MAX_USES
 
 
 def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:
@@ -121,7 +122,6 @@ class TakePlanReply(WireMessage, frozen=True):
 
 
 MAX_FORMER_LEADS: Final = 16
-MAX_USES: Final = 4096  # most uses of an invitation: all peers that came by it are named where the run is shown
 MAX_TRAINERS: Final = 1024  # most trainers of a run at a time: each asks the coordinator several times a step
 
 _MAX_NUMBER = 1 << 30  # leases and places of a term begin at a multiple of its number

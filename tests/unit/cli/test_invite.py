@@ -112,8 +112,8 @@ def test_an_invitation_of_one_peer_holds_for_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--uses", "0"], "`--uses` must be a number of 1..65536, got 0"),
-        (["--uses", "65537"], "`--uses` must be a number of 1..65536, got 65537"),
+        (["--uses", "0"], "`--uses` must be a number of 1..4096, got 0"),
+        (["--uses", "4097"], "`--uses` must be a number of 1..4096, got 4097"),
         (["--peer", "Anna"], "`--peer` must be a peer's id, as 12D3KooW..., got 'Anna'"),
         (["--peer", ID, "--uses", "2"], "`--uses` must be 1 with `--peer`"),
         (["--run-id", ""], "`--run-id` must be 1..100 printable characters"),

@@ -22,7 +22,7 @@ from lightning_swarm.core.errors import AccessDenied, ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Credentials, Permit, Role
 from lightning_swarm.network.identity import Identity
-from lightning_swarm.trust.certificates import Certificate, Invitation, SecretInvitation, decode, encode
+from lightning_swarm.trust.certificates import MAX_USES, Certificate, Invitation, SecretInvitation, decode, encode
 from lightning_swarm.trust.credentials import RunCredentials
 from lightning_swarm.trust.invitation_text import AnyInvitation, check_is_file_name, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
@@ -69,10 +69,10 @@ def test_whoever_has_an_invitation_gets_what_it_says(role: Role) -> None:
 
 def test_the_largest_certificate_fits() -> None:
     name = "\N{DROMEDARY CAMEL}" * 100
-    secret = invitation(run_id=name, uses=1 << 16)
+    secret = invitation(run_id=name, uses=MAX_USES)
     certificate = encode(secret.certify(PEERS[1], now_s=NOW_S))
     assert len(certificate) <= 1024
-    assert credentials(name).verify(PEERS[1], certificate, now_s=NOW_S).uses == 1 << 16
+    assert credentials(name).verify(PEERS[1], certificate, now_s=NOW_S).uses == MAX_USES
     assert from_text(to_text(secret), "a file") == secret
 
 
@@ -201,7 +201,7 @@ def alter(rng: random.Random, data: bytes, other: bytes) -> bytes:
         [
             ("role", rng.choice([role for role in Role if role != inner.role])),
             ("expires_at_s", rng.choice([inner.expires_at_s + rng.randint(1, 1 << 30), int(NOW_S) - 1])),
-            ("uses", rng.choice([uses for uses in (1, 4, 1 << 16) if uses != inner.uses])),
+            ("uses", rng.choice([uses for uses in (1, 4, MAX_USES) if uses != inner.uses])),
             ("run_id", "rum"),
             ("owner", OTHER_OWNER.key.peer_id if inner.owner == OWNER.key.peer_id else OWNER.key.peer_id),
             ("number", rng.randbytes(16)),

@@ -19,6 +19,7 @@ from lightning_swarm.protocol.messages.step import Proposal, Record, Vote
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import PROPOSE
 from lightning_swarm.server.server import Server
+from lightning_swarm.trust.certificates import MAX_USES
 from tests.access import InvitedNetwork
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.membership.test_trainers import NEW, Run
@@ -243,8 +244,8 @@ def test_each_peer_is_counted_once() -> None:
     assert not has_room(both, C, by)
     assert has_room(both, C, InvitedBy(number=FIRST, uses=1))
     assert has_room(both, C, by) is has_room(both, C, InvitedBy(number=OURS, uses=9)), "what was counted first holds"
-    permit = Permit(Role.SERVER, 0.0, OURS, 10**9)
-    assert decode(encode(invited_by(permit)), InvitedBy).uses == 4096
+    permit = Permit(Role.SERVER, 0.0, OURS, MAX_USES)
+    assert decode(encode(invited_by(permit)), InvitedBy).uses == MAX_USES
     check_used(both)
     check_used(UNSET)
     for wrong in (
