@@ -77,6 +77,11 @@ class Gatekeeper:
             return None
         if known.permit.expires_at_s <= self._wall_s():
             del self._permits[peer]
+            _log.warning(
+                "The certificate of %s has expired: this peer neither answers nor asks it any more. To come back, its "
+                "user needs a new invitation: `lightning-swarm invite`, with a longer `--expires`.",
+                short_name(peer),
+            )
             return None
         self._permits.move_to_end(peer)
         return known

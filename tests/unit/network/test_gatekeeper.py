@@ -152,15 +152,19 @@ def gate_at(clock_s: list[float], credentials: FakeCredentials | None = None) ->
     return Gatekeeper(B, credentials or credentials_of(B), wall_s=lambda: clock_s[-1])
 
 
-def test_a_permit_ends_by_the_clock() -> None:
+def test_a_permit_ends_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
     clock_s = [NOW_S]
     gate = gate_at(clock_s)
     gate.certify(A, certificate_of(A, expires_at_s=NOW_S + HOUR_S))
     clock_s.append(NOW_S + HOUR_S - 1.0)
     assert gate.permit_of(A) is not None
+    assert not caplog.messages
     clock_s.append(NOW_S + HOUR_S)
-    assert gate.permit_of(A) is None
+    for _ in range(2):
+        assert gate.permit_of(A) is None
     assert not gate._permits
+    (said,) = caplog.messages
+    assert said.startswith("The certificate of a has expired")
     gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
     assert gate.permit_of(A) is not None
 
