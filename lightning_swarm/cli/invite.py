@@ -35,8 +35,8 @@ other side joins with `lightning-swarm join ADDRESS --invite FILE PROGRAM`. What
 
     observer    look at the run
     server      and compute, average, vote and coordinate
-    trainer     and read data, and lead the run if the one who started it dies
-    keeper      and start the run, on another machine than the one with the owner's key
+    trainer     and read data, start the run, and lead it if the one who started it dies
+    keeper      the same as a trainer, so far
 """
 
 _UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 604800}

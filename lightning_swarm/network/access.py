@@ -15,8 +15,8 @@ class Role(enum.StrEnum):
 
     OBSERVER = "observer"  # look
     SERVER = "server"  # compute, average, vote and coordinate
-    TRAINER = "trainer"  # and read data, and lead
-    KEEPER = "keeper"  # and issue what the owner's key would: the starter of the run
+    TRAINER = "trainer"  # and read data, begin a run, and lead
+    KEEPER = "keeper"  # no more so far: the owner's own peers
 
     def includes(self, other: Role) -> bool:
         """Return whether this role may do all that the other one may."""

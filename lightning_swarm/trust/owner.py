@@ -35,7 +35,7 @@ class Owner:
         except OSError as error:
             raise ConfigError(
                 f"the owner's key needs a folder that can be written to, got {str(path.parent)!r}: {error.strerror}. "
-                "Set XDG_CONFIG_HOME to another folder, or begin the run by an invitation of the role keeper."
+                "Set XDG_CONFIG_HOME to another folder, or begin the run by an invitation of the role trainer."
             ) from error
         key = load_identity(path, _USE)
         if not key.can_sign:
