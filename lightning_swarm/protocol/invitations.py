@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from msgspec import UNSET, UnsetType
 
@@ -11,6 +12,9 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Permit
 from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Record
+
+# Of all invitations together. Where a run is shown, all these peers are named twice, within `MAX_CALL_BYTES`.
+MAX_COUNTED: Final = 4096
 
 Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitation
 
@@ -31,10 +35,17 @@ def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedB
     return list(found.values())
 
 
-def has_room(used: Iterable[UsedInvitation], peer: PeerId, by: InvitedBy) -> bool:
+def is_full(used: Collection[UsedInvitation]) -> bool:
+    """Return whether a run counts no more peers. Those that are gone count, too, for they may come again."""
+    return sum(len(one.peers) for one in used) >= MAX_COUNTED
+
+
+def has_room(used: Collection[UsedInvitation], peer: PeerId, by: InvitedBy) -> bool:
     """Return whether a peer may come by an invitation."""
     known = next((one for one in used if one.number == by.number), None)
-    return known is None or peer in known.peers or len(known.peers) < known.uses
+    if known is not None and peer in known.peers:
+        return True
+    return not is_full(used) and (known is None or len(known.peers) < known.uses)
 
 
 def check_used(used: Used) -> None:

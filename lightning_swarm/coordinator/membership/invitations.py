@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from lightning_swarm.core.errors import AccessDenied, Uncertified
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.invitations import has_room, invited_by, used_after
+from lightning_swarm.protocol.invitations import MAX_COUNTED, has_room, invited_by, is_full, used_after
 from lightning_swarm.protocol.messages.run import InvitedBy
 from lightning_swarm.protocol.run_state import RunState
 
@@ -37,7 +37,14 @@ class InvitationUses:
         by = invited_by(permit)
         waiting = {one for peers in self.waiting for one in peers()} - {peer}
         self._asked = {one: its for one, its in self._asked.items() if one in waiting}
-        if not has_room(used_after(used, self._asked), peer, by):
+        counted = used_after(used, self._asked)
+        if not has_room(counted, peer, by):
+            if is_full(counted):
+                raise AccessDenied(
+                    f"a run counts up to {MAX_COUNTED} invited peers, and so many did, or are about to. "
+                    "Start it again from a checkpoint, which counts anew; peers that come back with the same key "
+                    "(`identity_path`) count once."
+                )
             raise AccessDenied(
                 f"an invitation lets in as many peers as it has uses: that of {peer} has {by.uses}, and as many others "
                 "came by it, or are about to. Ask the run's owner for another one: `lightning-swarm invite`."

@@ -11,8 +11,10 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.core.errors import AccessDenied, ProtocolError
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import MAX_CALL_BYTES, PeerId
 from lightning_swarm.network.access import Permit, Role
+from lightning_swarm.network.identity import Identity
+from lightning_swarm.protocol import invitations
 from lightning_swarm.protocol.invitations import check_invited, check_used, has_room, invited_by, used_after
 from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Proposal, Record, Vote
@@ -41,8 +43,8 @@ def invited_swarm(make_swarm: MakeSwarm, *rosters: str, uses: int, **options: An
         uses=uses,
     )
     members = {name for roster in rosters for name in roster.split()} | {LEAD}
-    invitations = [replaced(one, uses=100) for one in network.used_by(sorted(members))]
-    return make_swarm(*rosters, network=network, invitations=invitations, **options)
+    used_by_members = [replaced(one, uses=100) for one in network.used_by(sorted(members))]
+    return make_swarm(*rosters, network=network, invitations=used_by_members, **options)
 
 
 def used(swarm: Swarm, number: bytes = OURS) -> list[PeerId]:
@@ -228,6 +230,35 @@ def test_an_open_run_counts_nothing(make_swarm: MakeSwarm) -> None:
         ProtocolError, match="has to tell of 0 new members by which invitation they come, and tells it of 1"
     ):
         check_invited(UNSET, replaced(record, invited={G: InvitedBy(number=OURS, uses=1)}))
+
+
+def test_a_run_counts_no_more_peers_than_it_can_show(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = invited_swarm(make_swarm, "a", "b", uses=100)
+    monkeypatch.setattr(invitations, "MAX_COUNTED", 4)  # the members, and one more
+    first = swarm.join("g")
+    second = swarm.add_server("h")
+
+    async def go() -> None:
+        for _ in range(2):  # the first one waits for a record; and is in
+            with pytest.raises(AccessDenied, match=r"a run counts up to .* Start it again from a checkpoint"):
+                await entering(swarm, second)
+            await swarm.step(rows(0))
+
+    swarm.run(go())
+    assert first.membership.is_member
+    assert used(swarm) == [G]
+
+
+def test_a_run_that_counted_all_it_may_is_shown_in_one_message(make_swarm: MakeSwarm) -> None:
+    name = Identity.generate().peer_id
+    # The longest: each came by an invitation of its own.
+    counted = [
+        UsedInvitation(number=number.to_bytes(16, "big"), uses=1, peers=[name])
+        for number in range(invitations.MAX_COUNTED)
+    ]
+    view = make_swarm("a b", invitations=counted).servers[A].membership.run.view()
+    assert view.manifest.invitations == view.seats.invitations == counted
+    assert len(encode(view)) < MAX_CALL_BYTES * 3 // 4
 
 
 # ------------------------------------------------------------------ the rules
