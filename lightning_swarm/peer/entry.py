@@ -57,12 +57,18 @@ class Entry:
         return RunCredentials(self.run_id, self.owner, encode(certificate))
 
     def check_children(self, number: int) -> None:
-        """Refuse to start other peers on this machine if this one has no invitation to pass on to them."""
+        """Refuse to start other peers on this machine if this one has no invitation for all of them."""
         if isinstance(self.by, Certificate):
             raise ConfigError(
                 f"`devices` above 1 starts {number} more peers, which have to be invited, too, and this one comes by "
                 "an invitation for one peer, or by the certificate that it has kept. Give an invitation for several "
                 "(`lightning-swarm invite --uses N`) by `invite`, or use `devices=1`."
+            )
+        if isinstance(self.by, SecretInvitation) and self.by.invitation.uses <= number:
+            uses = self.by.invitation.uses
+            raise ConfigError(
+                f"each of the {number + 1} peers that `devices` starts is a use of the invitation, which has {uses}. "
+                f"Ask the run's owner for one made with `--uses {number + 1}`, or use `devices={uses}`."
             )
 
     def for_children(self, number: int, *, train: bool, now_s: float) -> str:

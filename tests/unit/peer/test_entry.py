@@ -239,8 +239,16 @@ def test_an_owner_invites_the_peers_of_its_machine(tmp_path: Path, train: bool, 
 def test_who_was_invited_passes_its_invitation_on(tmp_path: Path) -> None:
     secret = invitation()
     entry = entered(joiner(invite=written(tmp_path, secret)), tmp_path)
-    entry.check_children(1)
+    entry.check_children(2)
     assert from_text(entry.for_children(1, train=False, now_s=NOW_S), "the launcher") == secret
+
+
+def test_an_invitation_with_too_few_uses_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    entry = entered(joiner(invite=written(tmp_path, invitation())), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"each of the 4 peers .* which has 3\. Ask .* `--uses 4`, or use `devices=3`"
+    ):
+        entry.check_children(3)
 
 
 def test_an_invitation_of_one_peer_is_not_passed_on(tmp_path: Path) -> None:
