@@ -132,10 +132,11 @@ def _check(found: AnyInvitation, config: SwarmConfig, source: str, *, now_s: flo
         _check_own(found.peer, config, source)
     needed = Role.SERVER if config.only_serves else Role.TRAINER
     if not found.invitation.role.includes(needed):
+        own = "" if config.initial_peers else ". For a run of your own, leave out `invite` and SWARM_INVITE_FILE"
         refuse(
             source,
             f"it is for the role {found.invitation.role}, and this peer is to be a {needed}",
-            f"{_ANOTHER}, made with `--role {needed}`",
+            f"{_ANOTHER}, made with `--role {needed}`{own}",
         )
 
 

@@ -211,6 +211,13 @@ def test_an_invitation_that_will_not_do_is_refused_before_anything_starts(tmp_pa
     assert "Is a directory" in refusal(joiner(invite=str(tmp_path)), tmp_path)
 
 
+def test_who_starts_a_run_by_a_left_over_invitation_is_told_to_drop_it(tmp_path: Path) -> None:
+    left_over = written(tmp_path, invitation())
+    drop = "For a run of your own, leave out `invite` and SWARM_INVITE_FILE."
+    assert drop in refusal(config(invite=left_over), tmp_path)
+    assert drop not in refusal(joiner(invite=left_over, role="both"), tmp_path)
+
+
 def test_roles_include_those_before_them() -> None:
     order = [Role.OBSERVER, Role.SERVER, Role.TRAINER, Role.KEEPER]
     assert [[role.includes(needed) for needed in order] for role in order] == [
