@@ -253,8 +253,9 @@ class BaseTransport(Transport):
                 answer = b"".join(await answer_to(head, served.respond, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
-        self.traffic.received_bytes[self._account_of(caller), method] += len(request)
-        self.traffic.sent_bytes[self._account_of(caller), method] += len(answer)
+        account = self._account_of(caller)
+        self.traffic.received_bytes[account, method] += len(request)
+        self.traffic.sent_bytes[account, method] += len(answer)
         return answer
 
     def _account_of(self, caller: PeerId) -> PeerId:

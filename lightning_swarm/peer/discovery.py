@@ -99,7 +99,7 @@ class RunDirectory:
             await asyncio.sleep(_RENEW_EVERY_S)
             for key, value in list(self._own.items()):
                 try:
-                    await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
+                    await self._announce(key, value)
                 except PeerError as error:
                     _log.info("Nobody took the announcement, which will be renewed later: %s", shorten(str(error)))
 
@@ -108,7 +108,7 @@ class RunDirectory:
         key, value = f"{self.run_id}.run", encode(RunAnnouncement(coordinator=coordinator))
         self._own[key] = value
         try:
-            await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
+            await self._announce(key, value)
         except PeerError as error:
             text = "Nobody can find this run in order to join it until it is announced again, in %g minutes: %s"
             _log.warning(text, _RENEW_EVERY_S / 60, shorten(str(error)))
@@ -135,9 +135,9 @@ class RunDirectory:
         """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
         addresses = list(await self.transport.addresses())
         peer = ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
-        key = f"{self.run_id}.{among}"
-        await self._publish(key, encode(peer), timeout=timeout)
-        self._own[key] = encode(peer)
+        key, value = f"{self.run_id}.{among}", encode(peer)
+        await self._publish(key, value, timeout=timeout)
+        self._own[key] = value
 
     async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
         """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read data."""
@@ -158,11 +158,14 @@ class RunDirectory:
         # Of this launch: the directory may have outlived another run of the same id.
         return f"{self.run_id}.prepared.{launch_id}"
 
+    async def _announce(self, key: str, value: bytes) -> None:
+        await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
+
     async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:
         deadline = now_s() + timeout
         while True:
             try:
-                await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
+                await self._announce(key, value)
             except PeerError as error:
                 if now_s() > deadline:
                     raise

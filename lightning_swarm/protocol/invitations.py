@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
@@ -50,7 +50,7 @@ def has_room(used: Collection[UsedInvitation], peer: PeerId, by: InvitedBy) -> b
 
 def check_used(used: Used) -> None:
     """Refuse more peers than an invitation has uses, a peer that is counted twice, and an invitation that is."""
-    if used is UNSET or isinstance(used, UnsetType):
+    if isinstance(used, UnsetType):
         return
     if len({one.number for one in used}) != len(used):
         raise ProtocolError("each invitation is counted once")

@@ -27,6 +27,8 @@ _MAX_BYTES: Final = 1024
 _SIGNATURE_BYTES: Final = 64
 _SEED_BYTES: Final = 32
 
+InvitationNumber = Annotated[bytes, msgspec.Meta(min_length=NUMBER_BYTES, max_length=NUMBER_BYTES)]
+Uses = Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
 RunId = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 _Signature = Annotated[bytes, msgspec.Meta(max_length=_SIGNATURE_BYTES)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]  # a peer's id
@@ -42,9 +44,9 @@ class Invitation(_Record, frozen=True, tag=1):
 
     run_id: RunId
     owner: _Name  # the public key that signs this, as an id
-    number: Annotated[bytes, msgspec.Meta(min_length=NUMBER_BYTES, max_length=NUMBER_BYTES)]
+    number: InvitationNumber
     role: Role
-    uses: Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]  # so many peers may come by it
+    uses: Uses  # so many peers may come by it
     expires_at_s: _Time
     key: _Name  # the public key that signs certificates, as an id
     signature: _Signature

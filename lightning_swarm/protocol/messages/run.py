@@ -13,7 +13,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, ShortText, WireMessage
 from lightning_swarm.protocol.settings import RunSettings
-from lightning_swarm.trust.certificates import MAX_USES
+from lightning_swarm.trust.certificates import MAX_USES, InvitationNumber, Uses
 
 
 def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:
@@ -140,10 +140,6 @@ class Member(WireMessage, frozen=True):
 
     peer_id: PeerId
     boot_id: int
-
-
-InvitationNumber = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Uses = Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
 
 
 class InvitedBy(WireMessage, frozen=True):
