@@ -253,6 +253,7 @@ SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
 """For each block of text, by its page and its beginning, what compares it with the truth."""
 
 
+@pytest.mark.thorough
 def test_text_is_what_is_said() -> None:
     left = dict(SAID)
     for page in PAGES:

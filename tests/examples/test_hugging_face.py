@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> LanguageModel:
     return model
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", LAYERS)
 def test_a_swarm_trains_it_as_the_plain_trainer_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_type: str

@@ -29,6 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> LambGPT:
     return model
 
 
+@pytest.mark.thorough
 def test_a_swarm_trains_it_as_the_plain_trainer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies: list[InMemoryStrategy] = []
 

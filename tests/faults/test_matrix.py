@@ -67,7 +67,7 @@ def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch)
     check(case, seed=0)
 
 
-@pytest.mark.first_cells(24)
+@pytest.mark.first_cells(12)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case

@@ -52,6 +52,7 @@ def doctor(*arguments: object) -> list[str]:
     return [line.rstrip("\n") for line in run.output]
 
 
+@pytest.mark.thorough
 def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer: Address) -> None:
     with socket.create_server(("127.0.0.1", 0)) as blocking, socket.create_server(("127.0.0.1", 0)) as freed:
         taken, free = (server.getsockname()[1] for server in (blocking, freed))

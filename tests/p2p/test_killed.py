@@ -414,6 +414,7 @@ def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zy
 # ---------------------------------------------------------------------- by nobody
 
 
+@pytest.mark.thorough
 def test_the_curve_is_nearly_the_plain_trainers_in_an_eighth_of_the_bytes(zygote: Zygote, tmp_path: Path) -> None:
     """All that travels is encoded: hidden states there and back in eight bits, sums and their means in four."""
     codecs = Compression(activations="8bit", gradients="8bit", averaging="4bit", error_feedback=True)

@@ -197,7 +197,7 @@ def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp
     assert_exact(curve, made, digits(), num_trainers=2, target_batch_size=20, made_as=torch.float32)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "kill -9"])
 def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> None:
     run = start("digits", tmp_path)

@@ -368,6 +368,7 @@ def test_it_validates_saves_and_decides_from_there_on(alone: Seen, tmp_path: Pat
     assert names[0] == names[1]
 
 
+@pytest.mark.thorough
 def test_the_standby_dies_too(alone: Seen) -> None:
     seen = run(4, {4: "in a batch", 9: "between batches"})
     assert len(seen.killed) == 2
@@ -375,6 +376,7 @@ def test_the_standby_dies_too(alone: Seen) -> None:
     assert_right(seen, alone, gone=dead(seen))
 
 
+@pytest.mark.thorough
 def test_the_lead_and_its_standby_die_at_once(alone: Seen) -> None:
     class Both(Several):
         @override

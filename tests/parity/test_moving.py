@@ -110,6 +110,7 @@ def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there
     assert run.rerouted["replay"] == 0
 
 
+@pytest.mark.thorough
 def test_nobody_moves_if_nobody_shall() -> None:
     timeline = Timeline()
     run = swarm(4, timeline, rebalancing="none")

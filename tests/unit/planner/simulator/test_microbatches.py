@@ -91,6 +91,7 @@ def test_a_long_message_waits_for_the_readers_word() -> None:
     assert taken_s[0.1, 500_000] == pytest.approx(taken_s[0.1, 200_000] + 0.8, abs=0.05)
 
 
+@pytest.mark.thorough
 def test_who_goes_is_done_without_and_who_comes_takes_its_part() -> None:
     rows = [*there(10.0, 10.0, 10.0, 10.0), (6.0, "p0", 0.0), (22.0, "p4", 10.0)]
     spans = run(Work(64), *rows, end_s=40.0)
