@@ -11,9 +11,14 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import AccessDenied
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Permit, Role
+from lightning_swarm.network.access import Ban, Permit, Role
+from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.protocol.bans import answer_bans
 from lightning_swarm.protocol.messages.run import UsedInvitation
+from lightning_swarm.trust.certificates import SecretInvitation, encode
+from lightning_swarm.trust.credentials import RunCredentials
+from lightning_swarm.trust.owner import Owner
 
 HOUR_S = 3600.0
 INVITATION = b"invitation of 16"
@@ -42,6 +47,9 @@ class FakeCredentials:
     run: bytes = b"run"
     num_verified: int = 0
 
+    def verify_ban(self, signed: bytes) -> Ban:
+        raise AccessDenied("nobody is banned here")
+
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
         self.num_verified += 1
         signature, text = certificate[:32], certificate[32:]
@@ -59,6 +67,50 @@ class FakeCredentials:
 def credentials_of(peer: PeerId, role: Role = Role.KEEPER, *, uses: int = 100, **named: bytes) -> FakeCredentials:
     """What a peer of the run has."""
     return FakeCredentials(certificate_of(peer, role, uses=uses, **named), named.get("run", b"run"))
+
+
+OWNER = Owner("run", Identity.from_seed(b"the owner's seed, of 32 bytes..."))
+
+
+class OwnedNetwork(MemoryNetwork):
+    """A network on which every peer has a real certificate of one owner.
+
+    Args:
+        role_of: The role of each peer.
+        invitation_of: A name of the invitation by which each peer comes.
+    """
+
+    def __init__(
+        self, role_of: Callable[[PeerId], Role] = lambda _: Role.SERVER, invitation_of: Callable[[PeerId], str] = str
+    ) -> None:
+        super().__init__(latency_s=0.001)
+        self._role_of, self._invitation_of = role_of, invitation_of
+        self.invitations: dict[str, SecretInvitation] = {}
+        self.transports: dict[PeerId, MemoryTransport] = {}
+
+    def invitation(self, peer: PeerId) -> SecretInvitation:
+        """The one by which a peer comes."""
+        name = self._invitation_of(peer)
+        if name not in self.invitations:
+            expires_at_s = time.time() + HOUR_S
+            self.invitations[name] = OWNER.invite(self._role_of(peer), uses=100, expires_at_s=expires_at_s)
+        return self.invitations[name]
+
+    @override
+    def transport(self, name: str | None = None) -> MemoryTransport:
+        transport = super().transport(name)
+        certificate = self.invitation(transport.peer_id).certify(transport.peer_id, now_s=time.time())
+        transport.set_credentials(RunCredentials("run", OWNER.key.peer_id, encode(certificate)))
+        answer_bans(transport)
+        self.transports[transport.peer_id] = transport
+        return transport
+
+    def used_by(self, members: Collection[str]) -> list[UsedInvitation]:
+        """What the manifest of a run of these members says."""
+        found: dict[bytes, list[PeerId]] = {}
+        for name in members:
+            found.setdefault(self.invitation(PeerId(name)).invitation.number, []).append(PeerId(name))
+        return [UsedInvitation(number=number, uses=100, peers=peers) for number, peers in found.items()]
 
 
 class InvitedNetwork(MemoryNetwork):

@@ -15,6 +15,7 @@ from typing import Final
 
 from lightning_swarm import __version__
 from lightning_swarm.cli import invite as invite_module
+from lightning_swarm.cli import members as members_module
 from lightning_swarm.cli import plan as plan_module
 from lightning_swarm.cli import programs
 from lightning_swarm.core.errors import ConfigError, SwarmError
@@ -36,6 +37,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
     lightning-swarm invite --role server --out anna.invite          let another machine join your run
+    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3...           and expel a peer from it
     lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
     lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
     lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
@@ -187,6 +189,16 @@ def _parser() -> argparse.ArgumentParser:
     invitation = add("invite", "Write an invitation to a run that this machine started.", invite_module.DESCRIPTION)
     invite_module.add_arguments(invitation)
 
+    membership = add(
+        "members", "Show who came to a run, by which invitation, and who was banned.", members_module.MEMBERS
+    )
+    members_module.add_members_arguments(membership)
+    for name, line, text in (
+        ("ban", "Ban a peer, or all that came by an invitation, from a run.", members_module.BAN),
+        ("unban", "Lift a ban.", members_module.UNBAN),
+    ):
+        members_module.add_ban_arguments(add(name, line, text))
+
     plan = add(
         "plan", "Say what a swarm of some machines would do with a model, and whether it pays.", plan_module.DESCRIPTION
     )
@@ -218,6 +230,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "invite":
         return invite_module.run(arguments)
+    if arguments.command == "members":
+        return members_module.show_members(arguments)
+    if arguments.command in ("ban", "unban"):
+        return members_module.ban(arguments)
     if arguments.command == "plan":
         return plan_module.run(arguments)
     if arguments.command == "status":

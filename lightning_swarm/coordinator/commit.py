@@ -31,6 +31,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
+from lightning_swarm.protocol.bans import bans_in, untold
 from lightning_swarm.protocol.messages.run import NO_CHANGE, Member, Selection, StepChange
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
@@ -168,6 +169,8 @@ class StepCommit:
             self._moves.choose_for_later(sums.step_servers.gone)
             return record
         self._someone_gone = False
+        for ban in bans_in(record.bans):
+            self._events.note("expelled", peer=ban.subject, step=record.step, reason=ban.reason)
         self._server_membership.let_in(record.newcomers)
         self._trainer_membership.let_in(record)
         self._moves.record_applied(record)
@@ -176,7 +179,8 @@ class StepCommit:
     def wants_changes(self) -> bool:
         """Return whether the next record should change the run's membership, or order a snapshot."""
         is_due = self._snapshots.is_due(self._run.servers)
-        return is_due or self._someone_gone or self._server_membership.wants_changes() or self._moves.put_off
+        is_wanted = is_due or self._someone_gone or bool(self._new_bans())
+        return is_wanted or self._server_membership.wants_changes() or self._moves.put_off
 
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
@@ -235,7 +239,11 @@ class StepCommit:
             enlisted=enlisted,
             retired=retired,
             invited=invited or UNSET,
+            bans=self._new_bans() or UNSET,
         )
+
+    def _new_bans(self) -> list[bytes]:
+        return untold(self._run.bans, self._context.transport.bans)
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
         """The sums of a step. One that takes batches again closes again: who is gone stays gone, and rounds go on."""

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
+from msgspec import UnsetType
+
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.core.errors import (
     Damaged,
@@ -18,6 +20,7 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
@@ -100,7 +103,10 @@ class ServerCalls:
                 reply = await self._call(peer, FREEZE, encode(request))
             except DeadlineExceeded:  # it lives, so a message may have been lost
                 reply = await self._call(peer, FREEZE, encode(request))
-            return decode(reply, FreezeReply)
+            answer = decode(reply, FreezeReply)
+            for signed in () if isinstance(answer.bans, UnsetType) else answer.bans:
+                heed(self._transport, signed)  # so that the step's record tells it
+            return answer
 
         return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
 

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from msgspec import UnsetType
+
 from lightning_swarm.core.errors import (
     AccessDenied,
     Busy,
@@ -130,6 +132,8 @@ class ObservedPeer:
     stages: tuple[int, ...] = ()  # none while it waits for a run
     lead: bool = False
     coordinator: bool = False
+    role: str | None = None  # by its certificate; None: the run takes any peer, or it did not answer
+    refused: int = 0  # requests of others that it refused: a certificate was missing, or did not permit them
     step: int | None = None  # the open one; None while it waits
     samples_per_s: float = 0.0  # forward, through each of its stages but the trainers'
     queued: int = 0  # jobs that wait for its compute thread
@@ -189,6 +193,8 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
         sent_gb_per_hour=_per(report.sent_bytes - old.sent_bytes, elapsed_s) * 3600 / 1e9,
         received_gb_per_hour=_per(report.received_bytes - old.received_bytes, elapsed_s) * 3600 / 1e9,
         age_s=report.age_s,
+        role=None if isinstance(report.role, UnsetType) else printable(report.role),
+        refused=report.refused,
     )
     server = report.server
     if server is None:
@@ -247,6 +253,11 @@ def table(swarm: SwarmReport) -> str:
         for peer in swarm.peers
         if peer.problem
     ]
+    lines += [
+        f"{short_name(peer.peer_id)} refused {peer.refused} requests, of peers without a certificate that permits them"
+        for peer in swarm.peers
+        if peer.refused
+    ]
     return "\n".join([_headline(swarm), "", *(line.rstrip() for line in lines)])
 
 
@@ -269,7 +280,8 @@ def _stage(swarm: SwarmReport, index: int) -> str:
 
 
 def _row(stage: str, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[str, ...]:
-    roles = "".join((" lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
+    role = f" {peer.role}" if peer.role is not None else ""
+    roles = "".join((role, " lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
     name = f"{short_name(peer.peer_id)}{roles}"
     if peer.problem is not None:
         return (stage, name, peer.place, *("?" for _ in _HEADS[3:]))

@@ -164,6 +164,20 @@ class Transport(ABC):
     async def certify(self, peer: PeerId) -> Permit | None:
         """Like `permit_of`, after showing each other the certificates if need be. Raises what `call` raises."""
 
+    @property
+    @abstractmethod
+    def num_refused(self) -> int:
+        """The number of requests that were refused because a certificate was missing, or did not permit them."""
+
+    @property
+    @abstractmethod
+    def bans(self) -> list[bytes]:
+        """The newest word of the run's owner on each peer and invitation that was ever banned."""
+
+    @abstractmethod
+    def ban(self, signed: bytes) -> None:
+        """Heed the owner's word on a peer or an invitation; `AccessDenied` if it is not, or if all peers may call."""
+
     @abstractmethod
     async def connect(self, addresses: Sequence[str]) -> None:
         """Make peers reachable by their full addresses, as their own `addresses` returns them."""

@@ -26,14 +26,33 @@ class Role(enum.StrEnum):
 _RANKS: Final = {role: rank for rank, role in enumerate(Role)}
 
 
+INVITATION_BYTES: Final = 16  # of an invitation's number
+
+
 @dataclass(frozen=True)
 class Permit:
     """What a verified certificate permits its peer."""
 
     role: Role
     expires_at_s: float  # since the epoch
-    invitation: bytes  # its number, 16 bytes
+    invitation: bytes  # its number, of `INVITATION_BYTES`
     uses: int  # so many peers may come by this invitation
+
+
+@dataclass(frozen=True)
+class Ban:
+    """The owner's verified word that a peer, or all that came by an invitation, take no part; or may again."""
+
+    subject: str  # a peer's id, or the number of an invitation in hex
+    is_lifted: bool
+    decided_at_ns: int  # since the epoch
+    reason: str
+    signed: bytes  # as the owner signed it, for others to verify
+
+    @property
+    def is_of_invitation(self) -> bool:
+        """Return whether it concerns an invitation, not a peer."""
+        return len(self.subject) == 2 * INVITATION_BYTES
 
 
 class Credentials(Protocol):
@@ -46,6 +65,10 @@ class Credentials(Protocol):
 
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
         """Return what a certificate permits a peer now (seconds since the epoch); else `AccessDenied` says why."""
+        ...
+
+    def verify_ban(self, signed: bytes) -> Ban:
+        """Return what the run's owner says of a peer or an invitation; else `AccessDenied` says why it is refused."""
         ...
 
 
@@ -61,6 +84,7 @@ MAY: Final[Mapping[str, Role | None]] = {
     "transport.certify": None,
     "transport.introduce": None,  # the secrets by which neighbours know each other past their daemons
     **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
+    "peer.ban": Role.OBSERVER,  # whoever carries it: the owner has signed it
     # Every server may come to coordinate, so servers may ask what coordinators ask.
     **dict.fromkeys(
         (
@@ -89,7 +113,7 @@ MAY: Final[Mapping[str, Role | None]] = {
 
 ANSWERS: Final[Mapping[str, Role]] = {
     # All peers answer these. What an observer answers only a person reads; a run is shown by its servers.
-    **dict.fromkeys(("peer.hello", "peer.report", "peer.others"), Role.OBSERVER),
+    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
     # A peer that keeps the state of the lead's loop may have to lead.
     **dict.fromkeys(
         (

@@ -7,13 +7,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified, Untrusted
+from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified, Unreachable, Untrusted
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import ANSWERS, MAY, Credentials, Permit, Role
+from lightning_swarm.network.access import ANSWERS, MAY, Ban, Credentials, Permit, Role
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ _MAY: Final = {
 _ANSWERS: Final = {
     role: frozenset(method for method in MAY if role.includes(ANSWERS.get(method, Role.SERVER))) for role in Role
 }
+MAX_BANS: Final = 1024  # subjects that the owner of a run ever spoke of
+
 _MAX_PERMITS: Final = 4096
 _MAX_FAILING: Final = 1024
 _FIRST_PAUSE_S: Final = 1.0
@@ -43,6 +46,14 @@ class _Known(NamedTuple):
     answers: frozenset[str]
 
 
+class _Failing(NamedTuple):
+    """A peer whose certificates did not hold."""
+
+    count: int  # in a row
+    next_s: float  # when the next one is looked at, since the epoch
+    reason: str
+
+
 class Gatekeeper:
     """Knows the permits of other peers, and lets pass what they permit."""
 
@@ -52,16 +63,20 @@ class Gatekeeper:
         credentials: Credentials,
         *,
         on_certified: Callable[[PeerId], None] = lambda _: None,
+        on_banned: Callable[[Ban], None] = lambda _: None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.own = own
         self.credentials = credentials
         self._on_certified = on_certified
+        self._on_banned = on_banned  # called when this peer itself is banned
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
         # The peers used last come last. One that is forgotten shows its certificate again, so members lose nothing.
         self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
-        # Of peers whose certificates did not hold: how many in a row, and when the next one is looked at.
-        self._failing: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+        self._failing: OrderedDict[PeerId, _Failing] = OrderedDict()
+        self._bans: dict[str, Ban] = {}  # the newest of each peer and invitation
+        # Peers that had a permit, or would have one, and why they have none.
+        self._cut_off: OrderedDict[PeerId, str] = OrderedDict()
         self.refusals = RefusalLog()
 
     def permit_of(self, peer: PeerId) -> Permit | None:
@@ -76,7 +91,7 @@ class Gatekeeper:
         if known is None:
             return None
         if known.permit.expires_at_s <= self._wall_s():
-            del self._permits[peer]
+            self._cut(peer, "its certificate has expired")
             _log.warning(
                 "The certificate of %s has expired: this peer neither answers nor asks it any more. To come back, its "
                 "user needs a new invitation: `lightning-swarm invite`, with a longer `--expires`.",
@@ -85,6 +100,18 @@ class Gatekeeper:
             return None
         self._permits.move_to_end(peer)
         return known
+
+    def _cut(self, peer: PeerId, reason: str) -> None:
+        self._permits.pop(peer, None)
+        self._cut_off[peer] = reason
+        _keep_newest(self._cut_off, peer, _MAX_PERMITS)
+
+    def check_not_cut_off(self, peer: PeerId) -> None:
+        """Raise `Unreachable` for a peer whose certificate permits nothing any more: it counts as gone."""
+        if peer not in self._permits or self._find(peer) is None:
+            reason = self._cut_off.get(peer)
+            if reason is not None:
+                raise Unreachable(f"{peer} is not asked any more: {reason}")
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether another peer has shown a certificate that holds."""
@@ -95,27 +122,81 @@ class Gatekeeper:
         known = self._find(peer)
         if known is not None and known.certificate == certificate:
             return
+        if (ban := self._bans.get(peer)) is not None and not ban.is_lifted:
+            self._cut(peer, f"it {banned(ban)}")
+            raise AccessDenied(f"{peer} {banned(ban)}")
         at_s = self._wall_s()
-        num_failed, next_s = self._failing.get(peer, (0, 0.0))
-        if 0 < next_s - at_s <= _LONGEST_PAUSE_S:
+        failing = self._failing.get(peer, _Failing(0, 0.0, ""))
+        wait_s = failing.next_s - at_s
+        if 0 < wait_s <= _LONGEST_PAUSE_S:
             raise Busy(
-                f"{num_failed} certificates of {peer} did not hold; another is looked at in {next_s - at_s:.0f} s"
+                f"another certificate of {peer} is looked at in {wait_s:.0f} s, for {failing.count} did not hold. The "
+                f"last reason: {failing.reason}"
             )
         # Before it is verified, so that it counts whatever goes wrong.
-        pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_failed, 20), _LONGEST_PAUSE_S)
-        self._failing[peer] = num_failed + 1, at_s + pause_s
+        pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.count, 20), _LONGEST_PAUSE_S)
+        failing = self._failing[peer] = _Failing(failing.count + 1, at_s + pause_s, "Its certificate did not hold.")
         _keep_newest(self._failing, peer, _MAX_FAILING)
+        try:
+            permit = self._verified(peer, certificate, at_s)
+        except AccessDenied as error:
+            self._failing[peer] = failing._replace(reason=shorten(str(error)))
+            raise
+        self._cut_off.pop(peer, None)
+        del self._failing[peer]
+        self._permits[peer] = _Known(certificate, permit, _MAY[permit.role], _ANSWERS[permit.role])
+        _keep_newest(self._permits, peer, _MAX_PERMITS)
+        self.refusals.forget(peer)
+        self._on_certified(peer)
+
+    def _verified(self, peer: PeerId, certificate: bytes, at_s: float) -> Permit:
         if len(certificate) > MAX_CERTIFICATE_BYTES:
             raise AccessDenied(
                 f"A certificate has at most {MAX_CERTIFICATE_BYTES} bytes, got {len(certificate)}. Join with "
                 "an invitation: `lightning-swarm join --invite FILE`."
             )
         permit = self.credentials.verify(peer, certificate, now_s=at_s)
-        del self._failing[peer]
-        self._permits[peer] = _Known(certificate, permit, _MAY[permit.role], _ANSWERS[permit.role])
-        _keep_newest(self._permits, peer, _MAX_PERMITS)
-        self.refusals.forget(peer)
-        self._on_certified(peer)
+        if (ban := self._ban_of(peer, permit)) is not None:
+            self._cut(peer, f"it {banned(ban)}")
+            raise AccessDenied(f"{peer} {banned(ban)}")
+        return permit
+
+    # ------------------------------------------------------------------ bans
+
+    @property
+    def bans(self) -> list[bytes]:
+        """The owner's newest word on each peer and invitation that was ever banned."""
+        return [ban.signed for ban in self._bans.values()]
+
+    def ban(self, signed: bytes) -> None:
+        """Heed the owner's word on a peer or an invitation, unless a newer one is known; else `AccessDenied`."""
+        if any(known.signed == signed for known in self._bans.values()):
+            return
+        ban = self.credentials.verify_ban(signed)
+        known = self._bans.get(ban.subject)
+        if known is None and len(self._bans) >= MAX_BANS:
+            raise AccessDenied(
+                f"a run keeps at most {MAX_BANS} bans, and has as many. Start it again with a new owner's key."
+            )
+        if known is not None and (known.decided_at_ns, known.signed) > (ban.decided_at_ns, ban.signed):
+            return
+        self._bans[ban.subject] = ban
+        if ban.is_lifted:
+            self._failing.clear()  # whom it concerns is not kept waiting
+            return
+        for peer in [peer for peer, one in self._permits.items() if self._ban_of(peer, one.permit) is ban]:
+            self._cut(peer, f"it {banned(ban)}")
+            _log.warning("%s %s", short_name(peer), banned(ban))
+        with suppress(AccessDenied):  # it has expired, which others tell it
+            own = self.credentials.verify(self.own, self.credentials.certificate, now_s=self._wall_s())
+            if self._ban_of(self.own, own) is ban:
+                self._on_banned(ban)
+
+    def _ban_of(self, peer: PeerId, permit: Permit) -> Ban | None:
+        found = (self._bans.get(subject) for subject in (peer, permit.invitation.hex()))
+        return next((ban for ban in found if ban is not None and not ban.is_lifted), None)
+
+    # ------------------------------------------------------------------ the rules
 
     def check_caller(self, caller: PeerId, method: str) -> None:
         """Refuse a request that the caller's certificate does not permit, or whose caller has shown none."""
@@ -165,6 +246,12 @@ def _uncertified(own: PeerId, caller: PeerId) -> str:
     )
 
 
+def banned(ban: Ban) -> str:
+    """Say whom a ban concerns, and why."""
+    what = "came by an invitation that was banned" if ban.is_of_invitation else "was banned"
+    return f"{what} from this run by its owner, who gives the reason: {printable(ban.reason) or 'none'}"
+
+
 def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
     return (
         f"the role {least} may {does}, and the certificate of {peer} is of the role {role}. Ask the run's owner for "
@@ -190,10 +277,12 @@ class RefusalLog:
     """Warns of peers that are refused: once a minute of each, with a count, for a few of them at a time."""
 
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
+    total: int = 0
     _num_untold: int = 0  # refusals of further peers
 
     def note(self, peer: PeerId, reason: str) -> None:
         """Count a refusal."""
+        self.total += 1
         one = self._refused.get(peer)
         if one is None:
             if len(self._refused) >= _MAX_TOLD:

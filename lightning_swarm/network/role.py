@@ -89,6 +89,20 @@ class RoleTransport(Transport):
         """See `Transport`."""
         return await self._transport.certify(peer)
 
+    @property
+    def num_refused(self) -> int:
+        """See `Transport`."""
+        return self._transport.num_refused
+
+    @property
+    def bans(self) -> list[bytes]:
+        """See `Transport`."""
+        return self._transport.bans
+
+    def ban(self, signed: bytes) -> None:
+        """See `Transport`."""
+        self._transport.ban(signed)
+
     async def connect(self, addresses: Sequence[str]) -> None:
         """See `Transport`."""
         await self._transport.connect(addresses)

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
+    AccessDenied,
     Busy,
     ConfigError,
     DeadlineExceeded,
@@ -35,11 +36,11 @@ from lightning_swarm.network import (
     Transport,
     framing,
 )
-from lightning_swarm.network.access import Credentials, Permit
+from lightning_swarm.network.access import Ban, Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import CERTIFY, Certification
 from lightning_swarm.network.framing import Head, Kind
-from lightning_swarm.network.gatekeeper import Gatekeeper
+from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.rpc import (
     STALL_TIMEOUT_S,
@@ -191,7 +192,9 @@ class BaseTransport(Transport):
         """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
         self._gate = self._certification = None
         if credentials is not None:
-            self._gate = Gatekeeper(self._peer_id, credentials, on_certified=self._on_certified)
+            self._gate = Gatekeeper(
+                self._peer_id, credentials, on_certified=self._on_certified, on_banned=self._on_banned
+            )
             self._certification = Certification(self._gate, self.call, self._spawn)
 
     def permit_of(self, peer: PeerId) -> Permit | None:
@@ -201,6 +204,30 @@ class BaseTransport(Transport):
     async def certify(self, peer: PeerId) -> Permit | None:
         """See `Transport`."""
         return None if self._certification is None else await self._certification.permit_of(peer)
+
+    @property
+    def num_refused(self) -> int:
+        """See `Transport`."""
+        return 0 if self._gate is None else self._gate.refusals.total
+
+    @property
+    def bans(self) -> list[bytes]:
+        """See `Transport`."""
+        return [] if self._gate is None else self._gate.bans
+
+    def ban(self, signed: bytes) -> None:
+        """See `Transport`."""
+        if self._gate is None:
+            raise AccessDenied(
+                f"{self._peer_id} takes any peer, so nobody can be banned: `trust` is not 'invited' there. Start the "
+                "run again with `trust='invited'`."
+            )
+        self._gate.ban(signed)
+
+    def _on_banned(self, ban: Ban) -> None:
+        """Have everything that waits for others end with the reason: nobody answers this peer any more."""
+        self.cut_off.reason = f"This peer {banned(ban)}. Ask the owner."
+        self.cut_off.set()
 
     async def _answer_certify(self, caller: PeerId, body: bytes) -> bytes:
         if self._gate is None:
@@ -216,6 +243,8 @@ class BaseTransport(Transport):
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
+        if self._gate is not None:
+            self._gate.check_not_cut_off(peer)
         began_s = now_s()
         patience_s = self._liveness.patience_s(peer)
         try:

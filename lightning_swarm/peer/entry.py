@@ -14,7 +14,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import load_identity
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.trust.certificates import Certificate, SecretInvitation, encode
+from lightning_swarm.trust.certificates import Certificate, Invitation, SecretInvitation, encode
 from lightning_swarm.trust.credentials import RunCredentials, mismatch, untimely
 from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, AnyInvitation, from_text, refuse, to_text
 from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
@@ -106,7 +106,20 @@ def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -
     if config.initial_peers and not is_there(path):
         raise ConfigError(_missing(config))
     owner = Owner.load(config.run_id, path)
-    return Entry(config.run_id, owner.key.peer_id, Role.KEEPER, owner)
+    return owner_entry(owner)
+
+
+def owner_entry(owner: Owner) -> Entry:
+    """Choose to come as the run's owner."""
+    return Entry(owner.run_id, owner.key.peer_id, Role.KEEPER, owner)
+
+
+def invitation_in(source: str, *, run_id: str) -> Invitation:
+    """Return the invitation in a file, which may have expired; `ConfigError` refuses one to another run."""
+    invitation = from_text(_read(Path(source), source), source).invitation
+    if (problem := mismatch(invitation, run_id=run_id)) is not None:
+        refuse(source, problem, "Name `--run-id`, or another file")
+    return invitation
 
 
 def visitor_entry(source: str, *, now_s: float) -> Entry:

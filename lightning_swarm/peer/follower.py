@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,6 +23,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.trainer_role import TrainerRole
+from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.messages.membership import ClaimReply
 from lightning_swarm.protocol.messages.run import RunView, ranges_of
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
@@ -241,6 +243,7 @@ class Follower:
         return self._standby
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
+        run.heed_bans(partial(heed, self._directory.transport))
         stages = model.build_stages(ranges_of(run.manifest.stages))
         local_layers = self._host.local_layers(stages[-1], run, self._runtime, runtime)
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)

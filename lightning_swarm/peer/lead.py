@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from msgspec import UNSET, structs
@@ -29,6 +30,7 @@ from lightning_swarm.peer.arrivals import Arrivals
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
+from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest, Selection
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
@@ -241,8 +243,10 @@ class Lead:
         hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
         manifest = make_manifest(spec, self._config, model, me, servers, trainers, hosts)
         invitations = await self._arrivals.count([*(one.peer_id for one in servers), *manifest.trainers])
-        manifest = structs.replace(manifest, invitations=invitations)
+        bans = self._transport.bans or UNSET
+        manifest = structs.replace(manifest, invitations=invitations, bans=bans)
         run = self.run = RunState(manifest)  # from here on a server may be in it, and must hear of its end
+        run.heed_bans(partial(heed, self._transport))
         await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
         return run
 
@@ -252,8 +256,9 @@ class Lead:
         """Roll the run back to `step`, as its next generation, with weights that `load` sets and no optimizer state."""
         run = self._current
         timeout = self._config.limits.call_timeout
+        seats = structs.replace(run.seats, bans=self._transport.bans or UNSET)
         request = RestartRequest(
-            generation=run.manifest.generation + 1, first_step=step, seats=run.seats, selection=session.selection
+            generation=run.manifest.generation + 1, first_step=step, seats=seats, selection=session.selection
         )
         self._runtime.run(discovery.restart(self._transport, run, request, timeout=timeout))
         session.enter_generation(request)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import UNSET
 
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilCutOff, UntilStageLost
@@ -30,7 +31,7 @@ from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.peer.process import talks_to_neighbours, tunes_malloc
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.trainer_role import TrainerRole
-from lightning_swarm.protocol import queries
+from lightning_swarm.protocol import bans, queries
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, PeerReport
 from lightning_swarm.protocol.messages.run import Member
@@ -66,7 +67,10 @@ class Peer:
         self.events = EventLog()
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
+        permit = transport.permit_of(transport.peer_id)
+        self._role = UNSET if permit is None else permit.role
         queries.answer_greetings(transport)
+        bans.answer_bans(transport)
         survey.answer(transport, self._report, self._directory.known_servers)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self._host = ServerHost(
@@ -100,6 +104,8 @@ class Peer:
             received_bytes=traffic.received_bytes.total(),
             server=self.server.report() if self.server is not None else None,
             links=[_link(peer, link) for peer, link in self.transport.links.items()],
+            role=self._role,
+            refused=self.transport.num_refused,
         )
 
     def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:

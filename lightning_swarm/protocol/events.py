@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
 
-_WARNED: Final = frozenset({"strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
+_WARNED: Final = frozenset({"strike", "round_repeated", "gone", "expelled", "takeover", "pause", "went_back"})
 _MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})  # each of these kinds ends another one's effect for a peer
 _MAX_KEPT: Final = 256
 # Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from msgspec import UnsetType, structs
+from msgspec import UNSET, UnsetType, structs
 
 from lightning_swarm.core.errors import (
     ConfigError,
@@ -18,6 +18,7 @@ from lightning_swarm.core.errors import (
     SwarmError,
 )
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.bans import bans_after
 from lightning_swarm.protocol.invitations import check_invited, check_used, used_after
 from lightning_swarm.protocol.messages.calls import to_ranges
 from lightning_swarm.protocol.messages.run import (
@@ -92,6 +93,8 @@ class RunState:
         self.trainers = list(manifest.trainers)
         self.scaling = manifest.scaling  # of losses in the open step
         self.invitations = manifest.invitations  # with the peers that ever came by each
+        self.bans = manifest.bans
+        self._heed_ban: Callable[[bytes], None] = lambda _: None
         self.seats_before = self.seats  # before the newest record
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
@@ -133,6 +136,7 @@ class RunState:
             trainers=self.trainers,
             scaling=self.scaling,
             invitations=self.invitations,
+            bans=self.bans,
         )
 
     def seats_at(self, version: int) -> SeatedMembers:
@@ -143,6 +147,15 @@ class RunState:
         """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
         self.scaling, self.invitations = seats.scaling, seats.invitations
+        if seats.bans != self.bans:
+            self.bans = seats.bans
+            self.heed_bans(self._heed_ban)
+
+    def heed_bans(self, heed: Callable[[bytes], None]) -> None:
+        """Have each ban heeded, those of later records, too."""
+        self._heed_ban = heed
+        for signed in () if isinstance(self.bans, UnsetType) else self.bans:
+            heed(signed)
 
     def members_after(self, record: Record) -> SeatedMembers:
         """Return the members of the run after a record of the open step."""
@@ -162,6 +175,7 @@ class RunState:
             trainers=trainers,
             scaling=scaling,
             invitations=invitations,
+            bans=bans_after(self.bans, record.bans),
         )
 
     def _rosters_after(self, record: Record) -> list[list[Member]]:
@@ -268,6 +282,7 @@ class RunState:
     def check_seats(self, seats: SeatedMembers) -> None:
         """Refuse members without the lead, with a stage too many, too few or empty, with a peer twice, or uninvited."""
         check_used(seats.invitations)
+        bans_after(UNSET, seats.bans)
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
                 f"the lead {self.manifest.lead} must be among the trainers, and nobody twice; they begin with "

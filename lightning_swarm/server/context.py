@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Container
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
+
+from msgspec import UNSET
 
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.bans import bans_after, heed
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.invitations import check_used
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
@@ -44,7 +47,7 @@ class ServerContext:
     @cached_property
     def membership(self) -> RunMembership:
         """The run that this server is in."""
-        return RunMembership(self.me, self.hosts)
+        return RunMembership(self.me, self.hosts, heed_ban=partial(heed, self.transport))
 
     async def compute(self, run: Callable[[], _T]) -> _T:
         """Run something on the compute thread, before all microbatches that wait there."""
@@ -54,8 +57,11 @@ class ServerContext:
 class RunMembership:
     """The run that a server is in, or follows in order to join it; refuses calls that have no place there."""
 
-    def __init__(self, me: Member, hosts: Collection[PeerId] = ()) -> None:
+    def __init__(
+        self, me: Member, hosts: Collection[PeerId] = (), *, heed_ban: Callable[[bytes], None] = lambda _: None
+    ) -> None:
         self.me = me
+        self._heed_ban = heed_ban
         self._hosts = hosts  # the peers named at the start; they may end this one while no run has it
         # The server may leave the run while a job is on the compute thread, so such a job reads it once.
         self.run_or_none: RunState | None = None
@@ -113,6 +119,7 @@ class RunMembership:
     def enter_run(self, run: RunState, loaded: Collection[int] = ()) -> None:
         """Be in a run, or follow it. The stages in `loaded` have their weights."""
         self.run_or_none, self.loaded = run, set(loaded)
+        run.heed_bans(self._heed_ban)
 
     def leave_run(self) -> None:
         """Be in no run; what comes from now on is refused."""
@@ -148,6 +155,7 @@ class RunMembership:
         if self.joining is not None:
             raise ProtocolError(f"this peer is joining the run of {self.joining} already")
         check_used(manifest.invitations)
+        bans_after(UNSET, manifest.bans)
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
         me = self.me

@@ -26,6 +26,7 @@ from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, Swa
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.role import RoleTransport
+from lightning_swarm.protocol.bans import untold
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -231,6 +232,8 @@ class Leadership:
         if slot_of(record) > (run.manifest.generation, run.version):  # this server has missed a record
             return
         check_record(run, record)
+        for signed in untold(run.bans, record.bans):
+            self._transport.ban(signed)
         if self._me.peer_id not in closing.absent and not self._steps.rounds.holds(closing):
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
 

@@ -8,11 +8,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.bans import untold
 from lightning_swarm.protocol.messages.calls import CallKey, batch_name
 from lightning_swarm.protocol.messages.run import NO_CHANGE, StepChange
 from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
@@ -35,7 +37,7 @@ class StepHandlers:
         on_fenced: Callable[[str], None],
     ) -> None:
         transport = context.transport
-        self._tickets = context.tickets
+        self._transport, self._tickets = transport, context.tickets
         self._compute = context.compute
         self._membership = context.membership
         self._me = context.me
@@ -192,7 +194,8 @@ class StepHandlers:
             self._tickets.drop(name)
         if not self.rounds.has_begun(request.generation, request.step, request.round):
             self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
-        return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
+        bans = untold(self.sums.run.bans, self._transport.bans) or UNSET
+        return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report(), bans=bans))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)

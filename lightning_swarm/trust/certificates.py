@@ -1,4 +1,4 @@
-"""Invitations, which a run's owner signs, and certificates, which name the peer that came by one; and their encoding.
+"""Invitations and bans, which a run's owner signs, and certificates, which name the peer that came by an invitation.
 
 The owner signs an invitation that has a key of its own. Whoever has its secret signs a certificate for one peer. So
 anyone who knows the owner's public key verifies a peer's certificate, without a server to ask.
@@ -13,21 +13,22 @@ import msgspec
 from msgspec.structs import replace
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Role
+from lightning_swarm.network.access import INVITATION_BYTES, Role
 from lightning_swarm.network.identity import Identity, is_signed
 
 MAX_USES: Final = 4096  # all peers that came by an invitation are named where the run is shown
 MAX_TIME_S: Final = 1 << 36
-NUMBER_BYTES: Final = 16
+MAX_REASON: Final = 100  # characters of the reason of a ban
 
 # Domains of signatures: none means two things.
 _INVITATION: Final = b"lightning_swarm/invitation/1"
 _CERTIFICATE: Final = b"lightning_swarm/certificate/1"
+_BAN: Final = b"lightning_swarm/ban/1"
 _MAX_BYTES: Final = 1024
 _SIGNATURE_BYTES: Final = 64
 _SEED_BYTES: Final = 32
 
-InvitationNumber = Annotated[bytes, msgspec.Meta(min_length=NUMBER_BYTES, max_length=NUMBER_BYTES)]
+InvitationNumber = Annotated[bytes, msgspec.Meta(min_length=INVITATION_BYTES, max_length=INVITATION_BYTES)]
 Uses = Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
 RunId = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 _Signature = Annotated[bytes, msgspec.Meta(max_length=_SIGNATURE_BYTES)]
@@ -93,6 +94,23 @@ class SecretInvitation(_Record, frozen=True, tag=3):
         return f"SecretInvitation({self.invitation!r})"
 
 
+class SignedBan(_Record, frozen=True, tag=4):
+    """The owner's word that a peer, or all that came by an invitation, take no part in a run; or may again."""
+
+    run_id: RunId
+    owner: _Name  # the public key that signs this, as an id
+    subject: _Name  # a peer's id, or the number of an invitation in hex
+    is_lifted: bool
+    decided_at_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # since the epoch: the newest word counts
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    signature: _Signature
+
+    @property
+    def is_genuine(self) -> bool:
+        """Return whether its owner has signed it."""
+        return is_signed(self.owner, _BAN, _unsigned(self), self.signature)
+
+
 _T = TypeVar("_T", bound=_Record)
 
 
@@ -102,7 +120,7 @@ def invite(owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s:
     unsigned = Invitation(
         run_id=run_id,
         owner=owner.peer_id,
-        number=secrets.token_bytes(NUMBER_BYTES),
+        number=secrets.token_bytes(INVITATION_BYTES),
         role=role,
         uses=uses,
         expires_at_s=int(expires_at_s),
@@ -111,6 +129,20 @@ def invite(owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s:
     )
     signature = owner.sign(_INVITATION, encode(unsigned))
     return SecretInvitation(invitation=replace(unsigned, signature=signature), seed=key.seed)
+
+
+def ban(owner: Identity, run_id: str, subject: str, reason: str, *, is_lifted: bool, decided_at_ns: int) -> SignedBan:
+    """Ban a peer or an invitation from a run, or lift the ban, in the owner's name."""
+    unsigned = SignedBan(
+        run_id=run_id,
+        owner=owner.peer_id,
+        subject=subject,
+        is_lifted=is_lifted,
+        decided_at_ns=decided_at_ns,
+        reason=reason,
+        signature=b"",
+    )
+    return replace(unsigned, signature=owner.sign(_BAN, encode(unsigned)))
 
 
 def encode(record: _Record) -> bytes:
@@ -131,5 +163,5 @@ def decode(data: bytes, kind: type[_T]) -> _T:
     return record
 
 
-def _unsigned(record: Invitation | Certificate) -> bytes:
+def _unsigned(record: Invitation | Certificate | SignedBan) -> bytes:
     return encode(replace(record, signature=b""))

@@ -1,4 +1,4 @@
-"""Verifies peers' certificates for one run, and presents this peer's own."""
+"""Verifies peers' certificates and the owner's bans for one run, and presents this peer's own certificate."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final
 
 from lightning_swarm.core.errors import AccessDenied
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Permit
-from lightning_swarm.trust.certificates import Certificate, Invitation, decode
+from lightning_swarm.network.access import Ban, Permit
+from lightning_swarm.trust.certificates import Certificate, Invitation, SignedBan, decode
 
 _CLOCK_SKEW_S: Final = 60.0  # as between peers that announce something
 
@@ -42,6 +42,21 @@ class RunCredentials:
             invitation=invitation.number,
             uses=invitation.uses,
         )
+
+    def verify_ban(self, signed: bytes) -> Ban:
+        """Return what the owner says of a peer or an invitation; `AccessDenied` if it is not the owner's word."""
+        try:
+            said = decode(signed, SignedBan)
+        except ValueError as error:
+            raise AccessDenied(
+                f"a ban has to be the word of the run's owner, and this one is malformed: {error}"
+            ) from error
+        if said.run_id != self.run_id or said.owner != self.owner or not said.is_genuine:
+            raise AccessDenied(
+                f"a ban from run {self.run_id!r} has to be signed by its owner {self.owner}; this one is of run "
+                f"{said.run_id!r}, in the name of {said.owner}. Call `lightning-swarm ban` where the owner's key is."
+            )
+        return Ban(said.subject, said.is_lifted, said.decided_at_ns, said.reason, signed)
 
     def _denial(self, peer: PeerId, problem: str) -> AccessDenied:
         return AccessDenied(

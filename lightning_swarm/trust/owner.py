@@ -12,7 +12,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity, KeyUse, load_identity
-from lightning_swarm.trust.certificates import Certificate, SecretInvitation, invite
+from lightning_swarm.trust.certificates import Certificate, SecretInvitation, SignedBan, ban, invite
 
 _USE: Final = KeyUse(
     "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
@@ -52,6 +52,10 @@ class Owner:
     def certify(self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float) -> Certificate:
         """Invite one peer, in public: nobody keeps the secret of the invitation."""
         return self.invite(role, uses=1, expires_at_s=expires_at_s).certify(peer, now_s=now_s)
+
+    def ban(self, subject: str, reason: str, *, is_lifted: bool, now_ns: int) -> SignedBan:
+        """Ban a peer, or an invitation by its number in hex, from the run; or lift the ban."""
+        return ban(self.key, self.run_id, subject, reason, is_lifted=is_lifted, decided_at_ns=now_ns)
 
     def certify_own(self, peer: PeerId, *, now_s: float) -> Certificate:
         """Certify the owner's own peer."""

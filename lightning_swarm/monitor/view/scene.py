@@ -26,6 +26,7 @@ WORDS: Final[Mapping[EventKind, str]] = {  # for people
     "round_repeated": "averaging repeated",
     "gone": "gone",
     "left": "left its stage",
+    "expelled": "banned by the run's owner",
     "moves": "moves to another stage",
     "sheds": "gave its stage up",
     "download": "has loaded its stage",

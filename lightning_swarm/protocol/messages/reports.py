@@ -18,6 +18,7 @@ EventKind: TypeAlias = Literal[
     "round_repeated",  # a round of averaging failed and begins again
     "gone",  # a peer died, or does not answer
     "left",  # a peer left by its own decision, or was left out of a roster
+    "expelled",  # the run's owner banned a peer, or all that came by an invitation
     "download",  # a joining server has downloaded its stage's state
     "joined",  # a peer is in a roster now
     "moves",  # a peer leaves its stage for another one
@@ -139,6 +140,8 @@ class PeerReport(WireMessage, frozen=True):
     received_bytes: Count
     server: ServerReport | None  # None: the peer is in no run, or holds no stage
     links: Annotated[list[LinkReport], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
+    role: ShortText | msgspec.UnsetType = msgspec.UNSET  # by its certificate; unset: its run takes any peer
+    refused: Count = 0  # requests that its gate refused
 
 
 class OtherPeer(WireMessage, frozen=True):

@@ -159,6 +159,11 @@ class UsedInvitation(WireMessage, frozen=True):
 
 UsedInvitations = list[UsedInvitation] | msgspec.UnsetType  # unset: the run takes peers without invitation
 
+# What the run's owner signed, see `SignedBan`; unset: nobody was banned.
+Bans = (
+    Annotated[list[Annotated[bytes, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=1024)] | msgspec.UnsetType
+)
+
 
 class Selection(WireMessage, frozen=True):
     """The parameters that train, and the optimizer's group of each, by full names, as the user's code sets them."""
@@ -237,6 +242,7 @@ class Manifest(WireMessage, frozen=True):
     # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
     invitations: UsedInvitations = msgspec.UNSET  # those of the first members, and of older generations
+    bans: Bans = msgspec.UNSET
 
     @property
     def is_whole(self) -> bool:
@@ -252,6 +258,7 @@ class SeatedMembers(WireMessage, frozen=True):
     trainers: Trainers
     scaling: LossScaling | None = None  # in the step at that version
     invitations: UsedInvitations = msgspec.UNSET
+    bans: Bans = msgspec.UNSET
 
 
 class RunView(WireMessage, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.messages.run import BatchNumber, InvitedBy, Member, SomeTrainers, StepChange, Term
+from lightning_swarm.protocol.messages.run import Bans, BatchNumber, InvitedBy, Member, SomeTrainers, StepChange, Term
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage
 
@@ -105,6 +105,7 @@ class FreezeReply(WireMessage, frozen=True):
     boot_id: int
     ledgers: list[StageLedger]
     noted: EventCounts  # by the server, so far
+    bans: Bans = msgspec.UNSET  # that the server has heard of, and no record tells yet
 
 
 class Replay(WireMessage, frozen=True):
@@ -223,6 +224,7 @@ class Record(WireMessage, frozen=True):
     position: BatchNumber | None = None  # the first batch of the next step; None: trainers share no order
     # How each newcomer and each new trainer comes; unset: nobody does, or the run takes peers without invitation.
     invited: dict[PeerId, InvitedBy] | msgspec.UnsetType = msgspec.UNSET
+    bans: Bans = msgspec.UNSET  # new ones
 
     @property
     def step(self) -> int:

@@ -59,6 +59,7 @@ class Joiner:
         self._target: int | None = None  # the stage that a record told this server to hold
         self._former: int | None = None  # the stage that it had before
         self._alone = False  # one replica shall send everything
+        self._refused_by: set[PeerId] = set()  # of the peers that announce themselves
         context.transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
@@ -94,7 +95,10 @@ class Joiner:
                 if there == PROTOCOL_VERSION:  # else its answer may not be readable here
                     return PeerId((await self._view(announced)).term[1])
             except SwarmError as error:
-                _log.info("No run at %s: %s", announced, error)
+                # Not an error of this peer: anyone may announce itself, and refuse.
+                is_news = isinstance(error, AccessDenied) and announced not in self._refused_by
+                self._refused_by |= {announced} if is_news else set()
+                _log.log(logging.WARNING if is_news else logging.INFO, "No run at %s: %s", announced, error)
                 continue
             check_protocol_version(there, there="in the run", here="here")
         return None

@@ -1,0 +1,170 @@
+"""The commands `lightning-swarm members`, `ban` and `unban`: who came to a run, and who may not come any more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm.cli.invite import add_visitor_argument, visitor
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.private_file import is_there
+from lightning_swarm.core.readable import short_name
+from lightning_swarm.monitor import members
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Certify
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.identity import public_key
+from lightning_swarm.peer.config import DEFAULT_RUN_ID
+from lightning_swarm.peer.entry import invitation_in, owner_entry
+from lightning_swarm.peer.process import owners_folder
+from lightning_swarm.trust.certificates import MAX_REASON, encode
+from lightning_swarm.trust.owner import Owner, owner_file
+
+MEMBERS: Final = """\
+{what} Asks any peer of the run. Changes nothing.
+
+    lightning-swarm members 203.0.113.7:31337/12D3...                       where the run was started
+    lightning-swarm members 203.0.113.7:31337/12D3... --invite look.invite  elsewhere
+
+Named are all that ever came, with the role of their certificate, the beginning of the number of their invitation, how
+many of its uses are used, and what they do in the run. With --json, one object a line.
+"""
+
+BAN: Final = """\
+{what} Call it where the run was started: there is the owner's key.
+
+    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --reason "sends nonsense"
+    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all that came by its invitation
+    lightning-swarm ban 203.0.113.7:31337/12D3... anna.invite                   an invitation, used or not
+
+All peers that can be reached hear it at once, and neither answer nor ask that peer any more. The run's next record
+tells all others, and drops it from the run. A rollback and a checkpoint keep it. `lightning-swarm members`
+shows the ids of peers.
+"""
+
+UNBAN: Final = """\
+{what} Call it where the run was started: there is the owner's key.
+
+    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW...
+    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    the ban of its invitation
+    lightning-swarm unban 203.0.113.7:31337/12D3... anna.invite
+
+The peer does not come back by itself: it joins again.
+"""
+
+_TIMEOUT_S: Final = 10.0
+
+
+def add_members_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what `members` takes."""
+    _add_common(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    add_visitor_argument(parser)
+
+
+def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what `ban` and `unban` take."""
+    _add_common(parser)
+    parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
+    parser.add_argument("--invitation", action="store_true", help="not the peer alone: all that came by its invitation")
+    parser.add_argument("--reason", default="", help=f"for people, at most {MAX_REASON} characters")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
+    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
+    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+
+
+def show_members(arguments: argparse.Namespace) -> int:
+    """Show who came to a run; returns the exit status."""
+    address, certify = Address.parse(arguments.address), visitor(arguments)
+    if certify is None and is_there(path := _owner_file(arguments)):
+        certify = _as_owner(Owner.load(arguments.run_id, path))
+    with members.asking(address, timeout=_TIMEOUT_S, certify=certify) as run:
+        found = run.members()
+    if arguments.json:
+        for member in found:
+            print(json.dumps(asdict(member)))  # noqa: T201 - a command
+    else:
+        print(members.table(arguments.run_id, found))  # noqa: T201 - a command
+    return 0
+
+
+def ban(arguments: argparse.Namespace) -> int:
+    """Ban a peer or an invitation, or lift a ban; returns the exit status."""
+    address, is_lifted = Address.parse(arguments.address), arguments.command == "unban"
+    _check(arguments)
+    path = _owner_file(arguments)
+    if not is_there(path):
+        raise ConfigError(
+            f"only the owner of run {arguments.run_id!r} bans from it, whose key is not at {path}. Call this where the "
+            "run was started, name its `--run-id`, or the key's file by `--owner`."
+        )
+    owner = Owner.load(arguments.run_id, path)
+    with members.asking(address, timeout=_TIMEOUT_S, certify=_as_owner(owner)) as run:
+        subject = _subject(arguments, run)
+        said = owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())
+        told = run.tell(encode(said))
+    return _report(subject, told, is_lifted=is_lifted)
+
+
+def _owner_file(arguments: argparse.Namespace) -> Path:
+    path: Path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
+    return path
+
+
+def _as_owner(owner: Owner) -> Certify:
+    return partial(owner_entry(owner).credentials, now_s=time.time())
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if len(arguments.reason) > MAX_REASON or not arguments.reason.isprintable():
+        raise ConfigError(
+            f"`--reason` must be at most {MAX_REASON} printable characters, got {len(arguments.reason)}. Shorten it."
+        )
+    if public_key(arguments.subject) is None and not Path(arguments.subject).is_file():
+        raise ConfigError(
+            f"who is banned must be a peer's id, as 12D3KooW..., or a file that `lightning-swarm invite` wrote, got "
+            f"{arguments.subject!r}. `lightning-swarm members` shows the ids."
+        )
+
+
+def _subject(arguments: argparse.Namespace, run: members.Members) -> str:
+    if public_key(arguments.subject) is None:
+        return invitation_in(arguments.subject, run_id=arguments.run_id).number.hex()
+    if not arguments.invitation:
+        return str(arguments.subject)
+    numbers = [one.invitation for one in run.members() if one.peer_id == arguments.subject and one.invitation]
+    if not numbers:
+        raise ConfigError(
+            f"{arguments.subject} never came to the run, so the run does not know its invitation. Name the "
+            "invitation's file, or leave out `--invitation`."
+        )
+    return numbers[0]
+
+
+def _report(subject: str, told: Mapping[PeerId, str | None], *, is_lifted: bool) -> int:
+    name = short_name(subject) if public_key(subject) is not None else f"the invitation {subject[:8]}"
+    heeded = [peer for peer, problem in told.items() if problem is None]
+    for peer, problem in told.items():
+        if problem is not None:
+            _say(f"{short_name(peer)} did not hear it: {problem}")
+    if not heeded:
+        _say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
+        return 1
+    done = "may take part again" if is_lifted else "is banned"
+    others = "" if len(heeded) == len(told) else " The others hear it with the run's next record."
+    _say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201 - a command

@@ -1,0 +1,159 @@
+"""The members of a run by the invitations that they came by, and the owner's bans, told to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import UnsetType
+
+from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.readable import printable, shorten
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.monitor import survey
+from lightning_swarm.monitor.doctor import visit
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.access import Certify
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.protocol.bans import BAN, bans_in
+from lightning_swarm.protocol.messages.run import RunView
+from lightning_swarm.protocol.queries import ask_view
+
+_START_TIMEOUT_S: Final = 30.0
+_HEADS: Final = ("peer", "role", "invitation", "uses", "in the run")
+
+
+@dataclass(frozen=True)
+class RunMember:
+    """A peer that ever came to a run, or that was banned from it."""
+
+    peer_id: str
+    role: str | None  # None: it does not answer
+    invitation: str | None  # its number in hex; None: it never came
+    uses: tuple[int, int]  # of that invitation: used, and in all
+    parts: tuple[str, ...]  # that it has in the run now
+    banned: str | None  # the reason; None: it is not
+
+
+class Members:
+    """Asks the peers of a run about its members, and tells them bans."""
+
+    def __init__(self, runtime: Runtime, transport: Transport, address: Address, timeout: float) -> None:
+        self._runtime, self._transport, self._first, self._timeout = runtime, transport, address.peer_id, timeout
+        try:
+            runtime.run(transport.connect([address.maddr]))
+            looking = survey.look(transport, address.peer_id, address.maddr, timeout=timeout)
+            self._sightings: Sequence[survey.Sighting] = runtime.run(looking)
+        except AccessDenied:
+            raise
+        except PeerError as error:
+            raise Unreachable(
+                f"{address} does not answer: {shorten(str(error))} Ask another peer of the run."
+            ) from error
+        self._roles = {
+            one.peer_id: None if isinstance(one.report.role, UnsetType) else printable(one.report.role)
+            for one in self._sightings
+            if one.report is not None
+        }
+
+    @property
+    def view(self) -> RunView | None:
+        """The run, as one of its servers shows it; None: no peer that answers is in one."""
+        for one in self._sightings:
+            if one.report is not None and one.report.server is not None:
+                view = self._runtime.run(ask_view(self._transport, one.peer_id, timeout=self._timeout))
+                if view is not None:
+                    return view
+        return None
+
+    def members(self) -> list[RunMember]:
+        """Return all that ever came to the run, and all that were banned."""
+        view = self.view
+        if view is None:
+            raise ConfigError(
+                f"a run tells its members once it has begun, and no peer that {self._first} knows is in one. "
+                "Call this again when it trains."
+            )
+        return members_of(view, self._roles)
+
+    def tell(self, signed: bytes) -> dict[PeerId, str | None]:
+        """Tell all peers what the owner has signed; returns for each why it did not heed it, or None."""
+        return self._runtime.run(self._tell(signed))
+
+    async def _tell(self, signed: bytes) -> dict[PeerId, str | None]:
+        async def tell(peer: PeerId) -> str | None:
+            try:
+                await self._transport.call(peer, BAN, signed, timeout=self._timeout)
+            except SwarmError as error:
+                return shorten(str(error))
+            return None
+
+        peers = [one.peer_id for one in self._sightings]
+        return dict(zip(peers, await gather(map(tell, peers)), strict=True))
+
+
+@contextmanager
+def asking(address: Address, *, timeout: float, certify: Certify | None) -> Iterator[Members]:
+    """Be on the network for a while, and ask the peers of the run that has a peer at `address`."""
+    with visit("members", certify=certify, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
+        yield Members(runtime, transport, address, timeout)
+
+
+def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMember]:
+    """Return all peers that ever came to a run, those that are in it first, and all that were banned. Pure."""
+    seats = view.seats
+    banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
+    found, named = list[RunMember](), set[str]()
+    for one in () if isinstance(seats.invitations, UnsetType) else seats.invitations:
+        number = one.number.hex()
+        for peer in one.peers:
+            named.add(peer)
+            reason = banned.get(peer, banned.get(number))
+            uses = (len(one.peers), one.uses)
+            found.append(RunMember(peer, roles.get(peer), number, uses, _parts(view, peer), reason))
+    if isinstance(seats.invitations, UnsetType):
+        peers = {PeerId(member.peer_id) for roster in seats.rosters for member in roster} | {*seats.trainers}
+        found += [RunMember(peer, None, None, (0, 0), _parts(view, peer), None) for peer in sorted(peers)]
+    numbers = {one.invitation for one in found}
+    found += [
+        RunMember(subject, None, None, (0, 0), (), reason)
+        for subject, reason in banned.items()
+        if subject not in named | numbers
+    ]
+    return sorted(found, key=lambda one: (not one.parts, one.banned is not None, one.parts, one.peer_id))
+
+
+def _parts(view: RunView, peer: PeerId) -> tuple[str, ...]:
+    stages = [index for index, roster in enumerate(view.seats.rosters) if any(one.peer_id == peer for one in roster)]
+    parts = [] if view.manifest.is_whole else [f"stage {index}" for index in stages]
+    if peer in view.seats.trainers:
+        parts.append("lead" if peer == view.manifest.lead else "trains")
+    elif stages and view.manifest.is_whole:
+        parts.append("serves")
+    return (*parts, *(["coordinates"] if peer == view.term[1] else []))
+
+
+def table(run_id: str, members: Collection[RunMember]) -> str:
+    """A table for people."""
+    rows = [
+        (
+            one.peer_id,
+            one.role or "?",
+            "-" if one.invitation is None else one.invitation[:8],
+            "-" if one.invitation is None else f"{one.uses[0]}/{one.uses[1]}",
+            _state(one),
+        )
+        for one in members
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
+    return "\n".join([f"run {run_id!r}", "", *(line.rstrip() for line in lines)])
+
+
+def _state(member: RunMember) -> str:
+    if member.banned is not None:
+        return f"banned: {member.banned or 'no reason was given'}"
+    return ", ".join(member.parts) or "gone"

@@ -1,0 +1,68 @@
+"""The bans of a run: carried by its records, and heeded by each peer's network."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+
+from lightning_swarm.core.errors import AccessDenied, ProtocolError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.run import Bans
+from lightning_swarm.trust.certificates import SignedBan, decode
+
+_log = logging.getLogger(__name__)
+
+BAN: Final = "peer.ban"
+"""The method by which a peer is told what the run's owner has signed."""
+
+
+def answer_bans(transport: Transport) -> None:
+    """Heed what the owner has signed, whoever carries it here."""
+
+    async def handle(caller: PeerId, body: bytes) -> bytes:
+        transport.ban(body)
+        return b""
+
+    transport.handle_call(BAN, handle)
+
+
+def heed(transport: Transport, signed: bytes) -> None:
+    """Heed what a member says that the owner has signed; what is not the owner's is warned of, and changes nothing."""
+    try:
+        transport.ban(signed)
+    except AccessDenied as error:
+        _log.warning("A ban is not heeded: %s", error)
+
+
+def bans_after(known: Bans, new: Bans) -> Bans:
+    """Return all bans, with the newest of each peer and invitation; `ProtocolError` refuses what is none. Pure."""
+    if isinstance(new, UnsetType):
+        return known
+    newest: dict[str, tuple[int, bytes]] = {}
+    for signed in (*untold(UNSET, known), *new):
+        ban = _read(signed)
+        newest[ban.subject] = max(newest.get(ban.subject, (0, b"")), (ban.decided_at_ns, signed))
+    return [signed for _, signed in newest.values()]
+
+
+def bans_in(bans: Bans) -> list[SignedBan]:
+    """Return the bans of these that hold, without those that are lifted; `ProtocolError` refuses what is none. Pure."""
+    return [ban for ban in map(_read, untold(UNSET, bans)) if not ban.is_lifted]
+
+
+def _read(signed: bytes) -> SignedBan:
+    try:
+        return decode(signed, SignedBan)
+    except ValueError as error:
+        raise ProtocolError(f"a ban is what the run's owner has signed, got {signed[:20].hex()}: {error}") from error
+
+
+def untold(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
+    """Return the bans that were heard of, and that a run does not know. Pure."""
+    if isinstance(heard, UnsetType):
+        return []
+    told = () if isinstance(known, UnsetType) else known
+    return [signed for signed in heard if signed not in told]

@@ -1,0 +1,218 @@
+"""Whom the run's owner bans takes part no more, whoever coordinates and wherever the run goes back to."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.core.errors import AccessDenied, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Role
+from lightning_swarm.network.identity import Identity
+from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.protocol.bans import BAN, bans_after, bans_in
+from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.trust.certificates import encode as signed_bytes
+from lightning_swarm.trust.owner import Owner
+from tests.access import OWNER, OwnedNetwork
+from tests.unit.conftest import MakeSwarm
+from tests.unit.coordinator.membership.test_trainers import NEW, Run
+from tests.unit.coordinator.test_rollback import go_back
+from tests.unit.coordinator.test_rollback import step as restart_step
+from tests.unit.swarm import LEAD, Swarm, key, rows
+
+A, B, C, G = map(PeerId, "abcg")
+REASON = "it sends nonsense"
+_numbers = itertools.count(1)
+
+
+def word(subject: str, *, is_lifted: bool = False, number: int | None = None, owner: Owner = OWNER) -> bytes:
+    """What the owner signs; each is newer than those before."""
+    now_ns = next(_numbers) if number is None else number
+    return signed_bytes(owner.ban(subject, REASON, is_lifted=is_lifted, now_ns=now_ns))
+
+
+def owned_swarm(make_swarm: MakeSwarm, *rosters: str, **options: Any) -> Swarm:
+    """All come by invitations of one owner: those that join by a common one."""
+    network = OwnedNetwork(
+        role_of=lambda peer: Role.TRAINER if peer in (LEAD, NEW) else Role.SERVER,
+        invitation_of=lambda peer: "of joiners" if peer in "gh" else peer,
+    )
+    members = {name for roster in rosters for name in roster.split()} | {LEAD}
+    return make_swarm(*rosters, network=network, invitations=network.used_by(sorted(members)), **options)
+
+
+def server_transport(swarm: Swarm, peer: PeerId) -> Any:
+    return swarm.network.transports[peer]
+
+
+async def tell(swarm: Swarm, signed: bytes, *peers: PeerId) -> None:
+    for peer in peers:
+        await swarm.trainer.call(peer, BAN, signed, timeout=5.0)
+
+
+def told(swarm: Swarm) -> list[str]:
+    """The bans that hold, as all servers in the run say."""
+    servers = [swarm.servers[PeerId(name)] for name in holders(swarm)]
+    states = [server.membership.run.bans for server in servers]
+    assert all(state == states[0] for state in states)
+    return [ban.subject for ban in bans_in(states[0])]
+
+
+def holders(swarm: Swarm) -> set[str]:
+    return {member.peer_id for roster in swarm.rosters_now for member in roster}
+
+
+def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swarm: MakeSwarm) -> None:
+    swarm = owned_swarm(make_swarm, "a b c", "d b")
+
+    async def go() -> None:
+        await swarm.step(rows(0))
+        await tell(swarm, word(B), C)  # which does not coordinate
+        record = await swarm.step(rows(1))
+        assert [ban.subject for ban in bans_in(record.bans)] == [B]
+        assert {one.member.peer_id for one in record.left} == {B}
+        assert holders(swarm) == {"a", "c", "d"}
+        next_one = await swarm.step(rows(2))
+        assert next_one.bans is UNSET, "it is told once"
+        transport = server_transport(swarm, B)
+        for peer in (A, C):
+            with pytest.raises(AccessDenied, match=rf"b was banned from this run by its owner.*{REASON}"):
+                await transport.call(peer, "peer.hello", b"", timeout=5.0)
+            with pytest.raises(Unreachable, match="not asked any more"):
+                await server_transport(swarm, peer).ping(B)
+
+    swarm.run(go())
+    assert told(swarm) == [B]
+
+
+def test_a_banned_coordinator_is_replaced_and_the_next_one_knows_of_it(make_swarm: MakeSwarm) -> None:
+    swarm = owned_swarm(make_swarm, "a b c", "d b c", voters="a b c", trainers=LEAD)
+
+    async def go() -> None:
+        await swarm.step(rows(0))
+        await tell(swarm, word(A), B, C, PeerId("d"))  # it itself does not hear of it
+        swarm.trainer.ban(word(A))
+        grant = await swarm.steps.grant(2)
+        k = key(grant.first, step=grant.step)
+        await swarm.through(k, rows(1), route=swarm.route(1), weight=grant.weight)
+        await swarm.steps.done(grant.lease, [k.receipt])
+        await swarm.steps.close()
+        record = await swarm.record(swarm.steps.version)
+        assert swarm.steps.run.coordinator in (B, C)
+        assert "a" in {one.member.peer_id for one in record.left}
+        assert [ban.subject for ban in bans_in(record.bans)] == [A]
+
+    swarm.run(go())
+    assert holders(swarm) == {"b", "c", "d"}
+
+
+def test_going_back_forgives_nobody(make_swarm: MakeSwarm) -> None:
+    swarm = owned_swarm(make_swarm, "a b", "d b")
+
+    async def go() -> None:
+        await tell(swarm, word(B), A)
+        await swarm.step(rows(0))
+
+    swarm.run(go())
+    go_back(swarm)
+    swarm.run(restart_step(swarm, 0))
+    assert told(swarm) == [B]
+
+
+def test_whom_the_owner_bans_does_not_come_back_until_that_is_lifted(make_swarm: MakeSwarm) -> None:
+    swarm = owned_swarm(make_swarm, "a", "b")
+    invitation = swarm.network.invitation(G).invitation.number.hex()
+    swarm.network.transport("g")
+
+    async def go() -> None:
+        await tell(swarm, word(invitation), A)
+        await swarm.step(rows(0))
+        assert told(swarm) == [invitation]
+        for peer in (A, B):
+            with pytest.raises(AccessDenied, match="g came by an invitation that was banned from this run"):
+                await server_transport(swarm, G).call(peer, VIEW, b"", timeout=5.0)
+        await tell(swarm, word(invitation, is_lifted=True), B)
+        await swarm.step(rows(1))
+        assert told(swarm) == []
+
+    swarm.run(go())
+    back = swarm.join("h")
+    swarm.run(swarm.step(rows(2)))
+    assert back.membership.is_member
+
+
+def test_a_banned_trainer_trains_no_more(make_swarm: MakeSwarm) -> None:
+    run = Run(lambda *rosters, **options: owned_swarm(make_swarm, *rosters, **options))
+    swarm = run.swarm
+
+    async def go() -> None:
+        coming = asyncio.create_task(run.enter(run.transport()))
+        await asyncio.sleep(1.0)
+        await run.step(run.lead, run.lead)
+        new = await coming
+        await run.step(run.lead, new)
+        await tell(swarm, word(NEW), A)
+        with pytest.raises(AccessDenied, match="was banned"):
+            await new.grant(2)
+        await asyncio.sleep(3 * swarm.limits.silence_timeout)
+        record = await run.step(run.lead, run.lead)
+        assert record.retired == [NEW]
+
+    swarm.run(go())
+
+
+def test_what_the_owner_has_not_signed_changes_nothing(make_swarm: MakeSwarm) -> None:
+    """A member forges a ban; and so does one that coordinates, in a record."""
+    swarm = owned_swarm(make_swarm, "a b c", "d b")
+    forged = word(B, owner=Owner("run", Identity.generate()))
+    elsewhere = word(B, owner=Owner("another", OWNER.key))
+    changed = bytearray(word(B))
+    changed[-1] ^= 1
+
+    async def go() -> None:
+        await swarm.step(rows(0))
+        run, voter = swarm.servers[C].membership.run, swarm.servers[C].admission.leadership
+        assert run.newest is not None
+        for signed in (forged, elsewhere, bytes(changed), b"", b"\x00" * 2000):
+            with pytest.raises(SwarmError, match="owner"):
+                await server_transport(swarm, C).call(A, BAN, signed, timeout=5.0)
+            record = replaced(run.newest, closing=replaced(run.newest.closing, step=1), bans=[signed])
+            with pytest.raises((AccessDenied, ProtocolError), match="owner"):
+                voter._check_record(record)
+        record = await swarm.step(rows(1))
+        assert record.bans is UNSET
+        assert not record.left
+
+    swarm.run(go())
+    assert told(swarm) == []
+
+
+def test_the_newest_word_counts_in_whatever_order_it_comes() -> None:
+    first, lifted, again = word(A), word(A, is_lifted=True), word(A)
+    other = word(B)
+    for order in itertools.permutations((first, lifted, again)):
+        known: Any = UNSET
+        for signed in order:
+            known = bans_after(known, [signed])
+        assert known == [again]
+    assert bans_in(bans_after([first, other], [lifted])) == bans_in([other])
+    assert bans_after([first], UNSET) == [first]
+    with pytest.raises(ProtocolError, match="a ban is what the run's owner has signed"):
+        bans_after(UNSET, [b"nothing"])
+
+
+def test_a_peer_that_is_banned_itself_ends(make_swarm: MakeSwarm) -> None:
+    network = OwnedNetwork()
+    transport: MemoryTransport = network.transport("a")
+    transport.ban(word(B))
+    assert not transport.cut_off.is_set()
+    transport.ban(word(A))
+    assert transport.cut_off.is_set()
+    assert "This peer was banned from this run by its owner" in transport.cut_off.reason
+    assert REASON in transport.cut_off.reason
