@@ -5,19 +5,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
-from lightning_swarm.core.errors import AccessDenied, SwarmError
+from lightning_swarm.core.errors import AccessDenied, ConfigError, ProtocolError, SwarmError
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.peer.discovery import ServerAnnouncement
-from lightning_swarm.protocol.invitations import Used, has_room, invited_by, used_after
+from lightning_swarm.protocol.bans import heed, untold
+from lightning_swarm.protocol.invitations import Used, check_used, has_room, invited_by, used_after
 from lightning_swarm.protocol.messages.run import UsedInvitation, UsedInvitations
+from lightning_swarm.protocol.messages.wire import WireMessage
+from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
+
+
+class KnownPeers(WireMessage, frozen=True):
+    """The peers that a checkpoint remembers: those that came by each invitation, and those that the owner banned."""
+
+    invitations: list[UsedInvitation]
+    bans: list[bytes]
+
+
+def known_peers(run: RunState) -> dict[str, Any] | None:
+    """Return what a checkpoint is to remember, in plain values; None if the run takes any peer."""
+    if isinstance(run.invitations, UnsetType):
+        return None
+    plain: dict[str, Any] = msgspec.to_builtins(KnownPeers(list(run.invitations), untold(UNSET, run.bans)))
+    return plain
 
 
 @dataclass(eq=False)
@@ -27,6 +47,20 @@ class Arrivals:
     _transport: Transport
     used: Used = UNSET  # in older generations
     _warned: set[PeerId] = field(default_factory=set)
+
+    def restore(self, known: Any) -> None:
+        """Begin with the peers that a checkpoint remembers, so that a use stays used, and a ban holds."""
+        try:
+            found = msgspec.convert(known, KnownPeers)
+            check_used(found.invitations)
+        except (msgspec.ValidationError, ProtocolError) as error:
+            raise ConfigError(
+                f"the checkpoint must tell the invitations of its run as they were saved: {error}. Take another "
+                "checkpoint, or remove its entry of the peers: then all invitations count anew."
+            ) from error
+        self.used = found.invitations
+        for signed in found.bans:
+            heed(self._transport, signed)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
         """Return the servers whose certificates permit what they announce; all, if the run takes any peer."""

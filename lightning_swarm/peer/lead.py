@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from msgspec import UNSET, structs
 from torch import Tensor
@@ -26,7 +26,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import discovery, failover
-from lightning_swarm.peer.arrivals import Arrivals
+from lightning_swarm.peer.arrivals import Arrivals, known_peers
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
@@ -191,6 +191,14 @@ class Lead:
                 f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
                 "start another one with another `run_id`."
             )
+
+    def known_peers(self) -> dict[str, Any] | None:
+        """Return what a checkpoint remembers of who came to the run, in plain values; None if anyone may."""
+        return None if self.run is None else known_peers(self.run)
+
+    def restore_peers(self, known: Any) -> None:
+        """Before the run begins: continue with the peers that a checkpoint remembers."""
+        self._arrivals.restore(known)
 
     def say_prepared(self, launch_id: str) -> None:
         """Tell the other trainers of this launch that the data is prepared."""

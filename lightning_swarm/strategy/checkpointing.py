@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
 
 
+_PEERS: Final = "swarm_peers"  # of a run of invited peers: who came by which invitation, and whom its owner banned
 _OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_swarm")
 
 
@@ -180,10 +181,11 @@ class Checkpoints:
         self.writes_files = False  # the user brought no `CheckpointIO`
         self.files: CheckpointFiles | None = None  # of the lead while it trains, if it writes them
         self.restored_step: int | None = None  # of the checkpoint that this run goes on from
+        self.known_peers: Any = None  # that this checkpoint remembers, until the run knows them
         self._folder: ShardedCheckpoint | None = None  # that is loaded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
-        return {**vars(self), "files": None, "restored_step": None, "_folder": None}
+        return {**vars(self), "files": None, "restored_step": None, "known_peers": None, "_folder": None}
 
     @property
     def _is_sharded(self) -> bool:
@@ -246,6 +248,9 @@ class Checkpoints:
         strategy = self._strategy
         if strategy._loop is not None and strategy._loop.num_late_batches:
             take_back_batches(checkpoint, strategy._loop.num_late_batches)
+        if strategy._session is not None and strategy.is_global_zero:
+            known = strategy._own_peer.lead.known_peers()
+            checkpoint |= {} if known is None else {_PEERS: known}
         if self._is_sharded:
             self._save_sharded(checkpoint, path, options)
         elif self.files is None:
@@ -285,7 +290,7 @@ class Checkpoints:
 
     def forget_loaded(self) -> None:
         """The run is over that went on from a checkpoint."""
-        self._folder, self.restored_step = None, None
+        self._folder, self.restored_step, self.known_peers = None, None, None
 
     def load(self, path: Any, default: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Read a checkpoint: that of a rollback, a folder, or a file as Lightning reads it."""
@@ -301,7 +306,7 @@ class Checkpoints:
             restored["state_dict"] = strategy._initial_weights.read_folder(strategy._own_module, self._folder)
             if self._folder.has_optimizer:  # whose state is for the servers
                 restored["optimizer_states"] = [optimizer_state.by_numbers(self._folder.read_groups())]
-        self.restored_step = restored.get("global_step")
+        self.restored_step, self.known_peers = restored.get("global_step"), restored.get(_PEERS)
         return restored
 
     def load_module(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:

@@ -179,6 +179,9 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
     if launcher is not None:
         peer.lead.num_known_dead = lambda: launcher.num_ended
     peer.lead.check_first()
+    if strategy._checkpoints.known_peers is not None:
+        peer.lead.restore_peers(strategy._checkpoints.known_peers)
+        strategy._checkpoints.known_peers = None  # in later generations the run knows more
     if strategy.config.role != "trainer":
         peer.serve(model.twin(), trains=True)
     spec = _run_spec(strategy, trainer, selection)

@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from msgspec import UNSET
 from pytorch_optimizer import Lamb
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import UsedInvitation
 from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import Trained
 from tests.features.test_trainers import Lines
@@ -294,3 +297,31 @@ def test_an_exception_leaves_the_plain_trainers_progress(tmp_path: Path, window:
             run(Module, loader(digits()), callbacks=callbacks, enable_checkpointing=True, **options)
         found.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["loops"])
     assert found[1] == found[0]
+
+
+class _Came(L.Callback):
+    """Has the run count somebody who came by an invitation, as runs of invited peers do, and looks who did before."""
+
+    def __init__(self) -> None:
+        self.before: Any = None
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        lead = trainer.strategy._own_peer.lead  # type: ignore[attr-defined]
+        self.before = lead._arrivals.used
+        lead.run.invitations = [UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")])]
+
+
+def test_a_checkpoint_tells_who_came_and_plain_lightning_takes_it(tmp_path: Path) -> None:
+    def train(run: Any, came: _Came | None = None, **options: Any) -> None:
+        callbacks = [ModelCheckpoint(tmp_path, save_last=True), *([came] if came else [])]
+        run(make_digits, loader(digits()), enable_checkpointing=True, callbacks=callbacks, **options)
+
+    train(run_swarm, first := _Came(), max_epochs=1)
+    assert first.before is UNSET
+    path = tmp_path / "last.ckpt"
+    assert torch.load(path, weights_only=True)["swarm_peers"]["invitations"][0]["peers"] == ["gone"]
+    train(run_swarm, second := _Came(), max_epochs=2, ckpt_path=path)
+    assert second.before == [UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")])]
+    train(run_plain, max_epochs=3, ckpt_path=path)
+    assert "swarm_peers" not in torch.load(path, weights_only=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 from msgspec import UNSET
 
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.peer import arrivals
+from lightning_swarm.peer.arrivals import known_peers
 from lightning_swarm.protocol.messages.run import UsedInvitation
+from lightning_swarm.protocol.run_state import RunState
 from tests.access import INVITATION, FakeCredentials, InvitedNetwork, certificate_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.peer.test_lead import Starter
@@ -80,6 +84,31 @@ def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
     assert run.manifest.generation == 1
     assert members(found.swarm) == {A, B}
     assert run.invitations == [UsedInvitation(number=INVITATION, uses=4, peers=[A, B, C, PeerId(LEAD)])]
+
+
+def test_a_checkpoint_forgets_nobody(make_swarm: MakeSwarm) -> None:
+    """A run that is started again from it goes on counting; what does not tell who came is refused."""
+    known = known_peers(_came(make_swarm))
+    json.dumps(known)  # plain values, for `weights_only=True`
+    found = starter(make_swarm, uses=4)
+    found.lead.restore_peers(known)
+    found.begin()
+    run = found.swarm.servers[A].membership.run
+    assert run.invitations == [
+        UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")]),
+        UsedInvitation(number=INVITATION, uses=4, peers=[A, B, C, PeerId(LEAD)]),
+    ]
+    twice = {"number": "AAAAAAAAAAAAAAAAAAAAAA==", "uses": 1, "peers": ["a", "b"]}
+    for wrong in (None, {}, {"invitations": [twice], "bans": []}, {"invitations": [], "bans": [7]}):
+        with pytest.raises(ConfigError, match="the checkpoint must tell the invitations of its run as they were saved"):
+            found.lead.restore_peers(wrong)
+
+
+def _came(make_swarm: MakeSwarm) -> RunState:
+    run = RunState(make_swarm("a").manifest)
+    assert known_peers(run) is None, "anyone may come"
+    run.invitations = [UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")])]
+    return run
 
 
 def test_an_open_run_counts_nobody(make_swarm: MakeSwarm) -> None:
