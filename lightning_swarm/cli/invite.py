@@ -30,8 +30,9 @@ DESCRIPTION: Final = """\
     lightning-swarm invite --role trainer --uses 4 --out team.invite    for four that may also train, and lead
     lightning-swarm invite --role server --peer 12D3... --out spot.invite
 
-Whoever has the file can join until it expires, so send it in private; one for a single peer (--peer) is no secret. The
-other side joins with `lightning-swarm join ADDRESS --invite FILE PROGRAM`. What the roles may do:
+Whoever has the file can join until it expires (--expires), and may stay for some time then (--for). So send it in
+private; one for a single peer (--peer) is no secret. The other side joins with `lightning-swarm join ADDRESS --invite
+FILE PROGRAM`. What the roles may do:
 
     observer    look at the run
     server      and compute, average, vote and coordinate
@@ -50,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expires",
         default="7d",
         metavar="TIME",
-        help="when it and its certificates end: 30m, 12h, 7d or 4w (default: 7d)",
+        help="until when peers may come by it: 30m, 12h, 7d or 4w from now (default: 7d)",
+    )
+    parser.add_argument(
+        "--for", dest="stay", default="90d", metavar="TIME", help="and for how long each may stay then (default: 90d)"
     )
     parser.add_argument("--peer", metavar="ID", help="for this one peer, whose id is 12D3...")
     parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
@@ -61,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write an invitation; returns the exit status."""
     now_s = time.time()
-    expires_at_s = now_s + _seconds(arguments.expires)
+    times = {
+        "expires_at_s": now_s + _seconds("--expires", arguments.expires),
+        "stay_s": _seconds("--for", arguments.stay),
+    }
     _check(arguments)
     path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
     is_new = not is_there(path)
@@ -71,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     role = Role(arguments.role)
     made: AnyInvitation
     if arguments.peer is not None:
-        made = owner.certify(PeerId(arguments.peer), role, now_s=now_s, expires_at_s=expires_at_s)
+        made = owner.certify(PeerId(arguments.peer), role, now_s=now_s, **times)
     else:
-        made = owner.invite(role, uses=arguments.uses, expires_at_s=expires_at_s)
+        made = owner.invite(role, uses=arguments.uses, **times)
     _write(f"{to_text(made)}\n", arguments.out)
     _say(_summary(made.invitation, arguments.peer))
     return 0
@@ -115,12 +122,12 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _seconds(text: str) -> float:
+def _seconds(name: str, text: str) -> float:
     found = re.fullmatch(r"([1-9]\d{0,8})([mhdw])", text, re.ASCII)
     seconds = int(found[1]) * _UNITS[found[2]] if found is not None else 0
     if not 0 < seconds <= OWN_S:
         raise ConfigError(
-            f"`--expires` must be a time of up to {OWN_S / 86400:.0f} days, like 30m, 12h, 7d or 4w, got {text!r}. "
+            f"`{name}` must be a time of up to {OWN_S / 86400:.0f} days, like 30m, 12h, 7d or 4w, got {text!r}. "
             "Correct it."
         )
     return float(seconds)
@@ -146,9 +153,11 @@ def _write(line: str, out: Path | None) -> None:
 
 def _summary(invitation: Invitation, peer: str | None) -> str:
     until = f"{datetime.fromtimestamp(invitation.expires_at_s, UTC):%Y-%m-%d %H:%M} UTC"
+    days = invitation.stay_s / 86400
+    stay = f"for {days:.3g} days"
     role, run_id, uses = invitation.role, invitation.run_id, invitation.uses
     if peer is not None:
-        return f"Invited {peer} to run {run_id!r} as {role}, until {until}. The file is no secret."
+        return f"Invited {peer} to run {run_id!r} as {role}, {stay}. The file is no secret."
     peers = f"{uses} peer{'s' if uses != 1 else ''}"
     secret = "Whoever has the file can join: send it in private."
-    return f"Invited {peers} to run {run_id!r} as {role}, until {until}. {secret}"
+    return f"Invited {peers} to run {run_id!r} as {role}: to come until {until}, and to stay {stay}. {secret}"

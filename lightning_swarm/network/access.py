@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
@@ -37,6 +38,7 @@ class Permit:
     expires_at_s: float  # since the epoch
     invitation: bytes  # its number, of `INVITATION_BYTES`
     uses: int  # so many peers may come by this invitation
+    come_by_s: float = math.inf  # until then, since the epoch
 
 
 @dataclass(frozen=True)

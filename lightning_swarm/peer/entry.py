@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +24,7 @@ from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 
 _log = logging.getLogger(__name__)
 
+_NOTICE_S: Final = 86400.0
 _ANOTHER: Final = "Ask the run's owner for another one"
 
 
@@ -75,8 +79,18 @@ class Entry:
         """Return an invitation for the other peers of this machine."""
         if isinstance(self.by, Owner):
             role = Role.TRAINER if train else Role.SERVER
-            return to_text(self.by.invite(role, uses=number, expires_at_s=now_s + OWN_S))
+            return to_text(self.by.invite(role, uses=number, expires_at_s=now_s + OWN_S, stay_s=OWN_S))
         return to_text(self.by)
+
+
+async def warn_before_end(expires_at_s: float) -> None:
+    """Warn a day before this peer's certificate ends, at a time in seconds since the epoch."""
+    await asyncio.sleep(max(0.0, expires_at_s - _NOTICE_S - time.time()))
+    _log.warning(
+        "This peer's certificate ends at %s UTC: from then on no peer of the run answers it. Ask its owner for a new "
+        "invitation (`lightning-swarm invite --for TIME`), and start this peer again with it before that.",
+        f"{datetime.fromtimestamp(expires_at_s, UTC):%Y-%m-%d %H:%M}",
+    )
 
 
 def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -> Entry | None:

@@ -24,7 +24,7 @@ from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.peer import lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
-from lightning_swarm.peer.entry import Entry
+from lightning_swarm.peer.entry import Entry, warn_before_end
 from lightning_swarm.peer.failover import PackLoop
 from lightning_swarm.peer.follower import Follower
 from lightning_swarm.peer.lead import Lead, RunSpec
@@ -67,8 +67,7 @@ class Peer:
         self.events = EventLog()
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
-        permit = transport.permit_of(transport.peer_id)
-        self._role = UNSET if permit is None else permit.role
+        self._permit = transport.permit_of(transport.peer_id)  # None: its run takes any peer
         queries.answer_greetings(transport)
         bans.answer_bans(transport)
         survey.answer(transport, self._report, self._directory.known_servers)
@@ -104,7 +103,7 @@ class Peer:
             received_bytes=traffic.received_bytes.total(),
             server=self.server.report() if self.server is not None else None,
             links=[_link(peer, link) for peer, link in self.transport.links.items()],
-            role=self._role,
+            role=UNSET if self._permit is None else self._permit.role,
             refused=self.transport.num_refused,
         )
 
@@ -141,6 +140,8 @@ class Peer:
     async def _renew_announcements(self) -> None:
         if self._renewing is None:
             self._renewing = await self._spawn(self._directory.renew())
+            if self._permit is not None:
+                await self._spawn(warn_before_end(self._permit.expires_at_s))
 
     async def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         await self._tasks.start()

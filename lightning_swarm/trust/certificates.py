@@ -18,6 +18,8 @@ from lightning_swarm.network.identity import Identity, is_signed
 
 MAX_USES: Final = 4096  # all peers that came by an invitation are named where the run is shown
 MAX_TIME_S: Final = 1 << 36
+STAY_S: Final = 90 * 86400.0
+"""For how long a peer may stay, if its invitation does not say it otherwise."""
 MAX_REASON: Final = 100  # characters of the reason of a ban
 
 # Domains of signatures: none means two things.
@@ -48,7 +50,8 @@ class Invitation(_Record, frozen=True, tag=1):
     number: InvitationNumber
     role: Role
     uses: Uses  # so many peers may come by it
-    expires_at_s: _Time
+    expires_at_s: _Time  # peers come before
+    stay_s: _Time  # and may stay for so long
     key: _Name  # the public key that signs certificates, as an id
     signature: _Signature
 
@@ -65,6 +68,11 @@ class Certificate(_Record, frozen=True, tag=2):
     peer: _Name
     issued_at_s: _Time
     signature: _Signature
+
+    @property
+    def ends_at_s(self) -> int:
+        """The time, in seconds since the epoch, from which it is of no use any more."""
+        return self.issued_at_s + self.invitation.stay_s
 
     @property
     def is_genuine(self) -> bool:
@@ -114,7 +122,9 @@ class SignedBan(_Record, frozen=True, tag=4):
 _T = TypeVar("_T", bound=_Record)
 
 
-def invite(owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s: float) -> SecretInvitation:
+def invite(
+    owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s: float, stay_s: float
+) -> SecretInvitation:
     """Invite peers to a run, in its owner's name."""
     key = Identity.generate()
     unsigned = Invitation(
@@ -124,6 +134,7 @@ def invite(owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s:
         role=role,
         uses=uses,
         expires_at_s=int(expires_at_s),
+        stay_s=int(stay_s),
         key=key.peer_id,
         signature=b"",
     )

@@ -38,7 +38,8 @@ class RunCredentials:
         invitation = shown.invitation
         return Permit(
             role=invitation.role,
-            expires_at_s=float(invitation.expires_at_s),
+            expires_at_s=float(shown.ends_at_s),
+            come_by_s=float(invitation.expires_at_s),
             invitation=invitation.number,
             uses=invitation.uses,
         )
@@ -76,11 +77,15 @@ def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None
 
 def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None:
     """Say why an invitation or a certificate is not valid now (seconds since the epoch); None if it is."""
-    invitation = admission.invitation if isinstance(admission, Certificate) else admission
-    late_s = now_s - invitation.expires_at_s
+    is_certificate = isinstance(admission, Certificate)
+    late_s = now_s - (admission.ends_at_s if is_certificate else admission.expires_at_s)
     if late_s >= 0:
         return f"it expired {_in_words(late_s)} ago"
-    if isinstance(admission, Certificate) and (early_s := admission.issued_at_s - now_s) > _CLOCK_SKEW_S:
+    if not is_certificate:
+        return None
+    if admission.issued_at_s >= admission.invitation.expires_at_s:
+        return "its peer came after the invitation had expired"
+    if (early_s := admission.issued_at_s - now_s) > _CLOCK_SKEW_S:
         return f"it was issued {_in_words(early_s)} in the future: set the clocks of both machines"
     return None
 

@@ -12,7 +12,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity, KeyUse, load_identity
-from lightning_swarm.trust.certificates import Certificate, SecretInvitation, SignedBan, ban, invite
+from lightning_swarm.trust.certificates import STAY_S, Certificate, SecretInvitation, SignedBan, ban, invite
 
 _USE: Final = KeyUse(
     "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
@@ -45,13 +45,16 @@ class Owner:
             )
         return cls(run_id, key)
 
-    def invite(self, role: Role, *, uses: int, expires_at_s: float) -> SecretInvitation:
-        """Invite peers to the run."""
-        return invite(self.key, self.run_id, role, uses=uses, expires_at_s=expires_at_s)
+    def invite(self, role: Role, *, uses: int, expires_at_s: float, stay_s: float = STAY_S) -> SecretInvitation:
+        """Invite peers to the run: they come before a time, and may stay for so long."""
+        return invite(self.key, self.run_id, role, uses=uses, expires_at_s=expires_at_s, stay_s=stay_s)
 
-    def certify(self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float) -> Certificate:
+    def certify(
+        self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float, stay_s: float = STAY_S
+    ) -> Certificate:
         """Invite one peer, in public: nobody keeps the secret of the invitation."""
-        return self.invite(role, uses=1, expires_at_s=expires_at_s).certify(peer, now_s=now_s)
+        invitation = self.invite(role, uses=1, expires_at_s=expires_at_s, stay_s=stay_s)
+        return invitation.certify(peer, now_s=now_s)
 
     def ban(self, subject: str, reason: str, *, is_lifted: bool, now_ns: int) -> SignedBan:
         """Ban a peer, or an invitation by its number in hex, from the run; or lift the ban."""
@@ -59,7 +62,7 @@ class Owner:
 
     def certify_own(self, peer: PeerId, *, now_s: float) -> Certificate:
         """Certify the owner's own peer."""
-        return self.certify(peer, Role.KEEPER, now_s=now_s, expires_at_s=now_s + OWN_S)
+        return self.certify(peer, Role.KEEPER, now_s=now_s, expires_at_s=now_s + OWN_S, stay_s=OWN_S)
 
 
 def owner_file(folder: Path, run_id: str) -> Path:

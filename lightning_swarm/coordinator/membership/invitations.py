@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class InvitationUses:
     _transport: Transport
     _run: RunState
     waiting: list[Callable[[], Collection[PeerId]]] = field(default_factory=list)  # each: peers that wait for a record
+    _wall_s: Callable[[], float] = time.time
     _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)
 
     def check(self, peer: PeerId) -> None:
@@ -37,6 +39,11 @@ class InvitationUses:
         by = invited_by(permit)
         waiting = {one for peers in self.waiting for one in peers()} - {peer}
         self._asked = {one: its for one, its in self._asked.items() if one in waiting}
+        if self._wall_s() >= permit.come_by_s and not any(peer in one.peers for one in used):
+            raise AccessDenied(
+                f"who comes to a run for the first time comes before its invitation expires, and that of {peer} has "
+                "expired. Ask the run's owner for another one: `lightning-swarm invite`."
+            )
         counted = used_after(used, self._asked)
         if not has_room(counted, peer, by):
             if is_full(counted):

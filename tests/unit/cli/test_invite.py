@@ -41,16 +41,18 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_an_invitation_is_one_line_on_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    assert command(monkeypatch, "invite", "--role", "trainer", "--uses", "4", "--expires", "12h") == 0
+    assert command(monkeypatch, "invite", "--role", "trainer", "--uses", "4", "--expires", "12h", "--for", "4w") == 0
     out, err = capsys.readouterr()
     made = from_text(out, "standard output")
     key = folder / "config" / "lightning-swarm" / "swarm.owner"
     assert isinstance(made, SecretInvitation)
     assert (made.invitation.run_id, made.invitation.role, made.invitation.uses) == ("swarm", Role.TRAINER, 4)
+    assert made.invitation.stay_s == 28 * 86400
     assert made.invitation.owner == load_identity(key).peer_id
     assert out.count("\n") == 1
     assert f"Made the owner's key of run 'swarm': {key}. The run has to be started with it." in err
-    assert re.search(r"Invited 4 peers to run 'swarm' as trainer, until \d{4}-\d\d-\d\d \d\d:\d\d UTC\. Whoever", err)
+    assert re.search(r"Invited 4 peers to run 'swarm' as trainer: to come until \d{4}-\d\d-\d\d \d\d:\d\d UTC,", err)
+    assert "and to stay for 28 days. Whoever" in err
     assert out[15:60] not in err
     assert command(monkeypatch, "invite", "--run-id", "another") == 0
     assert command(monkeypatch, "invite") == 0
@@ -163,7 +165,7 @@ def test_who_looks_at_a_run_shows_an_invitation(
 
     monkeypatch.setattr(getattr(commands, module), name, look)
     owner = Owner("theirs", Identity.generate())
-    line = to_text(owner.invite(Role.OBSERVER, uses=1, expires_at_s=4e9))
+    line = to_text(owner.invite(Role.OBSERVER, uses=1, expires_at_s=4e9, stay_s=4e9))
     (folder / "look.invite").write_text(line)
     assert command(monkeypatch, *arguments) == 0
     assert command(monkeypatch, *arguments, "--invite", "look.invite") == 0

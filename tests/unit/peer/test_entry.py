@@ -21,7 +21,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.entry import Entry, entry_of, visitor_entry
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.peer.process import owners_folder
-from lightning_swarm.trust.certificates import SecretInvitation, encode
+from lightning_swarm.trust.certificates import STAY_S, SecretInvitation, encode
 from lightning_swarm.trust.invitation_text import AnyInvitation, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
 
@@ -141,7 +141,7 @@ def test_a_peer_that_came_before_needs_no_invitation(tmp_path: Path) -> None:
     assert encode(from_text(kept.read_text(), "the file")) == issued
     again = entered(joiner(identity_path=key), tmp_path / "keys", now_s=NOW_S + 3600.0)
     assert again.credentials(own, now_s=NOW_S + 3600.0).certificate == issued
-    assert "it expired 1 day ago" in refusal(joiner(identity_path=key), tmp_path, now_s=NOW_S + 8 * 86400.0)
+    assert "it expired 1 day ago" in refusal(joiner(identity_path=key), tmp_path, now_s=NOW_S + STAY_S + 86400.0)
     Path(key).unlink()
     assert "it was made for another peer" in refusal(joiner(identity_path=key), tmp_path)
     # In a run of one's own it means nothing.

@@ -30,8 +30,8 @@ from lightning_swarm.trust.invitation_text import from_text, to_text
 from lightning_swarm.trust.owner import Owner
 
 NOW_S = 1_800_000_000.0
-ONE: dict[str, Any] = {"uses": 1, "expires_at_s": 4e9}
-FOR_ONE: dict[str, Any] = {"role": Role.SERVER, "now_s": 0.0, "expires_at_s": 4e9}
+ONE: dict[str, Any] = {"uses": 1, "expires_at_s": 4e9, "stay_s": 4e9}
+FOR_ONE: dict[str, Any] = {"role": Role.SERVER, "now_s": 0.0, "expires_at_s": 4e9, "stay_s": 4e9}
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
 

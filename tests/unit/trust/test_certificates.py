@@ -22,7 +22,16 @@ from lightning_swarm.core.errors import AccessDenied, ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Credentials, Permit, Role
 from lightning_swarm.network.identity import Identity
-from lightning_swarm.trust.certificates import MAX_USES, Certificate, Invitation, SecretInvitation, decode, encode
+from lightning_swarm.trust.certificates import (
+    MAX_USES,
+    STAY_S,
+    Certificate,
+    Invitation,
+    SecretInvitation,
+    SignedBan,
+    decode,
+    encode,
+)
 from lightning_swarm.trust.credentials import RunCredentials
 from lightning_swarm.trust.invitation_text import AnyInvitation, check_is_file_name, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
@@ -63,7 +72,8 @@ def test_whoever_has_an_invitation_gets_what_it_says(role: Role) -> None:
     assert isinstance(received, SecretInvitation)
     certificate = encode(received.certify(PEERS[1], now_s=NOW_S))
     permit = credentials().verify(PEERS[1], certificate, now_s=NOW_S)
-    assert permit == Permit(role, float(int(NOW_S + WEEK_S)), secret.invitation.number, 3)
+    ends_s, come_by_s = float(int(NOW_S) + int(STAY_S)), float(int(NOW_S + WEEK_S))
+    assert permit == Permit(role, ends_s, secret.invitation.number, 3, come_by_s)
     assert len(certificate) < 600
 
 
@@ -126,11 +136,15 @@ def test_why_a_certificate_is_refused_is_said_in_words() -> None:
         (30 * 86400.0, "30 days ago"),
     ],
 )
-def test_an_invitation_ends(late_s: float, words: str) -> None:
-    certificate = encode(invitation().certify(PEERS[1], now_s=NOW_S))
-    end_s = float(int(NOW_S + WEEK_S))
+def test_a_certificate_ends_some_time_after_its_peer_came(late_s: float, words: str) -> None:
+    came_s = NOW_S + WEEK_S - 60.0
+    secret = OWNER.invite(Role.SERVER, uses=3, expires_at_s=NOW_S + WEEK_S, stay_s=3 * WEEK_S)
+    certificate = encode(secret.certify(PEERS[1], now_s=came_s))
+    end_s = float(int(came_s) + 3 * int(WEEK_S))
     credentials().verify(PEERS[1], certificate, now_s=end_s - 0.001)
     assert f"it expired {words}" in refused(PEERS[1], certificate, now_s=end_s + late_s)
+    late = encode(secret.certify(PEERS[1], now_s=NOW_S + WEEK_S + late_s))
+    assert "its peer came after the invitation had expired" in refused(PEERS[1], late, now_s=NOW_S + WEEK_S + late_s)
 
 
 def test_clocks_may_differ_by_a_minute() -> None:
@@ -201,6 +215,7 @@ def alter(rng: random.Random, data: bytes, other: bytes) -> bytes:
         [
             ("role", rng.choice([role for role in Role if role != inner.role])),
             ("expires_at_s", rng.choice([inner.expires_at_s + rng.randint(1, 1 << 30), int(NOW_S) - 1])),
+            ("stay_s", inner.stay_s + rng.choice([-1, 1, 1 << 30])),
             ("uses", rng.choice([uses for uses in (1, 4, MAX_USES) if uses != inner.uses])),
             ("run_id", "rum"),
             ("owner", OTHER_OWNER.key.peer_id if inner.owner == OWNER.key.peer_id else OWNER.key.peer_id),
@@ -272,6 +287,37 @@ def test_no_altered_invitation_is_genuine(kind: type[Invitation | SecretInvitati
             assert not record.is_genuine
             how[name] += 1
     assert {"malformed", "flip", "splice", "swap", "alter"} <= set(how)
+
+
+def test_no_altered_ban_is_heeded() -> None:
+    def bans(owner: Owner, run_id: str = "run") -> list[bytes]:
+        by = Owner(run_id, owner.key)
+        subjects = (PEERS[1], bytes(16).hex())
+        return [
+            encode(by.ban(subject, "noise", is_lifted=is_lifted, now_ns=now_ns))
+            for subject in subjects
+            for is_lifted in (False, True)
+            for now_ns in (1, 1 << 60)
+        ]
+
+    heeded, others = bans(OWNER), [*bans(OTHER_OWNER), *bans(OWNER, "another")]
+    by, how, rng = credentials(), Counter[str](), random.Random(5)
+    for signed in heeded:
+        assert by.verify_ban(signed).signed == signed
+    for _ in range(NUM_MUTANTS):
+        mutation = rng.choice([flip, cut, drop, insert, splice, _swap_in_ban])
+        made = mutation(rng, *rng.sample([*heeded, *others], 2))
+        if made not in heeded:
+            with pytest.raises(AccessDenied, match="ban"):
+                by.verify_ban(made)
+            how[mutation.__name__] += 1
+    assert len(how) == 6
+
+
+def _swap_in_ban(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    ban, donor = decode(data, SignedBan), decode(other, SignedBan)
+    name = rng.choice([*asdict(ban)])
+    return encode(replace(ban, **{name: getattr(donor, name)}))
 
 
 # ---------------------------------------------------------------------- as text

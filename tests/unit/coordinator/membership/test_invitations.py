@@ -22,7 +22,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import PROPOSE
 from lightning_swarm.server.server import Server
 from lightning_swarm.trust.certificates import MAX_USES
-from tests.access import InvitedNetwork
+from tests.access import InvitedNetwork, OwnedNetwork
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.membership.test_trainers import NEW, Run
 from tests.unit.coordinator.test_rollback import go_back
@@ -85,6 +85,28 @@ def test_no_more_servers_join_than_an_invitation_has_uses(make_swarm: MakeSwarm)
     assert first.membership.is_member
     assert used(swarm) == [G]
     assert used(swarm, FIRST) == [A, B, LEAD]
+
+
+def test_who_comes_for_the_first_time_comes_before_the_invitation_expires(make_swarm: MakeSwarm) -> None:
+    """A certificate tells when its peer came, in the peer's own words; the run's clock decides."""
+    network = OwnedNetwork(role_of=lambda peer: Role.TRAINER if peer == LEAD else Role.SERVER)
+    swarm = make_swarm("a", "b", network=network, invitations=network.used_by(["a", "b", LEAD]))
+    late = swarm.add_server("g")
+    expires_at_s = network.invitation(G).invitation.expires_at_s
+    at_s = [expires_at_s + 1.0]
+    coordinator = swarm.servers[A].admission.leadership.coordinator
+    assert coordinator is not None
+    coordinator.generation.context.invitations._wall_s = lambda: at_s[0]
+
+    async def go() -> None:
+        with pytest.raises(AccessDenied, match="comes before its invitation expires, and that of g has expired"):
+            await entering(swarm, late)
+        at_s[0] = expires_at_s - 1.0
+
+    swarm.run(go())
+    joiner = swarm.join("h")
+    swarm.run(swarm.step(rows(0)))
+    assert joiner.membership.is_member
 
 
 def test_a_peer_that_comes_back_uses_nothing_more(make_swarm: MakeSwarm) -> None:
