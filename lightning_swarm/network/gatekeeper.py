@@ -49,7 +49,7 @@ class _Known(NamedTuple):
 class _Failing(NamedTuple):
     """A peer whose certificates did not hold."""
 
-    count: int  # in a row
+    in_a_row: int
     next_s: float  # when the next one is looked at, since the epoch
     reason: str
 
@@ -130,12 +130,12 @@ class Gatekeeper:
         wait_s = failing.next_s - at_s
         if 0 < wait_s <= _LONGEST_PAUSE_S:
             raise Busy(
-                f"another certificate of {peer} is looked at in {wait_s:.0f} s, for {failing.count} did not hold. The "
-                f"last reason: {failing.reason}"
+                f"another certificate of {peer} is looked at in {wait_s:.0f} s, for {failing.in_a_row} did not hold. "
+                f"The last reason: {failing.reason}"
             )
         # Before it is verified, so that it counts whatever goes wrong.
-        pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.count, 20), _LONGEST_PAUSE_S)
-        failing = self._failing[peer] = _Failing(failing.count + 1, at_s + pause_s, "Its certificate did not hold.")
+        pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.in_a_row, 20), _LONGEST_PAUSE_S)
+        failing = self._failing[peer] = _Failing(failing.in_a_row + 1, at_s + pause_s, "Its certificate did not hold.")
         _keep_newest(self._failing, peer, _MAX_FAILING)
         try:
             permit = self._verified(peer, certificate, at_s)

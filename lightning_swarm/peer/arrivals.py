@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,6 +24,8 @@ from lightning_swarm.protocol.messages.wire import WireMessage
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
+
+_LOOK_S: Final = 3.0  # for which those that announced themselves, as anyone may, are waited for
 
 
 class KnownPeers(WireMessage, frozen=True):
@@ -69,6 +72,7 @@ class Arrivals:
             return dict(servers)
         used = self._after(self._transport.peer_id, own, () if isinstance(self.used, UnsetType) else self.used)
         asked = sorted(servers.keys() - {self._transport.peer_id})
+        self._warned &= servers.keys()
         permits = await gather(self._permit_of(peer, servers[peer]) for peer in asked)
         found = {peer: server for peer, server in servers.items() if peer == self._transport.peer_id}
         for peer, permit in zip(asked, permits, strict=True):
@@ -100,9 +104,10 @@ class Arrivals:
         """Return what a server is permitted; None if that is less than it announces."""
         least = Role.TRAINER if server.trains else Role.SERVER
         try:
-            permit = await self._transport.certify(peer)
-        except SwarmError as error:
-            self._warn(peer, str(error))
+            async with asyncio.timeout(_LOOK_S):  # its answer may come later: then it is found by the next look
+                permit = await self._transport.certify(peer)
+        except (SwarmError, TimeoutError) as error:
+            self._warn(peer, str(error) or f"it shows no certificate within {_LOOK_S:g} s")
             return None
         if permit is None or not permit.role.includes(least):
             self._warn(peer, f"its certificate is not of the role {least}")

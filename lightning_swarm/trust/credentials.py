@@ -10,6 +10,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Ban, Permit
 from lightning_swarm.trust.certificates import Certificate, Invitation, SignedBan, decode
 
+_IN_THE_FUTURE: Final = "in the future"
 _CLOCK_SKEW_S: Final = 60.0  # as between peers that announce something
 
 
@@ -60,10 +61,10 @@ class RunCredentials:
         return Ban(said.subject, said.is_lifted, said.decided_at_ns, said.reason, signed)
 
     def _denial(self, peer: PeerId, problem: str) -> AccessDenied:
-        return AccessDenied(
-            f"the certificate of {peer} does not let it into run {self.run_id!r}: {problem}. Its user needs an "
-            "invitation from the run's owner, who makes one with `lightning-swarm invite`."
-        )
+        remedy = "Its user needs an invitation from the run's owner, who makes one with `lightning-swarm invite`."
+        if problem.endswith(_IN_THE_FUTURE):
+            remedy = "Set the clocks of both machines."
+        return AccessDenied(f"the certificate of {peer} does not let it into run {self.run_id!r}: {problem}. {remedy}")
 
 
 def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None) -> str | None:
@@ -77,16 +78,15 @@ def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None
 
 def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None:
     """Say why an invitation or a certificate is not valid now (seconds since the epoch); None if it is."""
-    is_certificate = isinstance(admission, Certificate)
-    late_s = now_s - (admission.ends_at_s if is_certificate else admission.expires_at_s)
-    if late_s >= 0:
+    end_s = admission.ends_at_s if isinstance(admission, Certificate) else admission.expires_at_s
+    if (late_s := now_s - end_s) >= 0:
         return f"it expired {_in_words(late_s)} ago"
-    if not is_certificate:
+    if isinstance(admission, Invitation):
         return None
     if admission.issued_at_s >= admission.invitation.expires_at_s:
         return "its peer came after the invitation had expired"
     if (early_s := admission.issued_at_s - now_s) > _CLOCK_SKEW_S:
-        return f"it was issued {_in_words(early_s)} in the future: set the clocks of both machines"
+        return f"it was issued {_in_words(early_s)} {_IN_THE_FUTURE}"
     return None
 
 

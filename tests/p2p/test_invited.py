@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.hosts import Hosts
 from lightning_swarm import cli
 from lightning_swarm.network.identity import load_identity
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.test_processes import assert_plain
 
-# Cold starts of peers in this file: 7. The onlookers are in the tests' own process.
+# Cold starts of peers in this file: 6, and of four that are refused.
 
 pytestmark = pytest.mark.thorough
 
@@ -38,20 +41,32 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 class _Users:
-    """The starter of a run, whose trainer waits for a joiner and then for an onlooker, and Anna, who joins."""
+    """The starter of a run, whose trainer waits for a joiner and then for an onlooker, and others that would join.
+
+    Each has a machine of its own: a network namespace where that is permitted, else all are on one.
+    """
 
     def __init__(
-        self, start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, num_steps: int = 50
+        self, start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Hosts | None = None
     ) -> None:
-        self._start, self._folder, self._monkeypatch = start, tmp_path, monkeypatch
-        for name in ("starter", "anna"):
-            (tmp_path / name).mkdir()
-        self.out = tmp_path / "starter"
-        self._options = ["--num-stages", 2, "--microbatch-size", 3, "--trust", "invited"]
-        starting = ["--devices", 2, *self._options, "--max-steps", num_steps, "--joiner-at", JOINED_AT, "--clip", 0.5]
-        self.run = start("starter", "digits", self.out, *starting)
+        self._start, self._folder, self._monkeypatch, self._hosts = start, tmp_path, monkeypatch, hosts
+        self.out = self._folder_of("starter")
+        starting = ["--devices", 2, *self._options(0), "--max-steps", 50, "--joiner-at", JOINED_AT, "--clip", 0.5]
+        program = [*self._on(0), sys.executable, str(SCRIPT)]
+        self.run = start("starter", "digits", self.out, *starting, program=program)
         self.address = self.run.wait_for("can join this run: ").partition("lightning-swarm join ")[2].split()[0]
         assert "lightning-swarm invite --role server --out swarm.invite" in self.run.wait_for("Only peers with an inv")
+
+    def _options(self, number: int) -> list[object]:
+        reached = ["--trust", "invited"] if self._hosts is None else ["--listen", f"{self._hosts.address(number)}:0"]
+        return ["--num-stages", 2, "--microbatch-size", 3, *reached]
+
+    def _on(self, number: int) -> list[str]:
+        return [] if self._hosts is None else [*self._hosts.on(number)]
+
+    def _folder_of(self, name: str) -> Path:
+        (self._folder / name).mkdir(exist_ok=True)
+        return self._folder / name
 
     def command(self, *arguments: object) -> int:
         """In this process, as the starter."""
@@ -59,15 +74,20 @@ class _Users:
         self._monkeypatch.setattr(sys, "argv", ["lightning-swarm", *map(str, arguments)])
         return cli.main()
 
-    def invite(self, role: str) -> Path:
-        path = self._folder / f"{role}.invite"
+    def call(self, *arguments: object) -> Run:
+        """On the starter's machine, as the starter."""
+        return self._start("starter", *arguments, program=[*self._on(0), *COMMAND])
+
+    def invite(self, role: str, name: str = "") -> Path:
+        path = self._folder / f"{name or role}.invite"
         assert self.command("invite", "--role", role, "--out", path) == 0
         return path
 
-    def anna(self, invitation: Path) -> Run:
-        joining = ["join", self.address, "--invite", invitation, "--identity", self._folder / "anna.key"]
-        script = [SCRIPT, "digits", self._folder / "anna", "--devices", 1, *self._options]
-        return self._start("anna", *joining, *script, program=COMMAND)
+    def join(self, name: str, invitation: Path | None) -> Run:
+        invited = [] if invitation is None else ["--invite", invitation]
+        joining = ["join", self.address, *invited, "--identity", self._folder / f"{name}.key"]
+        script = [SCRIPT, "digits", self._folder_of(name), "--devices", 1, *self._options(1)]
+        return self._start(name, *joining, *script, program=[*self._on(1), *COMMAND])
 
 
 def test_only_who_is_invited_trains_along(
@@ -77,7 +97,7 @@ def test_only_who_is_invited_trains_along(
     run, out, address, command = users.run, users.out, users.address, users.command
     invitation, _ = users.invite("server"), users.invite("observer")
     run.wait_for("waiting for a joiner")
-    anna = users.anna(invitation)
+    anna = users.join("anna", invitation)
     run.wait_for("waiting for an onlooker")
     capsys.readouterr()
     assert command("status", address) == 1
@@ -101,32 +121,57 @@ def test_only_who_is_invited_trains_along(
     assert_plain(out, "digits", 0.5)
 
 
+@pytest.fixture
+def hosts() -> Iterator[Hosts | None]:
+    """Two machines, if this one permits network namespaces."""
+    if Hosts.missing():
+        yield None
+        return
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(Hosts([0.0, 0.0]))
+        except (OSError, subprocess.CalledProcessError):
+            found = None
+        yield found
+
+
 def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
-    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Hosts | None
 ) -> None:
-    users = _Users(start, tmp_path, monkeypatch)
-    invitation = users.invite("server")
+    users = _Users(start, tmp_path, monkeypatch, hosts)
+    invitation, unused = users.invite("server"), users.invite("server", "unused")
     users.run.wait_for("waiting for a joiner")
-    anna = users.anna(invitation)
+    anna = users.join("anna", invitation)
     users.run.wait_for("waiting for an onlooker")
-    capsys.readouterr()
-    assert users.command("members", users.address, "--json") == 0
-    members = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [member["role"] for member in members].count("keeper") == 1
+    members = users.call("members", users.address, "--json")
+    assert members.wait() == 0, "".join(members.output)
+    found = [json.loads(line) for line in members.output]
+    assert [member["role"] for member in found].count("keeper") == 1
     banned = load_identity(tmp_path / "anna.key").peer_id
-    assert [member["uses"] for member in members if member["peer_id"] == banned] == [[1, 1]]
+    assert [member["uses"] for member in found if member["peer_id"] == banned] == [[1, 1]]
+
     reason = "its gradients are noise"
-    assert users.command("ban", users.address, banned, "--reason", reason) == 0
-    assert "is banned: 3 of 3 peers heard it." in capsys.readouterr().err
+    for who in (banned, unused):
+        ban = users.call("ban", users.address, who, "--reason", reason)
+        assert ban.wait() == 0, "".join(ban.output)
+        assert "is banned: " in ban.output[-1]
     assert anna.wait() == 1
-    assert any(
-        f"This peer was banned from this run by its owner, who gives the reason: {reason}" in line
-        for line in anna.output
-    )
-    again = users.anna(invitation)
-    assert again.wait() != 0
-    assert any("was banned from this run by its owner" in line for line in again.output), "".join(again.output)
+    told = f"This peer was banned from this run by its owner, who gives the reason: {reason}"
+    assert any(told in line for line in anna.output), "".join(anna.output)
+    copied = tmp_path / "mallory.key.certificate"
+    copied.write_bytes((tmp_path / "anna.key.certificate").read_bytes())
+    refusals = [
+        ("anna", invitation, f"{banned} was banned from this run by its owner"),
+        ("bob", None, "lightning-swarm join --invite" if hosts is None else "this peer has no invitation"),
+        ("carl", unused, "came by an invitation that was banned from this run"),
+        ("mallory", None, "it was made for another peer"),
+    ]
+    for name, by, words in refusals:
+        refused = users.join(name, by)
+        assert refused.wait() in (1, 78)  # as of an error, and of a wrong setting
+        assert any(words in line for line in refused.output), "".join(refused.output)
+        assert refused.survivors() == []
     (users.out / "seen").touch()
     assert users.run.wait() == 0, "".join(users.run.output)
-    assert [one.survivors() for one in (users.run, anna, again)] == [[], [], []]
+    assert [one.survivors() for one in (users.run, anna)] == [[], []]
     assert_plain(users.out, "digits", 0.5)

@@ -210,6 +210,7 @@ def make_strategy(arguments: argparse.Namespace) -> WatchedStrategy:
         "target_batch_size": arguments.target_batch_size,
         "compression": arguments.compression,
         "trust": arguments.trust,
+        "listen": arguments.listen,
     }
     if arguments.split is not None:
         options["split"] = arguments.split
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--compression", default="none")
     parser.add_argument("--split", nargs="*")
     parser.add_argument("--trust")
+    parser.add_argument("--listen", default="127.0.0.1")
     parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

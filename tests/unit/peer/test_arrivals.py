@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
@@ -10,7 +11,7 @@ from msgspec import UNSET
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Role
+from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.peer import arrivals
 from lightning_swarm.peer.arrivals import known_peers
 from lightning_swarm.protocol.messages.run import UsedInvitation
@@ -63,6 +64,23 @@ def test_who_is_not_invited_is_left_out(make_swarm: MakeSwarm, caplog: pytest.Lo
         (message,) = caplog.messages
         assert message.startswith("b announced itself, and the run begins without it: ")
         assert reason in message
+
+
+def test_who_announces_itself_and_is_silent_holds_nobody_up(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = starter(make_swarm)
+    certify = found.swarm.trainer.certify
+
+    async def silent(peer: PeerId) -> Permit | None:
+        return await (asyncio.sleep(1e6) if peer == B else certify(peer))  # type: ignore[return-value]
+
+    monkeypatch.setattr(found.swarm.trainer, "certify", silent)
+    begun_s = found.swarm.loop.time()
+    found.begin()
+    assert members(found.swarm) == {A, C}
+    assert found.swarm.loop.time() - begun_s < 10.0
+    assert "b announced itself, and the run begins without it: it shows no certificate within 3 s" in caplog.text
 
 
 def test_whom_an_invitation_has_no_use_for_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:

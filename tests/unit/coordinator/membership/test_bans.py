@@ -69,7 +69,7 @@ def holders(swarm: Swarm) -> set[str]:
 
 
 def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swarm: MakeSwarm) -> None:
-    swarm = owned_swarm(make_swarm, "a b c", "d b")
+    swarm = owned_swarm(make_swarm, "a b c", "d b c", voters="a b c", trainers=LEAD)
 
     async def go() -> None:
         await swarm.step(rows(0))
@@ -86,6 +86,19 @@ def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swar
                 await transport.call(peer, "peer.hello", b"", timeout=5.0)
             with pytest.raises(Unreachable, match="not asked any more"):
                 await server_transport(swarm, peer).ping(B)
+
+        swarm.network.kill(A)
+        await swarm.servers.pop(A).close()
+        grant = await swarm.steps.grant(2)
+        k = key(grant.first, step=grant.step)
+        await swarm.through(k, rows(3), route=[C, PeerId("d")], weight=grant.weight)
+        await swarm.steps.done(grant.lease, [k.receipt])
+        await swarm.steps.close()
+        await swarm.record(swarm.steps.version)
+        coordinator = swarm.steps.run.coordinator
+        assert coordinator in (C, "d"), "the first one is dead"
+        with pytest.raises(AccessDenied, match="b was banned from this run by its owner"):
+            await transport.call(coordinator, "peer.hello", b"", timeout=5.0)
 
     swarm.run(go())
     assert told(swarm) == [B]
