@@ -241,16 +241,23 @@ class Turns:
 
     Args:
         ways: For each name, the module to run and its options. The module knows `--by-turns`.
+        environment: Variables of all of them, beside this process's.
     """
 
-    def __init__(self, ways: Mapping[str, tuple[str, Sequence[object]]]) -> None:
+    def __init__(
+        self,
+        ways: Mapping[str, tuple[str, Sequence[object]]],
+        *,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._ways = ways
+        self._environment = environment
         self._running: dict[str, Stepped] = {}
 
     def __enter__(self) -> Self:
         try:
             for name, (module, options) in self._ways.items():
-                self._running[name] = Stepped(module, *options)
+                self._running[name] = Stepped(module, *options, environment=self._environment)
             for one in self._running.values():
                 one.warm()
         except BaseException:

@@ -194,6 +194,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--role", default="auto")
+    parser.add_argument("--trust", default="open", help="its hosts are in a network of their own")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="length of a sample")
     parser.add_argument("--num-blocks", type=int, default=4)
@@ -223,7 +224,7 @@ def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
         role=arguments.role,
         microbatch_size=arguments.microbatch_size,
         listen=arguments.listen,
-        trust="open",  # its hosts are in a network of their own
+        trust=arguments.trust,
         initial_peers=arguments.initial_peers,
         compression=arguments.compression,
         limits=limits,

@@ -29,8 +29,6 @@ _MAY: Final = {
 _ANSWERS: Final = {
     role: frozenset(method for method in MAY if role.includes(ANSWERS.get(method, Role.SERVER))) for role in Role
 }
-MAX_BANS: Final = 1024  # subjects that the owner of a run ever spoke of
-
 _MAX_PERMITS: Final = 4096
 _MAX_FAILING: Final = 1024
 _FIRST_PAUSE_S: Final = 1.0
@@ -174,10 +172,6 @@ class Gatekeeper:
             return
         ban = self.credentials.verify_ban(signed)
         known = self._bans.get(ban.subject)
-        if known is None and len(self._bans) >= MAX_BANS:
-            raise AccessDenied(
-                f"a run keeps at most {MAX_BANS} bans, and has as many. Start it again with a new owner's key."
-            )
         if known is not None and (known.decided_at_ns, known.signed) > (ban.decided_at_ns, ban.signed):
             return
         self._bans[ban.subject] = ban
@@ -295,7 +289,8 @@ class RefusalLog:
 
     def forget(self, peer: PeerId) -> None:
         """Tell nothing of a peer that has shown its certificate meanwhile."""
-        self._refused.pop(peer, None)
+        one = self._refused.pop(peer, None)
+        self.total -= 0 if one is None else one.count
 
     def _tell_later(self, after_s: float, peer: PeerId, one: _Refused) -> None:
         asyncio.get_running_loop().call_later(after_s, self._tell, peer, one)

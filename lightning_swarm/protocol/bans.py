@@ -13,6 +13,9 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.run import Bans
 from lightning_swarm.trust.certificates import SignedBan, decode
 
+MAX_BANS: Final = 1024
+"""Peers and invitations that the owner of a run may ever speak of."""
+
 _log = logging.getLogger(__name__)
 
 BAN: Final = "peer.ban"
@@ -23,6 +26,11 @@ def answer_bans(transport: Transport) -> None:
     """Heed what the owner has signed, whoever carries it here."""
 
     async def handle(caller: PeerId, body: bytes) -> bytes:
+        known = bans_after(UNSET, transport.bans)
+        if len(untold(UNSET, bans_after(known, [body]))) > MAX_BANS:
+            raise AccessDenied(
+                f"a run keeps at most {MAX_BANS} bans, and has as many. Lifting one does not free its place."
+            )
         transport.ban(body)
         return b""
 

@@ -15,6 +15,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.protocol import bans
 from lightning_swarm.protocol.bans import BAN, bans_after, bans_in
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.trust.certificates import encode as signed_bytes
@@ -218,6 +219,24 @@ def test_the_newest_word_counts_in_whatever_order_it_comes() -> None:
     assert bans_after([first], UNSET) == [first]
     with pytest.raises(ProtocolError, match="a ban is what the run's owner has signed"):
         bans_after(UNSET, [b"nothing"])
+
+
+def test_a_run_keeps_no_more_bans_than_its_messages_hold(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bans, "MAX_BANS", 2)
+    swarm = owned_swarm(make_swarm, "a", "b")
+
+    async def go() -> None:
+        await tell(swarm, word("x"), A)
+        await tell(swarm, word("y"), A)
+        with pytest.raises(AccessDenied, match="a run keeps at most 2 bans"):
+            await tell(swarm, word("z"), A)
+        await tell(swarm, word("y", is_lifted=True), A)
+        await swarm.step(rows(0))
+        assert told(swarm) == ["x"]
+
+    swarm.run(go())
 
 
 def test_a_peer_that_is_banned_itself_ends(make_swarm: MakeSwarm) -> None:
