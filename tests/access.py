@@ -39,6 +39,11 @@ def certificate_of(
     return hmac.digest(run, text, "sha256") + text
 
 
+def ban_of(subject: str, run: bytes = b"run") -> bytes:
+    """The word of the run's owner against a peer, or an invitation."""
+    return hmac.digest(run, subject.encode(), "sha256") + subject.encode()
+
+
 @dataclass
 class FakeCredentials:
     """Credentials of a peer; `run` stands for the owner's key."""
@@ -48,7 +53,10 @@ class FakeCredentials:
     num_verified: int = 0
 
     def verify_ban(self, signed: bytes) -> Ban:
-        raise AccessDenied("nobody is banned here")
+        signature, subject = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, hmac.digest(self.run, subject, "sha256")):
+            raise AccessDenied("it is not signed by the owner of this run")
+        return Ban(subject.decode(), is_lifted=False, decided_at_ns=1, reason="", signed=signed)
 
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
         self.num_verified += 1

@@ -23,7 +23,7 @@ from lightning_swarm.network import Message, PeerId, gatekeeper
 from lightning_swarm.network.access import ANSWERS, MAY, Role
 from lightning_swarm.network.gatekeeper import Gatekeeper, RefusalLog
 from lightning_swarm.network.memory import MemoryNetwork
-from tests.access import HOUR_S, FakeCredentials, certificate_of, credentials_of
+from tests.access import HOUR_S, INVITATION, FakeCredentials, ban_of, certificate_of, credentials_of
 from tests.unit.conftest import MakeSwarm
 
 A, B = PeerId("a"), PeerId("b")
@@ -74,7 +74,12 @@ def forms(role: Role) -> dict[str, bytes | None]:
         "other run": certificate_of(A, role, run=b"another run"),
         "other peer": certificate_of(B, role),
         "none": None,
+        "banned": certificate_of(A, role),
+        "invitation banned": certificate_of(A, role),
     }
+
+
+BANNED = {"banned": A, "invitation banned": INVITATION.hex()}
 
 
 @pytest.mark.parametrize("role", Role)
@@ -99,6 +104,8 @@ def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, rol
     async def go() -> None:
         for form, certificate in forms(role).items():
             served.set_credentials(credentials_of(served.peer_id))  # so that it knows nobody
+            if form in BANNED:
+                served.ban(ban_of(BANNED[form]))
             caller = network.transport(A)
             caller.set_credentials(None if certificate is None else FakeCredentials(certificate))
             for method, least in MAY.items():
