@@ -18,7 +18,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, pack_weights, unpack
 from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import (
@@ -43,12 +43,14 @@ class Standin:
 
     Attributes:
         held: What it would have added up.
+        weight: Of each batch.
     """
 
     def __init__(self, transport: MemoryTransport, member: Member, coordinator: PeerId) -> None:
         self._member = member
         self._num_noted = 0
         self.held: set[Receipt] = set()
+        self.weight = 1.0
         serve(Voter(member.boot_id), transport, lambda peer: peer == coordinator, self._may_succeed, lambda _: None)
         transport.handle_call(ADMIT, self._agree)
         transport.handle_stream(LOAD, self._take)
@@ -71,6 +73,7 @@ class Standin:
         ledger = StageLedger(
             stage_index=_STAGE,
             held=pack(self.held),
+            weights=pack_weights({first: self.weight for first, _, _ in self.held}),
             touched=b"\x03",
             version_hash=1 << 62,
             samples_per_s=1.5,
@@ -163,7 +166,9 @@ class Crowd(Swarm):
         for index in range(self.num_microbatches):
             key = CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=0)
             server.steps.sums.add(stage, key, gradients, grant.weight)
-            self.standins[self._rng.choice(there)].held.add(key.receipt)
+            standin = self.standins[self._rng.choice(there)]
+            standin.held.add(key.receipt)
+            standin.weight = grant.weight
             receipts.append(key.receipt)
         return receipts
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.membership.invitations import InvitationUses
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
+from lightning_swarm.core.errors import Busy, ConfigError, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import Message, PeerId, Transport
@@ -23,6 +24,8 @@ from lightning_swarm.protocol.messages.batches import LoggedValue
 from lightning_swarm.protocol.messages.run import NO_CHANGE, BatchNumber, EpochPlan, Manifest, Selection, StepChange
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
+
+_MAX_MISWEIGHED: Final = 3
 
 
 @dataclass(eq=False)
@@ -168,6 +171,7 @@ class CoordinatorContext:
     outage: OutageWait = field(init=False)
     leases: Iterator[int] = field(init=False)  # numbers of the leases that it grants
     invitations: InvitationUses = field(init=False)
+    misweighing: Counter[PeerId] = field(init=False, default_factory=Counter)  # struck batches with a wrong weight
     members: set[PeerId] = field(init=False)  # those that were in the run by the newest record
 
     def __post_init__(self) -> None:
@@ -183,8 +187,20 @@ class CoordinatorContext:
         # `begun` is kept: trainers do not wait for the lead to begin once more.
         after = replace(self, step_state=StepState.of(self.run.manifest, begun=self.step_state.begun))
         # No lease has the number of an earlier one: trainers keep what they logged by lease in the state of their loop.
-        after.leases, after.members = self.leases, self.members
+        after.leases, after.members, after.misweighing = self.leases, self.members, self.misweighing
         return after
+
+    def misweighs(self, trainer: PeerId) -> bool:
+        """Tell whether a trainer's batches came with wrong weights so often that it brings no more."""
+        return self.misweighing[trainer] >= _MAX_MISWEIGHED
+
+    def check_weighs(self, trainer: PeerId) -> None:
+        """Refuse a trainer whose batches came with wrong weights too often."""
+        if self.misweighs(trainer):
+            raise ConfigError(
+                f"the gradients of a batch have the weight of its lease, and {self.misweighing[trainer]} batches of "
+                f"{trainer} were struck for another weight. Train with an unchanged lightning_swarm there."
+            )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work in a task that ends with this run generation, or with the role; raise if a call outlived that."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.core.errors import LeaseRevoked
+from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.averaging import deterministic
+
+_NOTHING: Final = MappingProxyType[int, float]({})
 
 
 # The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
@@ -21,6 +26,8 @@ class ReceiptLedger:
         self.step = step
         self._receipts: set[Receipt] = set()
         self._named: frozenset[Receipt] | None = None
+        self.weights: dict[int, float] = {}  # of the batches that it holds something of, by their places
+        self._granted: Mapping[int, float] = _NOTHING  # the weights of the named batches
 
     @property
     def final(self) -> bool:
@@ -36,24 +43,36 @@ class ReceiptLedger:
         """Tell whether the microbatch's gradient is in the sum."""
         return receipt in self._receipts
 
-    def add(self, receipt: Receipt) -> bool:
+    def add(self, receipt: Receipt, weight: float) -> bool:
         """Enter a receipt; false if it is there already, and then nothing may be added to the sum."""
+        first, _, _ = receipt
         if receipt in self._receipts:
             return False
         # Not named: the batch does not count, for it was struck, or granted by a peer that does not coordinate any
         # more; or another server's sum has the microbatch, or shall have it.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
+        wanted = self._granted.get(first, self.weights.get(first, weight))
+        if weight != wanted:
+            raise ProtocolError(
+                f"the batch at {first} of step {self.step} has the weight {wanted!r}, got a gradient with {weight!r}. "
+                "A trainer sends all of a batch's gradients with the weight of its lease."
+            )
         self._receipts.add(receipt)
+        self.weights[first] = weight
         return True
 
-    def freeze(self, named: Iterable[Receipt]) -> None:
+    def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, float] = _NOTHING) -> None:
         """Add only what `named` holds from now on: nothing while ledgers are read, then what is this server's."""
-        self._named = frozenset(named)
+        self._named, self._granted = frozenset(named), granted
+
+    def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, float]) -> bool:
+        """Tell whether the sum holds nothing but what is named, and that with these weights of its batches."""
+        return self._receipts <= named and all(granted[first] == weight for first, weight in self.weights.items())
 
     def thaw(self) -> None:
         """Take any receipt again: the step takes batches again."""
-        self._named = None
+        self._named, self._granted = None, _NOTHING
 
     @property
     def held(self) -> frozenset[Receipt]:

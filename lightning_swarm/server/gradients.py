@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError
 from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, pack_weights, unpack, unpack_weights
 from lightning_swarm.protocol.messages.run import (
     NO_CHANGE,
     NO_TERM,
@@ -43,6 +43,10 @@ class _OpenSums:
     ledgers: dict[int, ReceiptLedger]  # by stage
     fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # batches that were struck from it, and by whom
 
+
+_Named = tuple[
+    set[Receipt], dict[int, float]
+]  # what one sum shall hold, and the weights of its batches by their places
 
 WrittenByStage = Mapping[int, Mapping[str, Tensor]]
 """Weights that the lead's user code wrote, by stage and name."""
@@ -217,7 +221,7 @@ class GradientSums:
         index = self.stage(stage.index).index
         if key.step not in self._open:
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
-        if self._opened_step(key.step).ledgers[index].add(key.receipt):
+        if self._opened_step(key.step).ledgers[index].add(key.receipt, weight):
             stage.sum_of(key.step).add(gradients, weight)
             stage.statistics.add(key, seen)
         return True
@@ -252,10 +256,12 @@ class GradientSums:
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
             stale += self._freeze_stage(stage, named.get(index), request)
+            ledger = self._opened_step(request.step).ledgers[index]
             reports.append(
                 StageLedger(
                     stage_index=index,
-                    held=pack(self._opened_step(request.step).ledgers[index].held),
+                    held=pack(ledger.held),
+                    weights=pack_weights(ledger.weights),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
                     version_hash=stage.fingerprint(request.challenge) if self._is_compared(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
@@ -273,26 +279,31 @@ class GradientSums:
             asked = (request.step, request.round)
             raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
 
-    def _named(self, named: Sequence[NamedReceipts]) -> dict[int, set[Receipt]]:
-        """The receipts that the sums here shall hold, by stage."""
+    def _named(self, named: Sequence[NamedReceipts]) -> dict[int, _Named]:
+        """The receipts that the sums here shall hold, and the weights of their batches, by stage."""
         indices = [part.stage_index for part in named]
         if sorted(indices) != sorted(self.stages):
             raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {indices[:100]}")
-        return {part.stage_index: unpack(part.receipts) for part in named}
+        found = {}
+        for part in named:
+            receipts = unpack(part.receipts)
+            found[part.stage_index] = receipts, unpack_weights(part.weights, {first for first, _, _ in receipts})
+        return found
 
-    def _freeze_stage(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
+    def _freeze_stage(self, stage: Stage, named: _Named | None, request: FreezeRequest) -> list[str]:
         """Decide what may be added to a stage's sum from now on; returns the tickets of earlier results, now stale."""
         step, ledgers = request.step, self._opened_step(request.step).ledgers
         ledger = ledgers[stage.index]
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
-        if struck or (named is not None and ledger.held - named):
+        if struck or (named is not None and not ledger.agrees(*named)):
             stage.sum_of(step).clear()
             ledger = ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:
             ledger.thaw()
             return []
-        ledger.freeze(named or ())
-        lacking = sorted((named or set()) - ledger.held)  # to be computed: an earlier result would keep it from that
+        receipts, granted = named or (set[Receipt](), {})
+        ledger.freeze(receipts, granted)
+        lacking = sorted(receipts - ledger.held)  # to be computed: an earlier result would keep it from that
         return [
             CallKey.of(request.generation, request.step, receipt).name(stage.index, "backward") for receipt in lacking
         ]
@@ -327,11 +338,12 @@ class GradientSums:
         self.check_frozen(closing)
         named = self._named(request.named)
         for index in self.stages:
-            ledger = self.ledgers[index]
-            if ledger.held != named[index]:
+            ledger, (receipts, granted) = self.ledgers[index], named[index]
+            if ledger.held != receipts or ledger.weights != granted:
                 raise ProtocolError(
                     f"the sum of stage {index} on {self._me.peer_id} is not what is named for step {closing.step}: it "
-                    f"holds {len(ledger.held - named[index])} others, and lacks {len(named[index] - ledger.held)}"
+                    f"holds {len(ledger.held - receipts)} others, and lacks {len(receipts - ledger.held)}, or a batch "
+                    "has another weight"
                 )
 
     def check_frozen(self, closing: Closing) -> None:

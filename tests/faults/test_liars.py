@@ -119,6 +119,15 @@ def averaging(change: Callable[[AverageReply], AverageReply]) -> Callable[[bytes
     return lambda body: encode(change(decode(body, AverageReply)))
 
 
+def misweighing(body: bytes) -> bytes:
+    reply = decode(body, FreezeReply)
+    doubled = [
+        replaced(ledger, weights=[(2 * weight, number) for weight, number in ledger.weights])
+        for ledger in reply.ledgers
+    ]
+    return encode(replaced(reply, ledgers=doubled))
+
+
 def negative(reply: AverageReply) -> AverageReply:
     return replaced(reply, parts=[replaced(part, squared_norm=-1.0) for part in reply.parts])
 
@@ -128,7 +137,12 @@ LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "an error": (FREEZE, refuse(StepError("lost"))),
     "other weights": (FREEZE, freezing(version_hash=7)),
     "flags of more parameters": (FREEZE, freezing(touched=b"\x01\x02\x03")),
-    "receipts of nothing, for ever": (FREEZE, freezing(held=[(1 << 20, 0, b"\x01")])),
+    "receipts of nothing, for ever": (
+        FREEZE,
+        freezing(held=[(1 << 20, 0, b"\x01")], weights=[(4.0, 1)]),
+    ),
+    "receipts of batches without a weight": (FREEZE, freezing(weights=[])),
+    "that gradients came with another weight": (FREEZE, misweighing),
     "more receipts than a message may name": (FREEZE, freezing(held=[(1, 0, b"\xff" * 60_000)])),
     "no mean": (AVERAGE, lambda _: b"\xc1"),
     "an error in place of a mean": (AVERAGE, refuse(StepError("lost"))),
@@ -148,6 +162,7 @@ def test_what_one_server_says_of_a_step_is_its_own_fault(lie: str) -> None:
         swarm.audit_state()
         assert LIAR not in swarm.survivors()
         assert swarm.count("gone") > 0
+        assert swarm.count("strike") == 0, "no trainer was blamed"
     finally:
         swarm.close()
 

@@ -34,6 +34,7 @@ _FIRST_LOOK_S: Final = 0.1
 _LONGEST_LOOK_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
+_MISWEIGHS: Final = "its batches had other weights than their leases"
 _ANEW: Final = "it was started again"
 
 
@@ -192,6 +193,7 @@ class TrainerMembership:
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._changes, self._events = context.changes, context.events
+        self._misweighs, self._check_weighs = context.misweighs, context.check_weighs
         self._invitations = context.invitations
         self._invitations.waiting.append(lambda: self.waiting)
         self._lease_expiry, self._epoch = lease_expiry, epoch
@@ -223,7 +225,8 @@ class TrainerMembership:
         run = self._run
         if not run.manifest.open_to_trainers:
             return [], []
-        return trainer_changes(run.trainers, lead=run.manifest.lead, going=self._going, coming=self.waiting)
+        going = {trainer for trainer in run.trainers if trainer in self._going or self._misweighs(trainer)}
+        return trainer_changes(run.trainers, lead=run.manifest.lead, going=going, coming=self.waiting)
 
     def let_in(self, record: Record) -> None:
         """Enter a record that is decided and applied."""
@@ -233,7 +236,7 @@ class TrainerMembership:
             self._events.note("joined", peer=peer, step=self._run.version, reason="it trains")
         for peer in record.retired:
             self._heard_s.pop(peer, None)
-            reason = self._going.pop(peer, _SILENT)
+            reason = self._going.pop(peer, _MISWEIGHS if self._misweighs(peer) else _SILENT)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
     async def look_after(self) -> None:
@@ -276,6 +279,7 @@ class TrainerMembership:
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         check_open(manifest)
+        self._check_weighs(caller)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(
                 f"a run has at most {MAX_TRAINERS} trainers, and {manifest.run_id!r} has as many. Serve it, with "

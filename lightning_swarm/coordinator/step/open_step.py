@@ -111,11 +111,13 @@ class OpenStep:
         if self.closing:
             return None
         self._settle_scale(gradient_scale)
-        first = self._next_first
+        first, weight = self._next_first, self._weight(num_samples)
         self._next_first += num_samples
-        weight = 1.0 if self.target_batch_size is None else float(num_samples)
         self._batches[lease] = _LeasedBatch(trainer, first, num_samples, weight, number)
         return first, weight
+
+    def _weight(self, num_samples: int) -> float:
+        return 1.0 if self.target_batch_size is None else float(num_samples)
 
     def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, number: int) -> None:
         """Grant a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
@@ -127,7 +129,7 @@ class OpenStep:
             self._num_again += 1
             first += ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
         self._tried.add(batch)
-        self._batches[lease] = _LeasedBatch(trainer, first, size, float(size), number, batch=batch)
+        self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), number, batch=batch)
 
     def _settle_scale(self, gradient_scale: float) -> None:
         """Take the first batch's scale for the step's, and refuse another one."""
@@ -151,9 +153,14 @@ class OpenStep:
         return batch.first, batch.weight, batch.batch, batch.num_samples if batch.batch is not None else 0
 
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
-        """Enter a batch as its trainer reports it to a new coordinator. One whose place is taken counts nowhere."""
+        """Enter a batch as its trainer reports it to a new coordinator.
+
+        One whose place is taken counts nowhere, nor does one that nobody can have granted so.
+        """
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
+        if grant.weight != self._weight(request.num_samples) or self._has_other_size(grant.batch, request.num_samples):
+            return
         if grant.batch is None:
             self.skip_to(end)
         else:
@@ -177,6 +184,11 @@ class OpenStep:
         if lease.armed is not None:
             batch.armed = tuple(lease.armed)
         self._batches[grant.lease] = batch
+
+    def _has_other_size(self, batch: BatchNumber | None, num_samples: int) -> bool:
+        """Tell whether the epoch's order, as far as it is known here, has a batch of another size at this number."""
+        order = None if batch is None or self.window is None else self.window.order
+        return order is not None and batch is not None and order.has(batch) and order.size(batch) != num_samples
 
     def skip_to(self, first: int) -> None:
         """Grant no place before this one."""
@@ -300,6 +312,11 @@ class OpenStep:
     def batches(self) -> list[Receipt]:
         """A receipt for each batch that the step counts, in order. Such a batch may have no microbatch at all."""
         return sorted((batch.first, 0, 0) for batch in self._batches.values() if batch.completed is not None)
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """The weight that each batch was granted, by its place."""
+        return {batch.first: batch.weight for batch in self._batches.values()}
 
     @property
     def total_weight(self) -> float:

@@ -43,7 +43,7 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
+from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_weights, to_runs
 from lightning_swarm.protocol.messages.run import Member, Selection, first_trained, trained_names
 from lightning_swarm.protocol.messages.step import (
     CHALLENGE_BITS,
@@ -57,6 +57,7 @@ from lightning_swarm.protocol.messages.step import (
 from lightning_swarm.protocol.messages.wire import from_bitmap
 
 _MAX_DISCARDS: Final = 4  # of one server's sums in one step
+_MAX_CORRECTIONS: Final = 2  # replays of a microbatch whose batch came with another weight than its lease's
 
 
 _MAX_REPLAYS: Final = 16
@@ -77,6 +78,10 @@ class ReplayRounds:
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # of trainers
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
+
+    def number(self, receipt: Receipt) -> int:
+        """How often a microbatch was asked for again."""
+        return self._replayed[receipt]
 
     def unreached(self, trainer: PeerId) -> Collection[PeerId]:
         """The servers that a trainer did not reach."""
@@ -166,12 +171,14 @@ class SumReconciliation:
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
         self._fence = fence
-        self._outage = context.outage
+        self._outage, self._misweighing = context.outage, context.misweighing
         # Nobody else counts rounds of this step from there.
         self._rounds = itertools.count(context.proposer.first_round)
         self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
         self._discards: Counter[PeerId] = Counter()
+        self._misweighed: set[int] = set()  # places of batches of which a sum held something with another weight
+        self._told: set[PeerId] = set()  # the servers that know the weights of all that they may add
         self._trained = trained_names(selection) if selection is not None else ()
         self.step_servers = StepServers(context, servers, step.step)
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
@@ -206,7 +213,10 @@ class SumReconciliation:
                     continue
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
-            plan = self._plan(ledgers)
+            spoilt = self._find_misweighed(ledgers)
+            if self._told & set[PeerId]().union(*spoilt):
+                continue
+            plan = self._plan(ledgers, spoilt)
             if plan.done:
                 self.loads = reported_loads(ledgers)
                 touched = [touched_parameters(stage.values()) for stage in ledgers]
@@ -214,7 +224,7 @@ class SumReconciliation:
                 return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
-            lost = set(plan.lost) or await self._repair(plan)
+            lost = set(plan.lost) or self._never_corrected(plan) or await self._repair(plan, spoilt)
             if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
                 return None
 
@@ -288,7 +298,31 @@ class SumReconciliation:
 
     # ------------------------------------------------------------------ what is missing
 
-    def _plan(self, ledgers: Ledgers) -> ReplayPlan:
+    # The weight of a gradient is its trainer's word to a server, and the server's word to the coordinator. If it is not
+    # the lease's, the sum begins anew, and its server is told the weights. So one that says so once more is lying; and
+    # if the microbatches do not come to it with their weight, their trainer is.
+    def _find_misweighed(self, ledgers: Ledgers) -> list[set[PeerId]]:
+        """Find for each stage the servers whose sums hold something with another weight than was granted."""
+        granted = self._step.weights
+        found = [
+            {member.peer_id: wrong for member, one in stage.items() if (wrong := one.misweighed(granted))}
+            for stage in ledgers
+        ]
+        self._misweighed |= set[int]().union(*(wrong for stage in found for wrong in stage.values()))
+        for peer in sorted(self._told & set[PeerId]().union(*found)):
+            reason = f"{peer} was told the weights of all that it may add, and says that it holds other ones"
+            self.step_servers.lose(peer, ProtocolError(reason))
+        return [set(stage) for stage in found]
+
+    def _never_corrected(self, plan: ReplayPlan) -> set[int]:
+        """The batches that came with a wrong weight, and come no more with the right one."""
+        return {
+            receipt[0]
+            for receipt in plan.holes
+            if receipt[0] in self._misweighed and self._replays.number(receipt) >= _MAX_CORRECTIONS
+        }
+
+    def _plan(self, ledgers: Ledgers, spoilt: Sequence[Collection[PeerId]]) -> ReplayPlan:
         expected = [self._expected(index) for index in range(len(ledgers))]
         sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
         trainers = {first: self._step.trainer_of(first) for first, _, _ in self._step.batches}
@@ -298,6 +332,7 @@ class SumReconciliation:
             first_trained=self._first_trained,
             replayable=[not stage.on_trainers for stage in self._run.manifest.stages],
             barred={first: self._replays.unreached(trainer) for first, trainer in trainers.items()},
+            spoilt=spoilt,
         )
 
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
@@ -314,23 +349,28 @@ class SumReconciliation:
                     f"batch at {first} was added not at all"
                 )
 
-    async def _repair(self, plan: ReplayPlan) -> set[int]:
+    async def _repair(self, plan: ReplayPlan, spoilt: Sequence[Collection[PeerId]]) -> set[int]:
         """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
         for index, peers in enumerate(plan.discards):
             for peer in peers:
-                self._discards[peer] += 1
+                self._discards[peer] += peer not in spoilt[index]
                 if self._discards[peer] > _MAX_DISCARDS:
                     self.step_servers.lose(peer, StepError(f"{peer} has begun its sums anew in vain too often"))
                     return set()
-                self._events.note("discard", peer=peer, stage=index, step=self._step.step)
+                reason = "gradients came to it with another weight than their lease's" if peer in spoilt[index] else ""
+                self._events.note("discard", peer=peer, stage=index, step=self._step.step, reason=reason)
         concerned = {peer for peers in plan.discards for peer in peers}
         concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
-        round_ = next(self._rounds)
+        round_, granted = next(self._rounds), self._step.weights
         requests = {
             peer: self._request(
                 round_,
                 named=[
-                    NamedReceipts(stage_index=index, receipts=pack(stage[peer]))
+                    NamedReceipts(
+                        stage_index=index,
+                        receipts=pack(stage[peer]),
+                        weights=pack_weights({first: granted[first] for first, _, _ in stage[peer]}),
+                    )
                     for index, stage in enumerate(plan.named)
                     if peer in stage
                 ],
@@ -339,6 +379,7 @@ class SumReconciliation:
         }
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
+        self._told |= concerned
         return await self._replays.fill(plan.holes, self.step_servers.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
@@ -360,8 +401,11 @@ class SumReconciliation:
     async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
         """Let batches count nowhere; return whether the step takes others."""
         for first in sorted(firsts):
-            reason = f"the batch at {first} cannot be computed again"
-            self._events.note("strike", peer=self._step.trainer_of(first), step=self._step.step, reason=reason)
+            trainer, reason = self._step.trainer_of(first), f"the batch at {first} cannot be computed again"
+            if first in self._misweighed:
+                self._misweighing[trainer] += 1
+                reason += ": it came with another weight than its lease's"
+            self._events.note("strike", peer=trainer, step=self._step.step, reason=reason)
         reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
             # Before a place is free: what is granted must find open sums.
@@ -369,6 +413,7 @@ class SumReconciliation:
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
             self._step.reopen()
+            self._told.clear()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))
         return reopens

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import Receipt, unpack
+from lightning_swarm.protocol.messages.calls import Receipt, unpack, unpack_weights
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import FreezeReply, NamedReceipts, StageLedger
 from lightning_swarm.protocol.messages.wire import union
@@ -28,11 +28,22 @@ class ServerLedger:
 
     report: StageLedger
     held: set[Receipt]  # the microbatches that the report names
+    weights: dict[int, float]  # of their batches, by place, as their trainers gave it to the server
+
+    @classmethod
+    def of(cls, report: StageLedger) -> ServerLedger:
+        """Unpack a report; raises ProtocolError if it names too much, or weights of other batches."""
+        held = unpack(report.held)
+        return cls(report, held, unpack_weights(report.weights, {first for first, _, _ in held}))
 
     @property
     def batches(self) -> set[int]:
         """Places of the batches of which the sum holds something."""
-        return {first for first, _, _ in self.held}
+        return set(self.weights)
+
+    def misweighed(self, granted: Mapping[int, float]) -> set[int]:
+        """Places of the granted batches that the sum holds with another weight."""
+        return {first for first, weight in self.weights.items() if granted.get(first, weight) != weight}
 
 
 Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
@@ -48,7 +59,7 @@ def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerL
         raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
     for ledger in reply.ledgers:
         if ledger.stage_index == stage_index:
-            return ServerLedger(ledger, unpack(ledger.held))
+            return ServerLedger.of(ledger)
     raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
 
 
@@ -124,7 +135,9 @@ def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
     found: dict[PeerId, list[NamedReceipts]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            found.setdefault(member.peer_id, []).append(NamedReceipts(stage_index=index, receipts=ledger.report.held))
+            report = ledger.report
+            named = NamedReceipts(stage_index=index, receipts=report.held, weights=report.weights)
+            found.setdefault(member.peer_id, []).append(named)
     return found
 
 
@@ -172,6 +185,7 @@ def plan_replays(
     first_trained: int,
     replayable: Sequence[bool],
     barred: Mapping[int, Collection[PeerId]],
+    spoilt: Sequence[Collection[PeerId]],
 ) -> ReplayPlan:
     """Name one holder for each receipt and stage, so that little is computed again.
 
@@ -184,14 +198,15 @@ def plan_replays(
         first_trained: No gradient goes to the stages before this one.
         replayable: For each stage, whether a microbatch can be sent there again.
         barred: By batch, servers that its trainer does not reach.
+        spoilt: For each stage, servers whose sum holds something with another weight than was granted.
     """
     named: list[dict[PeerId, set[Receipt]]] = []
     discards: list[list[PeerId]] = []
     holes: dict[Receipt, dict[int, PeerId]] = {}
     lost: set[int] = set()
-    for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
+    for index, (receipts, stage, wrong) in enumerate(zip(expected, sums, spoilt, strict=True)):
         trains = index >= first_trained
-        dirty = _unusable(stage, frozenset(receipts) if trains else frozenset())
+        dirty = _unusable(stage, frozenset(receipts) if trains else frozenset(), wrong)
         held = {peer: set[Receipt]() if peer in dirty else set(one) for peer, one in stage.items()}
         there = set[Receipt]().union(*held.values())
         missing = [receipt for receipt in receipts if trains and receipt not in there]
@@ -217,9 +232,11 @@ def _fill(
     return holders
 
 
-def _unusable(stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt]) -> list[PeerId]:
+def _unusable(
+    stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt], spoilt: Collection[PeerId]
+) -> list[PeerId]:
     """The servers whose sum cannot be used."""
-    dirty = {peer for peer, held in stage.items() if not held <= counted}
+    dirty = {peer for peer, held in stage.items() if peer in spoilt or not held <= counted}
     # Those that hold the most choose first; the sort keeps the roster's order.
     taken: set[Receipt] = set()
     for peer in sorted((peer for peer in stage if peer not in dirty), key=lambda peer: -len(stage[peer])):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -183,6 +184,8 @@ MAX_RECEIPTS: Final = 1 << 18  # of one message; in memory each takes a hundred 
 Receipts = list[tuple[Count, Count, Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES // 8)]]]
 # `(start, stride, number)` of places: batches of one size, side by side, need only one of these.
 Run = tuple[Count, Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]]
+# `(weight, number)` of batches in the order of their places: those of one size in a row need only one.
+Weights = list[tuple[Positive, Annotated[int, msgspec.Meta(ge=1, le=MAX_RECEIPTS)]]]
 
 
 def pack(receipts: Iterable[Receipt]) -> Receipts:
@@ -227,3 +230,20 @@ def to_runs(places: Sequence[int]) -> list[Run]:
 def to_ranges(runs: Iterable[Run]) -> tuple[range, ...]:
     """Convert runs for look-ups of places. However many places a message claims, this takes no memory."""
     return tuple(range(start, start + stride * number, stride) for start, stride, number in runs)
+
+
+def pack_weights(weights: Mapping[int, float]) -> Weights:
+    """Pack the weights of batches, by their places, for the wire."""
+    in_order = (weight for _, weight in sorted(weights.items()))
+    return [(weight, len(list(run))) for weight, run in itertools.groupby(in_order)]
+
+
+def unpack_weights(packed: Weights, batches: Collection[int]) -> dict[int, float]:
+    """Unpack the weights of batches, given by their places; refuse other numbers before memory is allocated."""
+    number = sum(length for _, length in packed)
+    if number != len(batches):
+        raise ProtocolError(
+            f"each of {len(batches)} batches must have a weight, and nothing else; got {number} weights"
+        )
+    in_order = (weight for weight, length in packed for _ in range(length))
+    return dict(zip(sorted(batches), in_order, strict=True))

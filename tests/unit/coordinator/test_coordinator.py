@@ -15,7 +15,7 @@ from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_fa
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver, StepError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
+from lightning_swarm.protocol.messages.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest, Lease
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import AverageRequest, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -83,6 +83,19 @@ def test_a_withdrawn_batch_counts_nowhere_and_its_place_stays_empty() -> None:
     step.complete(3, LEAD, [(8, 0, 0)])
     assert step.counted == [(0, 0, 0), (0, 1, 0), (8, 0, 0)]
     assert (step.num_granted, step.total_weight) == (8, 8.0)
+
+
+def test_a_trainer_that_reports_a_lease_has_no_say_in_its_weight() -> None:
+    """A new coordinator knows what the former one can have granted."""
+    for target, weight in ((None, 1.0), (8, 4.0)):
+        step = OpenStep(0, target)
+        for wrong in (1e6, 1e-6, 8.0):
+            grant = Grant(lease=1, generation=0, step=0, first=0, weight=wrong)
+            step.restore(OTHER, Lease(grant=grant, request=GrantRequest(step=0, num_samples=4, generation=0)), None)
+            assert not step.weights
+        grant = replaced(grant, weight=weight)
+        step.restore(OTHER, Lease(grant=grant, request=GrantRequest(step=0, num_samples=4, generation=0)), None)
+        assert step.weights == {0: weight}
 
 
 def test_a_step_without_batches_has_a_weight_to_divide_by() -> None:
@@ -526,8 +539,9 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
     swarm.run(swarm.through(key(), rows(1)))
     swarm.run(swarm.through(key(0, 1), rows(2)))
 
-    def average(held: bytes, stage: int = 1, **changes: Any) -> AverageRequest:
-        named = NamedReceipts(stage_index=stage, receipts=[(0, 0, held)] if held else [])
+    def average(held: bytes, stage: int = 1, weight: float = 1.0, **changes: Any) -> AverageRequest:
+        receipts, weights = ([(0, 0, held)], [(weight, 1)]) if held else ([], [])
+        named = NamedReceipts(stage_index=stage, receipts=receipts, weights=weights)
         return AverageRequest(closing=closing(num_samples=4, **changes), named=[named])
 
     def refused(method: str, request_: AverageRequest | FreezeRequest) -> None:
@@ -550,6 +564,7 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
     for held in (b"\x01", b"\x02", b"\x07", b"\0", b"", b"\x03\x01"):
         refused(AVERAGE, average(held))
     refused(AVERAGE, average(b"\x03", stage=0))
+    refused(AVERAGE, average(b"\x03", weight=2.0))
     refused(AVERAGE, average(b"\x03", absent=[B]))
     swarm.run(coordinator.call(B, AVERAGE, encode(average(b"\x03")), timeout=1.0))
 

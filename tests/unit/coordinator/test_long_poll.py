@@ -22,9 +22,11 @@ from lightning_swarm.protocol.messages.calls import (
     Receipts,
     Run,
     pack,
+    pack_weights,
     to_ranges,
     to_runs,
     unpack,
+    unpack_weights,
 )
 from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.step import NamedReceipts
@@ -146,11 +148,11 @@ def test_what_a_trainer_is_told_of_a_step_has_one_size() -> None:
     ],
 )
 def test_receipts_come_back_from_their_bitmaps(receipts: list[Receipt]) -> None:
-    body = encode(NamedReceipts(stage_index=0, receipts=pack(receipts)))
+    body = encode(NamedReceipts(stage_index=0, receipts=pack(receipts), weights=[]))
     assert unpack(decode(body, NamedReceipts).receipts) == set(receipts)
     assert (
         len(body)
-        < 40 + 8 * len({first for first, _, _ in receipts}) + max([index for _, index, _ in receipts] + [0]) // 8
+        < 50 + 8 * len({first for first, _, _ in receipts}) + max([index for _, index, _ in receipts] + [0]) // 8
     )
 
 
@@ -189,6 +191,16 @@ def test_more_receipts_than_fit_into_memory_are_refused_before_they_are_there() 
 def test_places_of_batches_come_back_from_their_runs(places: list[int], runs: list[Run]) -> None:
     assert to_runs(places) == runs
     assert [place for found in to_ranges(runs) for place in found] == places
+
+
+def test_weights_of_batches_come_back() -> None:
+    for number in (0, 1, 5):
+        weights = {4 * place: float(1 + place // 3) for place in range(number)}
+        assert unpack_weights(pack_weights(weights), weights.keys()) == weights
+    assert pack_weights(dict.fromkeys((8, 0, 4), 2.0)) == [(2.0, 3)]
+    for wrong in ([], [(1.0, 1)], [(1.0, 3)], [(1.0, 1 << 40)]):
+        with pytest.raises(ProtocolError, match="each of 2 batches must have a weight"):
+            unpack_weights(wrong, {0, 4})
 
 
 def test_a_run_that_claims_more_batches_than_there_can_be_takes_no_memory() -> None:

@@ -261,7 +261,8 @@ def enlisting(swarm: Swarm) -> EnlistRequest:
 
 
 def averaging(swarm: Swarm, stage: int) -> AverageRequest:
-    return AverageRequest(closing=closing(), named=[NamedReceipts(stage_index=stage, receipts=pack(COUNTED))])
+    named = NamedReceipts(stage_index=stage, receipts=pack(COUNTED), weights=[(1.0, 1)])
+    return AverageRequest(closing=closing(), named=[named])
 
 
 def record(swarm: Swarm) -> Record:

@@ -15,35 +15,57 @@ ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
 def filled(*receipts: Receipt) -> ReceiptLedger:
     ledger = ReceiptLedger(step=3)
     for receipt in receipts:
-        assert ledger.add(receipt) is True
+        assert ledger.add(receipt, 1.0) is True
     return ledger
 
 
 def test_a_receipt_is_entered_once() -> None:
     ledger = filled(ONE, TWO)
-    assert ledger.add(ONE) is False
+    assert ledger.add(ONE, 1.0) is False
     assert ledger.holds(ONE)
     assert not ledger.holds(THREE)
 
 
 def test_none_is_added_after_a_closing_that_does_not_name_it() -> None:
     ledger = filled(ONE)
-    ledger.freeze([ONE, TWO])
+    ledger.freeze({ONE, TWO}, {0: 1.0})
     assert not ledger.final
     with pytest.raises(LeaseRevoked, match=r"step 3 is closed, .* microbatch \(4, 0, 0\)"):
-        ledger.add(THREE)
+        ledger.add(THREE, 1.0)
     assert not ledger.holds(THREE)
-    assert ledger.add(TWO) is True
+    assert ledger.add(TWO, 1.0) is True
     assert ledger.final
-    assert ledger.add(ONE) is False, "a repetition is harmless at any time"
+    assert ledger.add(ONE, 1.0) is False, "a repetition is harmless at any time"
 
 
 def test_a_frozen_ledger_adds_nothing_but_knows_what_it_holds() -> None:
     ledger = filled(ONE)
-    ledger.freeze(())
-    assert ledger.add(ONE) is False
+    ledger.freeze()
+    assert ledger.add(ONE, 1.0) is False
     with pytest.raises(LeaseRevoked):
-        ledger.add(TWO)
+        ledger.add(TWO, 1.0)
+
+
+def test_a_batch_has_one_weight() -> None:
+    ledger = filled(ONE)
+    for wrong in (1e6, 1e-6, 1.0 + 1e-15, float("nan")):
+        with pytest.raises(ProtocolError, match=r"the batch at 0 of step 3 has the weight 1\.0, got a gradient with"):
+            ledger.add(TWO, wrong)
+    assert (ledger.held, ledger.weights) == ({ONE}, {0: 1.0})
+
+
+def test_what_is_named_is_added_with_its_weight() -> None:
+    ledger = ReceiptLedger(step=3)
+    ledger.freeze({ONE}, {0: 2.0})
+    with pytest.raises(ProtocolError, match=r"has the weight 2\.0"):
+        ledger.add(ONE, 1.0)
+    assert not ledger.held
+    assert not ledger.weights
+    assert ledger.add(ONE, 2.0) is True
+    assert ledger.agrees({ONE}, {0: 2.0})
+    assert ledger.agrees({ONE, THREE}, {0: 2.0, 4: 1.0})
+    assert not ledger.agrees({ONE}, {0: 1.0})
+    assert not ledger.agrees(set(), {})
 
 
 def test_it_says_all_that_it_holds_and_of_which_batches() -> None:

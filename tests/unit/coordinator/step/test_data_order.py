@@ -11,10 +11,11 @@ import torch
 
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.step.data_order import DataOrder, Lane, StepWindow, WaitingTrainer, choose_besides
+from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.batches import Grant, GrantRequest
+from lightning_swarm.protocol.messages.batches import Grant, GrantRequest, Lease
 from lightning_swarm.protocol.messages.run import MAX_PLANS, EpochPlan, PlanRequest, RandomNumbers, TakePlanRequest
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import GRANT, PLAN, TAKE_PLAN
@@ -30,6 +31,17 @@ NOWHERE = RandomNumbers(torch=b"", python=b"", python_gauss=None, numpy=b"", num
 
 def plan(epoch: int, *sizes: tuple[int, int], begin: int = 0, last: bool = False) -> EpochPlan:
     return EpochPlan(epoch=epoch, begin=begin, sizes=list(sizes), digest=bytes(32), random=NOWHERE, last=last)
+
+
+def test_a_reported_batch_has_the_size_of_its_number() -> None:
+    """A new coordinator hears of it from its trainer, and knows the order from the lead."""
+    step = OpenStep(0, 8)
+    step.plan(order(plan(0, (4, 2))), (0, 0))
+    for size, weights in ((1000, {}), (4, {0: 4.0})):
+        grant = Grant(lease=1, generation=0, step=0, first=0, weight=float(size), batch=(0, 0), samples=size)
+        request = GrantRequest(step=0, num_samples=size, generation=0, batch=(0, 0))
+        step.restore(OTHER, Lease(grant=grant, request=request), None)
+        assert step.weights == weights
 
 
 def order(*plans: EpochPlan) -> DataOrder:

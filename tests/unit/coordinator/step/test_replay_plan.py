@@ -25,6 +25,7 @@ def plan(
     first_trained: int = 0,
     replayable: Sequence[bool] | None = None,
     barred: Mapping[int, Collection[PeerId]] | None = None,
+    spoilt: Sequence[Collection[PeerId]] | None = None,
 ) -> ReplayPlan:
     """Where nothing else is said, all stages train, and anything can be computed again anywhere."""
     return plan_replays(
@@ -33,6 +34,7 @@ def plan(
         first_trained=first_trained,
         replayable=replayable or [True] * len(stages),
         barred=barred or {},
+        spoilt=spoilt or [()] * len(stages),
     )
 
 
