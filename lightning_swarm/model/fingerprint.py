@@ -1,10 +1,8 @@
-"""Computes a 64-bit fingerprint of tensors, equal on every device, to find accidental drift.
-
-It stops a forger only under a key that nobody knew when the tensors were made: then it also proves to have them.
-"""
+"""Hashes of tensors, equal on every device: a quick one that finds accidental drift, and SHA-256 against forgers."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Iterable, Iterator
 from functools import lru_cache
 from typing import Final
@@ -21,16 +19,31 @@ _PRIME: Final = 0x9E3779B97F4A7C15
 _PIECE: Final = 1 << 21  # words that are hashed at once, in some milliseconds
 
 
-def fingerprint(tensors: Iterable[Tensor], key: int = 0) -> int:
-    """Hash the bytes of tensors of any dtypes and shapes, in order."""
-    return Fingerprint(tensors, key).finish()
+def digest(tensors: Iterable[Tensor], prefix: bytes) -> bytes:
+    """SHA-256 of a prefix and of tensors, in order: dtypes, shapes, bytes. Nobody finds other ones with the same."""
+    found = hashlib.sha256(prefix)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
+        found.update(_raw(tensor).cpu().numpy().data)
+    return found.digest()
+
+
+def proof(tensors: Iterable[Tensor], challenge: int) -> int:
+    """Prove to have tensors: 64 bits of a digest with a number in it that nobody knew before."""
+    # So few are enough, for whoever would search for other tensors has only until the answer is due.
+    return int.from_bytes(digest(tensors, challenge.to_bytes(8, "little"))[:8], "little")
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """Hash the bytes of tensors of any dtypes and shapes, in order, in 64 bits. A forger can solve for it."""
+    return Fingerprint(tensors).finish()
 
 
 class Fingerprint:
     """Computes a fingerprint piece by piece; the tensors must not change until it is finished."""
 
-    def __init__(self, tensors: Iterable[Tensor], key: int = 0) -> None:
-        self._pieces = _pieces(tensors, key)
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._pieces = _pieces(tensors)
         self._value: int | None = None
 
     def advance(self) -> bool:
@@ -50,18 +63,22 @@ class Fingerprint:
         return self._value
 
 
-def _pieces(tensors: Iterable[Tensor], key: int) -> Generator[None, None, int]:
+def _pieces(tensors: Iterable[Tensor]) -> Generator[None, None, int]:
     total = 0
     for tensor in tensors:
-        tensor_hash = yield from _hash_bytes(tensor, key)
+        tensor_hash = yield from _hash_bytes(tensor)
         total = (total * _PRIME + tensor_hash + tensor.numel() + 1) & _MASK
         yield
     return total
 
 
-def _hash_bytes(tensor: Tensor, key: int) -> Generator[None, None, int]:
+def _raw(tensor: Tensor) -> Tensor:
     # Not `reshape`: a single element counts as contiguous with any stride, but a byte view needs stride 1.
-    raw = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
+    raw = _raw(tensor)
     padding = -len(raw) % 4
     if padding:
         raw = torch.nn.functional.pad(raw, (0, padding))
@@ -71,7 +88,7 @@ def _hash_bytes(tensor: Tensor, key: int) -> Generator[None, None, int]:
     for start in range(0, len(words), _PIECE):
         if start:
             yield
-        for row_sum in sums(words[start : start + _PIECE], key):
+        for row_sum in sums(words[start : start + _PIECE]):
             total = (total * _PRIME + row_sum) & _MASK
     return total
 
@@ -80,16 +97,16 @@ def _hash_bytes(tensor: Tensor, key: int) -> Generator[None, None, int]:
 # had 64 bits, it would be by one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
 
 
-def _row_sums(words: Tensor, key: int = 0) -> Iterator[int]:
-    multipliers = _multipliers(words.device, key)
+def _row_sums(words: Tensor) -> Iterator[int]:
+    multipliers = _multipliers(words.device)
     products = multipliers.new_empty(min(_ROW, len(words)))
     for row in words.split(_ROW):
         yield int(products[: len(row)].copy_(row).mul_(multipliers[: len(row)]).sum())
 
 
-def _row_sums_on_cpu(words: Tensor, key: int = 0) -> Iterator[int]:
+def _row_sums_on_cpu(words: Tensor) -> Iterator[int]:
     """The same by numpy, which needs a third of the time."""
-    row, multipliers = words.numpy(), _multipliers(words.device, key).numpy()
+    row, multipliers = words.numpy(), _multipliers(words.device).numpy()
     num_whole = len(row) // _ROW * _ROW
     if num_whole:
         yield from np.einsum("ij,j->i", row[:num_whole].reshape(-1, _ROW), multipliers).tolist()
@@ -98,6 +115,6 @@ def _row_sums_on_cpu(words: Tensor, key: int = 0) -> Iterator[int]:
 
 
 @lru_cache(maxsize=8)
-def _multipliers(device: torch.device, key: int) -> Tensor:
+def _multipliers(device: torch.device) -> Tensor:
     """Draw an odd multiplier for each word of a row. Multilinear hashing: Dietzfelbinger, STACS 1996."""
-    return long_bits(_PRIME ^ key, _ROW, device) | 1
+    return long_bits(_PRIME, _ROW, device) | 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ProtocolError, TicketGone
 from lightning_swarm.core.moving_average import MovingAverage
-from lightning_swarm.model.fingerprint import Fingerprint, fingerprint
+from lightning_swarm.model.fingerprint import Fingerprint, fingerprint, proof
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import RunningStatistics
@@ -305,9 +305,9 @@ class Stage:
             self._spare.clear()
 
     def fingerprint(self, challenge: int = 0) -> int:
-        """The fingerprint of weights, buffers and optimizer state at this version, under a challenge unless it is 0."""
+        """A hash of weights, buffers and optimizer state at this version; under a challenge other than 0, a proof."""
         if challenge:
-            return fingerprint(self._held(), challenge)
+            return proof(self._held(), challenge)
         before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 

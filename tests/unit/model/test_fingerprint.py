@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.fingerprint import _ROW, Fingerprint, _row_sums, _row_sums_on_cpu, fingerprint
+from lightning_swarm.model.fingerprint import _ROW, Fingerprint, _row_sums, _row_sums_on_cpu, digest, fingerprint, proof
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.server.server import Server
 from tests.unit.conftest import MakeSwarm
+from tests.unit.model.forged import cancelling_words
 from tests.unit.swarm import rows
 
 
@@ -73,6 +74,25 @@ def test_equal_bytes_are_equal_however_they_lie_in_memory() -> None:
     assert fingerprint([weights.t().contiguous().t()]) == expected
     assert fingerprint([torch.cat([weights, weights])[6:]]) == expected
     assert fingerprint(iter([weights])) == expected
+
+
+def test_a_proof_shows_what_a_fingerprint_does_not() -> None:
+    """Whoever solves for it changes a word of each of two rows, and the fingerprint stays."""
+    one, other = cancelling_words()
+    words = (1 << 30) + torch.randint(0, 1000, (2, _ROW), generator=torch.Generator().manual_seed(0))
+    others = words.clone()
+    others[0, ::7] += one
+    others[1, ::7] += other
+    assert others.min() >= -(1 << 31)
+    weights, poison = (rows.int().view(torch.float32).view(-1) for rows in (words, others))
+    assert fingerprint([weights]) == fingerprint([poison]), "the attack is one"
+    for challenge in (1, 2, 1 << 61):
+        assert proof([weights], challenge) == proof([weights.clone()], challenge) < 1 << 64
+        assert proof([weights], challenge) != proof([poison], challenge)
+    assert proof([weights], 1) != proof([weights], 2)
+    assert len({digest([weights], prefix) for prefix in (b"", b"x")} | {digest([poison], b"")}) == 3
+    halves = [weights[:_ROW], weights[_ROW:]]
+    assert digest([weights], b"") != digest(halves, b"") != digest(halves[::-1], b"")
 
 
 def test_a_known_value_stays() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.limits import Limits
@@ -30,6 +31,7 @@ from lightning_swarm.server.state_transfer import donor
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.membership.test_servers import entering
+from tests.unit.model.forged import forged
 from tests.unit.swarm import Swarm, rows
 
 A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
@@ -107,8 +109,13 @@ async def _tolerant(work: Any) -> None:
         return
 
 
+def raised(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensor + 1 if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+@pytest.mark.parametrize("poison", [raised, forged], ids=["other weights", "the same fingerprint"])
 def test_a_donor_that_sends_another_state_lets_nobody_in(
-    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, poison: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> None:
     """It says a hash that fits what it sends; the joiner comes to hold the run's weights by another donor."""
     swarm = make_swarm("a b", "c")
@@ -121,7 +128,9 @@ def test_a_donor_that_sends_another_state_lets_nobody_in(
         if state is not lying:
             return copy
         poisoned.append(copy.version)
-        tensors = tuple(tensor + 1 if tensor.is_floating_point() else tensor for tensor in copy.tensors)
+        tensors = tuple(poison(copy.tensors))
+        assert not all(map(torch.equal, tensors, copy.tensors))
+        assert (fingerprint(tensors) == fingerprint(copy.tensors)) == (poison is forged)
         snapshot = copy.head.snapshot
         head = FollowReply(
             snapshot=type(snapshot)(
