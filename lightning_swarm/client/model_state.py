@@ -8,6 +8,7 @@ import logging
 import secrets
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning_swarm.core.errors import PeerError, ProtocolError, SwarmError, Un
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model import sharded_format
-from lightning_swarm.model.fingerprint import fingerprint
+from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.sharded_format import REST
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
@@ -58,20 +59,38 @@ class ModelState:
 async def gather_snapshots(
     transport: Transport, run: RunState, versions: Collection[int], *, timeout: float, max_bytes: int
 ) -> ModelState | None:
-    """Fetch the newest of `versions` of which peers that answer keep all stages; None if there is none."""
-    held = {
-        peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in versions])
-        for peer, reply in (await ask_held(transport, run.servers, timeout=timeout)).items()
-    }
-    num_stages = len(run.rosters)
-    version = newest_complete(held, num_stages)
-    if version is None:
-        return None
+    """Fetch the newest of `versions` of which peers that answer keep all stages; None if there is none.
+
+    Raises `Unreachable` if they do not send one that they keep, and no older one either.
+    """
+    answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
+    failure: Unreachable | None = None
+    while True:
+        held = {
+            peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in left])
+            for peer, reply in answers.items()
+        }
+        version = newest_complete(held, len(run.rosters))
+        if version is None:
+            if failure is not None:
+                raise failure
+            return None
+        try:
+            return await _gather(transport, run, held, version, timeout=timeout, max_bytes=max_bytes)
+        except Unreachable as error:  # a server may say that it keeps what it does not
+            _log.warning("%s", error)
+            failure = failure or error
+            left.discard(version)
+
+
+async def _gather(
+    transport: Transport, run: RunState, held: Held, version: int, *, timeout: float, max_bytes: int
+) -> ModelState:
+    """Fetch the snapshots of all stages at a version."""
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    generation = run.manifest.generation  # an older one may have had the same version
-    for index in range(num_stages):  # one after the other: there may be no room for two
-        fetched = await _fetch(transport, held, generation, version, index, timeout=timeout, max_bytes=max_bytes)
+    for index in range(len(run.rosters)):  # one after the other: there may be no room for two
+        fetched = await _fetch(transport, run, held, version, index, timeout=timeout, max_bytes=max_bytes)
         try:
             own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
         except (OSError, RuntimeError) as error:  # torch's own, of a full disk
@@ -103,24 +122,38 @@ def no_room(error: Exception) -> SwarmError:
 
 
 async def _fetch(
-    transport: Transport, held: Held, generation: int, version: int, stage_index: int, *, timeout: float, max_bytes: int
+    transport: Transport, run: RunState, held: Held, version: int, stage_index: int, *, timeout: float, max_bytes: int
 ) -> _Tensors:
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
-    # This peer's own snapshot costs nothing.
-    for peer in sorted(holders, key=lambda peer: peer != transport.peer_id):
+    generation = run.manifest.generation  # an older one may have had the same version
+    claimed = {
+        peer: kept.digest
+        for peer in holders
+        for kept in held[peer].snapshots
+        if (kept.version, kept.stage_index) == (version, stage_index)
+    }
+    told, number = run.digest_of(stage_index, version), Counter(claimed.values())
+    if told is None and len(number) > 1:
+        _log.warning("No record says yet what stage %d is at version %d, and %s differ.", stage_index, version, holders)
+    # This peer's own snapshot costs nothing. What no record tells as yet is what most of the holders say.
+    for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -number[claimed[peer]])):
         try:
             message = await transport.stream(peer, SNAPSHOT, request, timeout=timeout, max_bytes=max_bytes)
-            return _read(message, (generation, stage_index, version))
+            found = await asyncio.to_thread(digest, message.tensors, message.body)
+            return _read(message, (generation, stage_index, version), found, told or claimed[peer])
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
     raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
 
 
-def _read(message: Message, asked: tuple[int, int, int]) -> _Tensors:
+def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected: bytes) -> _Tensors:
     head = decode(message.body, Snapshot)
-    if (head.generation, head.stage_index, head.version) != asked or fingerprint(message.tensors) != head.version_hash:
-        raise ProtocolError(f"it is not the snapshot of generation, stage and version {asked}, or came damaged")
+    if (head.generation, head.stage_index, head.version) != asked or found != expected:
+        raise ProtocolError(
+            f"it is not what the stage's servers took at generation, stage and version {asked}: the digest must be "
+            f"{expected.hex()}, got {found.hex()}"
+        )
     count = len(head.weights)
     weights = named(head.weights, message.tensors[:count])
     return weights, named(head.optimizer, serialization.unflatten(head.structure, list(message.tensors[count:])))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, SwarmE
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol.bans import bans_in, untold
-from lightning_swarm.protocol.messages.run import NO_CHANGE, Member, Selection, StepChange
+from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, Member, Selection, StepChange
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
 from lightning_swarm.protocol.queries import ASK_TIMEOUT_S, ask_held, newest_safe, version_to_keep
@@ -70,6 +71,30 @@ def choose_keepers(
         num_kept[keeper] += 1
         keepers.append(keeper)
     return keepers
+
+
+def agreed_snapshots(
+    rosters: Sequence[Sequence[Member]],
+    taken: Mapping[PeerId, Sequence[HeldSnapshot]],
+    known: Sequence[HeldSnapshot],
+    *,
+    step: int,
+) -> list[HeldSnapshot]:
+    """Choose the snapshots of stages that most of a stage's servers took alike, and that no record knows. Pure."""
+    told = {(one.stage_index, one.version) for one in known}
+    agreed = []
+    for index, roster in enumerate(rosters):
+        of_stage = Counter(
+            one
+            for member in roster
+            for one in set(taken.get(member.peer_id, ()))
+            if one.stage_index == index and one.version <= step
+        )
+        for one, number in sorted(of_stage.items(), key=lambda item: item[0].version):
+            if 2 * number > len(roster) and (index, one.version) not in told:
+                told.add((index, one.version))
+                agreed.append(one)
+    return agreed
 
 
 class SnapshotSchedule:
@@ -185,7 +210,9 @@ class StepCommit:
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
     ) -> Record:
-        """A record that says how to step, and nothing else."""
+        """A record that says how to step, and what snapshots are, and nothing else."""
+        present = self._run.present(closed.closing.absent)
+        snapshots = agreed_snapshots(present, closed.snapshots, self._run.snapshots, step=closed.closing.step)
         return Record(
             closing=closed.closing,
             touched=list(closed.touched),
@@ -201,6 +228,7 @@ class StepCommit:
             snapshot=None,
             enlisted=[],
             retired=[],
+            snapshots=snapshots or UNSET,
         )
 
     async def _with_changes(

@@ -23,6 +23,7 @@ def check_record(run: RunState, record: Record) -> None:
     _check_servers(run, record)
     _check_voters(run, record)
     _check_trainers(run, record)
+    _check_snapshots(run, record)
 
 
 def _refuse(record: Record, rule: str, value: object) -> NoReturn:
@@ -85,3 +86,14 @@ def _check_trainers(run: RunState, record: Record) -> None:
         _refuse(record, "who trains retires, and who does not enlists, but for the lead", (enlisted, retired))
     if len(trainers | enlisted) - len(retired) > MAX_TRAINERS:
         _refuse(record, f"at most {MAX_TRAINERS} train", len(trainers | enlisted))
+
+
+def _check_snapshots(run: RunState, record: Record) -> None:
+    """What a snapshot is, is told once, after its version."""
+    told = [(one.stage_index, one.version) for one in record.snapshots or ()]
+    for index, version in told:
+        if index >= len(run.rosters) or not run.manifest.first_step < version <= record.step:
+            _refuse(record, f"snapshots are of {len(run.rosters)} stages and of earlier records", (index, version))
+    known = [(one.stage_index, one.version) for one in run.snapshots]
+    if len(set(told)) < len(told) or not set(told).isdisjoint(known):
+        _refuse(record, "the digest of a snapshot is told once", told[:2])

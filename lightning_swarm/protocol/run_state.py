@@ -24,6 +24,7 @@ from lightning_swarm.protocol.messages.calls import to_ranges
 from lightning_swarm.protocol.messages.run import (
     MAX_FORMER_LEADS,
     BatchNumber,
+    HeldSnapshot,
     Manifest,
     Member,
     RestartRequest,
@@ -95,6 +96,7 @@ class RunState:
         self.invitations = manifest.invitations  # with the peers that ever came by each
         self.bans = manifest.bans
         self._heed_ban: Callable[[bytes], None] = lambda _: None
+        self.snapshots: list[HeldSnapshot] = []  # as records know them, of the versions that are kept
         self.seats_before = self.seats  # before the newest record
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
@@ -137,6 +139,7 @@ class RunState:
             scaling=self.scaling,
             invitations=self.invitations,
             bans=self.bans,
+            snapshots=self.snapshots or UNSET,
         )
 
     def seats_at(self, version: int) -> SeatedMembers:
@@ -146,7 +149,7 @@ class RunState:
     def set_members(self, seats: SeatedMembers) -> None:
         """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
-        self.scaling, self.invitations = seats.scaling, seats.invitations
+        self.scaling, self.invitations, self.snapshots = seats.scaling, seats.invitations, list(seats.snapshots or ())
         if seats.bans != self.bans:
             self.bans = seats.bans
             self.heed_bans(self._heed_ban)
@@ -176,7 +179,17 @@ class RunState:
             scaling=scaling,
             invitations=invitations,
             bans=bans_after(self.bans, record.bans),
+            snapshots=self._snapshots_after(record) or UNSET,
         )
+
+    def _snapshots_after(self, record: Record) -> list[HeldSnapshot]:
+        order, known = record.snapshot, [*self.snapshots, *(record.snapshots or ())]
+        return known if order is None else [one for one in known if one.version == order.keep]
+
+    def digest_of(self, stage_index: int, version: int) -> bytes | None:
+        """Return the digest of a stage's snapshot, if a record tells it."""
+        found = (one.digest for one in self.snapshots if (one.stage_index, one.version) == (stage_index, version))
+        return next(found, None)
 
     def _rosters_after(self, record: Record) -> list[list[Member]]:
         if not record.left and not record.newcomers:
@@ -250,6 +263,7 @@ class RunState:
         )
         self.version = request.first_step
         self.set_members(request.seats)
+        self.snapshots = []  # of the generation before
         self._counted.clear()
         self._positions.clear()
         self.newest, self.selection = None, request.selection

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import UNSET
 from torch import Tensor
@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import untold
 from lightning_swarm.protocol.messages.calls import CallKey, batch_name
-from lightning_swarm.protocol.messages.run import NO_CHANGE, StepChange
+from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, StepChange
 from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
@@ -46,6 +46,7 @@ class StepHandlers:
         # Called with each applied record, the mean gradients of this server's stages, and what was written before it.
         self._on_decided = on_decided
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
+        self.untold_snapshots: Callable[[], Sequence[HeldSnapshot]] = tuple  # of its own stages, that no record knows
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # when this server came into the run; on the monotonic clock
         self.sums = GradientSums(context.membership)
@@ -194,8 +195,10 @@ class StepHandlers:
             self._tickets.drop(name)
         if not self.rounds.has_begun(request.generation, request.step, request.round):
             self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
-        bans = untold(self.sums.run.bans, self._transport.bans) or UNSET
-        return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report(), bans=bans))
+        noted, bans = self._events.report(), untold(self.sums.run.bans, self._transport.bans) or UNSET
+        snapshots = list(self.untold_snapshots()) or UNSET
+        boot_id = self._me.boot_id
+        return encode(FreezeReply(boot_id=boot_id, ledgers=ledgers, noted=noted, bans=bans, snapshots=snapshots))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)

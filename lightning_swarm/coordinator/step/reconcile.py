@@ -44,7 +44,7 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_weights, to_runs
-from lightning_swarm.protocol.messages.run import Member, Selection, first_trained, trained_names
+from lightning_swarm.protocol.messages.run import HeldSnapshot, Member, Selection, first_trained, trained_names
 from lightning_swarm.protocol.messages.step import (
     CHALLENGE_BITS,
     Closing,
@@ -148,6 +148,7 @@ class ReconciledStep:
     # For each stage, of the weights that its replicas agree on. None: it has one replica, and nobody joined.
     version_hashes: Sequence[int | None]
     challenge: int  # under which these are taken; 0: under none, so they prove nothing
+    snapshots: Mapping[PeerId, Sequence[HeldSnapshot]]  # that each server took, and that no record knows yet
 
 
 class SumReconciliation:
@@ -181,6 +182,7 @@ class SumReconciliation:
         self._told: set[PeerId] = set()  # the servers that know the weights of all that they may add
         self._trained = trained_names(selection) if selection is not None else ()
         self.step_servers = StepServers(context, servers, step.step)
+        self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
     def are_of(self, step: OpenStep) -> bool:
@@ -221,7 +223,7 @@ class SumReconciliation:
                 self.loads = reported_loads(ledgers)
                 touched = [touched_parameters(stage.values()) for stage in ledgers]
                 named_held, closing = named_receipts(ledgers), self._closing(round_)
-                return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge)
+                return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge, self._snapshots)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or self._never_corrected(plan) or await self._repair(plan, spoilt)
@@ -258,6 +260,7 @@ class SumReconciliation:
         request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
+        self._snapshots = {peer: reply.snapshots or () for peer, reply in replies.items()}
         found: Ledgers = [{} for _ in self._run.rosters]
         for index, roster in enumerate(there.rosters):
             for member in roster:

@@ -250,6 +250,18 @@ class Manifest(WireMessage, frozen=True):
         return bool(self.stages) and all(stage.on_trainers for stage in self.stages)
 
 
+class HeldSnapshot(WireMessage, frozen=True):
+    """A copy of one stage at one version that a server keeps."""
+
+    stage_index: Count
+    version: Count
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the `Snapshot` and its tensors
+
+
+MAX_SNAPSHOTS: Final = 4096  # of one server, or that a record knows
+SomeSnapshots = Annotated[list[HeldSnapshot], msgspec.Meta(max_length=MAX_SNAPSHOTS)]
+
+
 class SeatedMembers(WireMessage, frozen=True):
     """The members of a run at a version, and its scale, for a peer that has not seen all records until then."""
 
@@ -259,6 +271,7 @@ class SeatedMembers(WireMessage, frozen=True):
     scaling: LossScaling | None = None  # in the step at that version
     invitations: UsedInvitations = msgspec.UNSET
     bans: Bans = msgspec.UNSET
+    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # as in `Record`, of the versions that are kept
 
 
 class RunView(WireMessage, frozen=True):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.run import Selection, SomeSnapshots
 from lightning_swarm.protocol.messages.wire import Count, ShortText, WireMessage
 
 
@@ -103,19 +103,11 @@ class SnapshotOrder(WireMessage, frozen=True):
     keepers: list[PeerId | None]  # for each stage, the server that keeps it besides the stage's own servers
 
 
-class HeldSnapshot(WireMessage, frozen=True):
-    """A copy of one stage at one version that a server keeps."""
-
-    stage_index: Count
-    version: Count
-    version_hash: int
-
-
 class HeldSnapshots(WireMessage, frozen=True):
     """A server tells a peer that asks which snapshots it keeps."""
 
     host: ShortText  # the server's machine, if known; servers of one machine may die together
-    snapshots: Annotated[list[HeldSnapshot], msgspec.Meta(max_length=4096)]
+    snapshots: SomeSnapshots
     # Versions of the lead's loop state that it keeps; unset: none.
     loops: Annotated[list[Count], msgspec.Meta(max_length=16)] | msgspec.UnsetType = msgspec.UNSET
 

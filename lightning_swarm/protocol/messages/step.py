@@ -9,7 +9,16 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, Weights, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.messages.run import Bans, BatchNumber, InvitedBy, Member, SomeTrainers, StepChange, Term
+from lightning_swarm.protocol.messages.run import (
+    Bans,
+    BatchNumber,
+    InvitedBy,
+    Member,
+    SomeSnapshots,
+    SomeTrainers,
+    StepChange,
+    Term,
+)
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage
 
@@ -108,6 +117,7 @@ class FreezeReply(WireMessage, frozen=True):
     ledgers: list[StageLedger]
     noted: EventCounts  # by the server, so far
     bans: Bans = msgspec.UNSET  # that the server has heard of, and no record tells yet
+    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # of its own stages, that no record knows yet
 
 
 class Replay(WireMessage, frozen=True):
@@ -227,6 +237,8 @@ class Record(WireMessage, frozen=True):
     # How each newcomer and each new trainer comes; unset: nobody does, or the run takes peers without invitation.
     invited: dict[PeerId, InvitedBy] | msgspec.UnsetType = msgspec.UNSET
     bans: Bans = msgspec.UNSET  # new ones
+    # Snapshots that earlier records ordered, as most servers of their stages took them; unset: no more are known.
+    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def step(self) -> int:

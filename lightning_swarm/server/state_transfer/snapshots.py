@@ -18,14 +18,13 @@ from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
-from lightning_swarm.model.fingerprint import fingerprint
+from lightning_swarm.model.fingerprint import digest, fingerprint
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol import plain_values, serialization
 from lightning_swarm.protocol.messages.batches import TravellingLoop
-from lightning_swarm.protocol.messages.run import Manifest
+from lightning_swarm.protocol.messages.run import HeldSnapshot, Manifest
 from lightning_swarm.protocol.messages.state import (
-    HeldSnapshot,
     HeldSnapshots,
     KeptLoop,
     OrderedSnapshots,
@@ -116,6 +115,7 @@ def copied(stage: Stage, generation: int) -> Message:
 @dataclass
 class _StoredSnapshot:
     head: Snapshot
+    digest: bytes
     tensors: Sequence[Tensor]
     file: IO[bytes] | None = None  # has the tensors, if they are not here
 
@@ -135,7 +135,7 @@ class SnapshotStore:
     def held(self) -> list[HeldSnapshot]:
         """The snapshots that are kept, oldest first."""
         return [
-            HeldSnapshot(stage_index=index, version=version, version_hash=snapshot.head.version_hash)
+            HeldSnapshot(stage_index=index, version=version, digest=snapshot.digest)
             for (version, index), snapshot in sorted(self._kept.items())
         ]
 
@@ -146,9 +146,10 @@ class SnapshotStore:
 
     async def put(self, head: Snapshot, tensors: Sequence[Tensor], *, wanted: Callable[[], bool]) -> None:
         """Keep a snapshot, which must not change any more, if it is still `wanted` once written; `OSError`: no room."""
-        kept = _StoredSnapshot(head, tensors)
+        own = await asyncio.to_thread(digest, tensors, encode(head))
+        kept = _StoredSnapshot(head, own, tensors)
         if self.used_bytes + num_bytes(tensors) > self._max_bytes:
-            kept = _StoredSnapshot(head, (), await asyncio.to_thread(_written, tensors))
+            kept = _StoredSnapshot(head, own, (), await asyncio.to_thread(_written, tensors))
         if not wanted():
             kept.close()
             return
@@ -221,6 +222,7 @@ class Snapshots:
         self._order: _SnapshotOrder | None = None  # the newest one
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
+        steps.untold_snapshots = self._untold
         transport.handle_call(HELD, self._handle_held)
         max_bytes, admit = limits.max_message_bytes, self._membership.check_server
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=max_bytes, admit=admit)
@@ -237,6 +239,14 @@ class Snapshots:
         """The newest order of this run that was seen here."""
         order = self._order
         return None if order is None else OrderedSnapshots(order.version, order.keep, order.at_s)
+
+    def _untold(self) -> list[HeldSnapshot]:
+        """The newest snapshots of this server's own stages, as long as no record tells what they are."""
+        order, run = self._order, self._membership.run
+        if order is None:
+            return []
+        own = [one for one in self.store.held if one.version == order.version and one.stage_index in self._steps.stages]
+        return [one for one in own if run.digest_of(one.stage_index, one.version) is None]
 
     def _versions(self) -> set[int]:
         order = self._order
@@ -258,11 +268,11 @@ class Snapshots:
     async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
         """Copy stages as they are now, before the next record, and send those whose first replica is here."""
         taken: dict[int, Message] = {}
-        for stage in stages:
-            message = await self._compute(partial(copied, stage, order.generation))
+        # All of them before any is hashed, which may take longer than a step.
+        for message in [await self._compute(partial(copied, stage, order.generation)) for stage in stages]:
             head = decode(message.body, Snapshot)
             if head.version == order.version and await self._put(head, message.tensors, order):  # else it is further
-                taken[stage.index] = message
+                taken[head.stage_index] = message
         for index in sorted(first & taken.keys()):
             keeper = order.keepers[index] if index < len(order.keepers) else None
             if keeper is None or self._order is not order:  # the run may roll back, or go on without this server

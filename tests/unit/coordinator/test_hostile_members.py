@@ -11,7 +11,7 @@ from msgspec.structs import replace as replaced
 from lightning_swarm.coordinator.consensus import MAX_STEP
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import CoordinatorTerm, Term, WatchReply
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, HeldSnapshot, Term, WatchReply
 from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vacancy, Vote
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import FREEZE, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
@@ -195,6 +195,7 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
 
     def forged(record: Record) -> list[Record]:
         closing, stranger = record.closing, swarm.members[D]
+        taken = HeldSnapshot(stage_index=0, version=closing.step, digest=bytes(32))
         return [
             replaced(record, clip_factor=0.5),
             replaced(record, outcome="skip"),
@@ -207,6 +208,9 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
             replaced(record, next_voters=[swarm.members[LIAR]] * 5),
             replaced(record, retired=[swarm.manifest.lead]),
             replaced(record, enlisted=[PeerId("stranger")]),
+            replaced(record, snapshots=[replaced(taken, stage_index=2)]),
+            replaced(record, snapshots=[replaced(taken, version=closing.step + 1)]),
+            replaced(record, snapshots=[taken, replaced(taken, digest=bytes(32))]),
             replaced(record, closing=replaced(closing, absent=[LIAR])),
             replaced(record, closing=replaced(closing, total_weight=closing.total_weight * 10)),
         ]
@@ -224,5 +228,5 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
 
     calls[PROPOSE] = tempted
     coup.train(1)
-    assert num_refused == 13
+    assert num_refused == 16
     coup.check()

@@ -22,8 +22,8 @@ from lightning_swarm.peer.failover import StandbyLeads
 from lightning_swarm.protocol import plain_values
 from lightning_swarm.protocol.messages.batches import NEEDED, MetricState
 from lightning_swarm.protocol.messages.membership import JoinRequest
-from lightning_swarm.protocol.messages.run import InheritRequest, ReleaseRequest
-from lightning_swarm.protocol.messages.state import HeldSnapshot, HeldSnapshots, KeptLoop
+from lightning_swarm.protocol.messages.run import HeldSnapshot, InheritRequest, ReleaseRequest
+from lightning_swarm.protocol.messages.state import HeldSnapshots, KeptLoop
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 from lightning_swarm.protocol.methods import INHERIT, JOIN, KEEP_LOOP, LEADS, RELEASE, RENEW
 from lightning_swarm.protocol.queries import ask_held
@@ -139,7 +139,7 @@ def test_what_has_no_structure_is_refused(tensors: Sequence[torch.Tensor]) -> No
 
 def held(loops: Sequence[int], *snapshots: tuple[int, int]) -> HeldSnapshots:
     """Versions of loops, and versions and stages of snapshots."""
-    kept = [HeldSnapshot(version=version, stage_index=index, version_hash=0) for version, index in snapshots]
+    kept = [HeldSnapshot(version=version, stage_index=index, digest=bytes(32)) for version, index in snapshots]
     return HeldSnapshots(host="", snapshots=kept, loops=list(loops))
 
 

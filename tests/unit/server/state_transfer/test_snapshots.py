@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
-from lightning_swarm.coordinator.commit import choose_keepers
+from lightning_swarm.coordinator.commit import agreed_snapshots, choose_keepers
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, ProtocolError, TicketGone, Unreachable
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.model.fingerprint import fingerprint
+from lightning_swarm.model.fingerprint import digest, fingerprint
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.run import Member
-from lightning_swarm.protocol.messages.state import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotRequest
+from lightning_swarm.protocol.messages.run import HeldSnapshot, Member
+from lightning_swarm.protocol.messages.state import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
@@ -41,7 +42,7 @@ def holding(**held: Sequence[tuple[int, int]]) -> dict[PeerId, HeldSnapshots]:
     """Versions and stages by peer."""
     return {
         PeerId(name): HeldSnapshots(
-            host="", snapshots=[HeldSnapshot(version=v, stage_index=i, version_hash=0) for v, i in pairs]
+            host="", snapshots=[HeldSnapshot(version=v, stage_index=i, digest=bytes(32)) for v, i in pairs]
         )
         for name, pairs in held.items()
     }
@@ -175,7 +176,8 @@ def test_what_has_no_room_in_memory_is_in_files(make_swarm: MakeSwarm, room: int
         for one in store.held:
             head, tensors = swarm.run(store.get(one.stage_index, one.version))
             assert (head.stage_index, head.version) == (one.stage_index, one.version)
-            assert fingerprint(tensors) == one.version_hash
+            assert digest(tensors, encode(head)) == one.digest
+            assert fingerprint(tensors) == head.version_hash
 
 
 @needs_full_disk
@@ -280,7 +282,11 @@ def test_a_server_that_is_released_while_it_takes_one_serves_the_next_run(make_s
     assert versions(swarm)["a"] == [(1, 0), (1, 1), (1, 2)]
 
 
-@pytest.mark.parametrize("after_s", [5.0, 15.0, 25.0], ids=["own", "checked", "other's"])
+@pytest.mark.parametrize(
+    "after_s",
+    [5.0, 15.0, 25.0, 35.0, 45.0],
+    ids=["own is hashed", "own", "checked", "other's is hashed", "other's"],
+)
 def test_what_is_written_while_the_run_goes_back_is_not_kept(make_swarm: MakeSwarm, after_s: float) -> None:
     from tests.unit.coordinator.test_rollback import go_back
 
@@ -336,6 +342,89 @@ def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -
         swarm.run(put)
     with pytest.raises(Unreachable, match="the snapshot of stage 1"):
         gather()
+
+
+# ---------------------------------------------------------------------- keepers that lie
+
+
+def snapshot(stage_index: int, version: int, content: int = 0) -> HeldSnapshot:
+    return HeldSnapshot(stage_index=stage_index, version=version, digest=bytes([content]) * 32)
+
+
+def test_a_snapshot_is_what_most_servers_of_its_stage_took() -> None:
+    own = rosters("a b c", "d e", "f")
+    taken = {PeerId(peer): [snapshot(0, 4)] for peer in "ab"} | {C: [snapshot(0, 4, 1), snapshot(1, 4, 1)]}
+    taken |= {PeerId("d"): [snapshot(1, 4)], PeerId("e"): [snapshot(1, 4, 1)], PeerId("f"): [snapshot(2, 4)]}
+    agreed = [snapshot(0, 4), snapshot(2, 4)]
+    assert agreed_snapshots(own, taken, [], step=4) == agreed, "of two that differ nobody knows which is right"
+    assert agreed_snapshots(own, taken, agreed[:1], step=4) == agreed[1:], "told once"
+    assert agreed_snapshots(own, taken, [], step=3) == []
+    assert agreed_snapshots(own, {A: taken[A]}, [], step=4) == [], "one of three"
+    assert agreed_snapshots(own, {A: 3 * taken[A]}, [], step=4) == []
+
+
+def poisoned(swarm: Swarm, keeper: PeerId, stage_index: int, version: int) -> None:
+    """Have a server keep other weights, with whatever hash fits them."""
+    store = swarm.servers[keeper].snapshots.store
+    head, tensors = swarm.run(store.get(stage_index, version))
+    others = [tensor + 1.0 if tensor.is_floating_point() else tensor for tensor in tensors]
+    head = replaced(head, version_hash=fingerprint(others))
+    swarm.run(store.put(head, others, wanted=lambda: True))
+
+
+def gathered(swarm: Swarm, *wanted: int) -> ModelState | None:
+    run = swarm.steps.run
+    return swarm.run(gather_snapshots(swarm.trainer, run, wanted, timeout=5.0, max_bytes=1 << 20))
+
+
+def assert_equal(found: ModelState | None, version: int, expected: Mapping[str, Tensor]) -> None:
+    assert found is not None
+    assert found.version == version
+    assert found.weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found.weights[name], tensor)
+
+
+def test_the_next_record_says_what_a_snapshot_is(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a c", "b", limits=LIMITS)
+    swarm.join("j")
+    records = swarm.run(steps(swarm, 1, 2, 3))
+    assert [len(record.snapshots or ()) for record in records] == [0, 2, 0]
+    known = swarm.steps.run.snapshots
+    assert [(one.version, one.stage_index) for one in known] == [(1, 0), (1, 1)]
+    for name in ("a", "b", "c", "j"):
+        server = swarm.servers[PeerId(name)]
+        assert server.membership.run.snapshots == known
+        assert [one for one in server.snapshots.store.held if one not in known] == []
+
+
+def test_a_copy_that_a_keeper_made_up_is_not_loaded(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+    expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+    swarm.run(steps(swarm, 2))
+    assert_equal(gathered(swarm, 1), 1, expected)
+    poisoned(swarm, A, 1, 1)
+    assert_equal(gathered(swarm, 1), 1, expected)
+    swarm.network.kill(B)
+    with pytest.raises(Unreachable, match="the snapshot of stage 1 at version 1 could not be had from"):
+        gathered(swarm, 1)
+
+
+def test_where_the_newest_was_made_up_the_one_before_is_loaded(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=Limits(call_timeout=30.0, snapshot_interval=0.001))
+    swarm.run(steps(swarm, 1))
+    expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+    swarm.run(steps(swarm, 2))
+    poisoned(swarm, A, 1, 2)
+    swarm.network.kill(B)
+    held = swarm.steps.run.snapshots
+    assert [one.version for one in held] == [1, 1], "no record tells yet what the newest is"
+    found = gathered(swarm, 1, 2)
+    assert found is not None
+    assert found.version == 2, "then the word of those that keep it is all there is"
+    swarm.steps.run.snapshots = [*held, *(snapshot(index, 2, 7) for index in (0, 1))]
+    assert_equal(gathered(swarm, 1, 2), 1, expected)
 
 
 def test_an_interval_is_a_time_or_nothing() -> None:
