@@ -183,7 +183,8 @@ class RunState:
         )
 
     def _snapshots_after(self, record: Record) -> list[HeldSnapshot]:
-        order, known = record.snapshot, [*self.snapshots, *(record.snapshots or ())]
+        # A joiner may know from its view what a record tells that it is yet to apply.
+        order, known = record.snapshot, list(dict.fromkeys([*self.snapshots, *(record.snapshots or ())]))
         return known if order is None else [one for one in known if one.version == order.keep]
 
     def digest_of(self, stage_index: int, version: int) -> bytes | None:

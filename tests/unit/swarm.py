@@ -363,7 +363,7 @@ class Swarm:
                     stage.generation.borrowed and stage.generation.borrowed[0],
                     [len(group["params"]) for group in stage.optimizer.torch_optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
-                    (ledger.step, frozenset(ledger._receipts), ledger._named),
+                    (ledger.step, frozenset(ledger._receipts), dict(ledger.weights), ledger._named),
                 )
             if server.admission.leadership.coordinator is not None:
                 coordinator = server.admission.leadership.coordinator

@@ -408,8 +408,10 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     swarm = make_swarm("a", "b c")
     stage = swarm.servers[C].steps.stage(1)
     swarm.run(swarm.through(key(50), rows(1)))
-    swarm.servers[A].steps.sums.ledgers[0]._receipts.clear()  # only the weights shall be wrong
-    swarm.servers[B].steps.sums.ledgers[1]._receipts.clear()
+    for index, peer in enumerate((A, B)):  # only the weights shall be wrong
+        ledger = swarm.servers[peer].steps.sums.ledgers[index]
+        ledger._receipts.clear()
+        ledger.weights.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
     stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
     name = next(name for name, own in stage.optimizer._stepped.items() if own is stage.trainable[0])
