@@ -1,6 +1,6 @@
 """What it costs that only invited peers take part: the same swarm with `trust="invited"` and with `"open"`, in turns.
 
-Once it computes (the model of `benchmarks.throughput`), once it does not, so that a step is all calls (as in
+Once it computes (two blocks of d_model 512), once it does not, so that a step is all calls (as in
 `benchmarks.hops`). Then the time from the command to the first batch.
 """
 
@@ -16,7 +16,7 @@ from benchmarks.report import picture, table, write
 from benchmarks.runs import Turns
 
 MODES = ("open", "invited")
-COMPUTES = ("--devices", 2, "--num-stages", 2, "--width", 512, "--num-blocks", 8, "--batch-size", 64)
+COMPUTES = ("--devices", 2, "--num-stages", 2, "--width", 512, "--num-blocks", 2, "--batch-size", 64)
 CALLS = ("--nop", "--role", "trainer", "--devices", 3, "--num-stages", 2, "--width", 64, "--num-blocks", 2)
 NUM_MICROBATCHES = 64
 
