@@ -18,7 +18,7 @@ from lightning_swarm.network.identity import load_identity
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.test_processes import assert_plain
 
-# Cold starts of peers in this file: 6, and of four that are refused.
+# Cold starts of peers in this file: 6, and of five that are refused.
 
 pytestmark = pytest.mark.thorough
 
@@ -165,6 +165,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         ("bob", None, "lightning-swarm join --invite" if hosts is None else "this peer has no invitation"),
         ("carl", unused, "came by an invitation that was banned from this run"),
         ("mallory", None, "it was made for another peer"),
+        ("dora", invitation, "has 1, and as many others came by it"),
     ]
     for name, by, words in refusals:
         refused = users.join(name, by)
