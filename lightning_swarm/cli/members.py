@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ UNBAN: Final = """\
 {what} Call it where the run was started: there is the owner's key.
 
     lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW...
-    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    the ban of its invitation
+    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    and its invitation
     lightning-swarm unban 203.0.113.7:31337/12D3... anna.invite
 
 The peer does not come back by itself: it joins again.
@@ -73,7 +73,7 @@ def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what `ban` and `unban` take."""
     _add_common(parser)
     parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
-    parser.add_argument("--invitation", action="store_true", help="not the peer alone: all that came by its invitation")
+    parser.add_argument("--invitation", action="store_true", help="besides the peer, all that come by its invitation")
     parser.add_argument("--reason", default="", help=f"for people, at most {MAX_REASON} characters")
 
 
@@ -110,10 +110,16 @@ def ban(arguments: argparse.Namespace) -> int:
         )
     owner = Owner.load(arguments.run_id, path)
     with members.asking(address, timeout=_TIMEOUT_S, certify=_as_owner(owner)) as run:
-        subject = _subject(arguments, run)
-        said = owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())
-        told = run.tell(encode(said))
-    return _report(subject, told, is_lifted=is_lifted)
+        subjects = _subjects(arguments, run)
+        told = [
+            run.tell(encode(owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())))
+            for subject in subjects
+        ]
+        status = _report(subjects, told, is_lifted=is_lifted)
+        still = run.banned_invitations_of(subjects[0]) if is_lifted and not arguments.invitation else []
+    for number in still:
+        _say(f"It came by the invitation {number[:8]}, which is still banned: call `unban` with `--invitation`, too.")
+    return status
 
 
 def _owner_file(arguments: argparse.Namespace) -> Path:
@@ -137,22 +143,27 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _subject(arguments: argparse.Namespace, run: members.Members) -> str:
+def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
+    """Name whom the owner speaks of: a peer first, then the invitations by which it came."""
     if public_key(arguments.subject) is None:
-        return invitation_in(arguments.subject, run_id=arguments.run_id).number.hex()
+        return [invitation_in(arguments.subject, run_id=arguments.run_id).number.hex()]
     if not arguments.invitation:
-        return str(arguments.subject)
-    numbers = [one.invitation for one in run.members() if one.peer_id == arguments.subject and one.invitation]
+        return [arguments.subject]
+    numbers = run.invitations_of(arguments.subject)
     if not numbers:
         raise ConfigError(
             f"{arguments.subject} never came to the run, so the run does not know its invitation. Name the "
             "invitation's file, or leave out `--invitation`."
         )
-    return numbers[0]
+    return [arguments.subject, *numbers]
 
 
-def _report(subject: str, told: Mapping[PeerId, str | None], *, is_lifted: bool) -> int:
-    name = short_name(subject) if public_key(subject) is not None else f"the invitation {subject[:8]}"
+def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]], *, is_lifted: bool) -> int:
+    name = " and ".join(
+        short_name(one) if public_key(one) is not None else f"the invitation {one[:8]}" for one in subjects
+    )
+    # What a peer did not hear in full, it did not hear.
+    told = {peer: next((one[peer] for one in each if one[peer] is not None), None) for peer in each[0]}
     heeded = [peer for peer, problem in told.items() if problem is None]
     for peer, problem in told.items():
         if problem is not None:
@@ -160,7 +171,7 @@ def _report(subject: str, told: Mapping[PeerId, str | None], *, is_lifted: bool)
     if not heeded:
         _say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
         return 1
-    done = "may take part again" if is_lifted else "is banned"
+    done = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
     others = "" if len(heeded) == len(told) else " The others hear it with the run's next record."
     _say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
     return 0

@@ -79,6 +79,18 @@ class Members:
             )
         return members_of(view, self._roles)
 
+    def invitations_of(self, peer: PeerId) -> list[str]:
+        """Return the numbers of the invitations by which a peer came, in hex."""
+        return [one.invitation for one in self.members() if one.peer_id == peer and one.invitation is not None]
+
+    def banned_invitations_of(self, peer: PeerId) -> list[str]:
+        """Return those of them that the run's newest record has as banned; none if no run has begun."""
+        view = self.view
+        if view is None:
+            return []
+        subjects = {ban.subject for ban in bans_in(view.seats.bans)}
+        return [number for number in self.invitations_of(peer) if number in subjects]
+
     def tell(self, signed: bytes) -> dict[PeerId, str | None]:
         """Tell all peers what the owner has signed; returns for each why it did not heed it, or None."""
         return self._runtime.run(self._tell(signed))
