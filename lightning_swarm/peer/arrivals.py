@@ -17,7 +17,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.peer.discovery import ServerAnnouncement
-from lightning_swarm.protocol.bans import heed, untold
+from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.invitations import Used, check_used, has_room, invited_by, used_after
 from lightning_swarm.protocol.messages.run import UsedInvitation, UsedInvitations
 from lightning_swarm.protocol.messages.wire import WireMessage
@@ -35,11 +35,11 @@ class KnownPeers(WireMessage, frozen=True):
     bans: list[bytes]
 
 
-def known_peers(run: RunState) -> dict[str, Any] | None:
+def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
     """Return what a checkpoint is to remember, in plain values; None if the run takes any peer."""
     if isinstance(run.invitations, UnsetType):
         return None
-    plain: dict[str, Any] = msgspec.to_builtins(KnownPeers(list(run.invitations), untold(UNSET, run.bans)))
+    plain: dict[str, Any] = msgspec.to_builtins(KnownPeers(list(run.invitations), bans))
     return plain
 
 
@@ -59,7 +59,7 @@ class Arrivals:
         except (msgspec.ValidationError, ProtocolError) as error:
             raise ConfigError(
                 f"the checkpoint must tell the invitations of its run as they were saved: {error}. Take another "
-                "checkpoint, or remove its entry of the peers: then all invitations count anew."
+                "checkpoint, or remove its entry `swarm_peers`: then all invitations count anew, and nobody is banned."
             ) from error
         self.used = found.invitations
         for signed in found.bans:

@@ -194,7 +194,8 @@ class Lead:
 
     def known_peers(self) -> dict[str, Any] | None:
         """Return what a checkpoint remembers of who came to the run, in plain values; None if anyone may."""
-        return None if self.run is None else known_peers(self.run)
+        # The bans are those of the transport, which may have heard of some that no record tells yet.
+        return None if self.run is None else known_peers(self.run, self._transport.bans)
 
     def restore_peers(self, known: Any) -> None:
         """Before the run begins: continue with the peers that a checkpoint remembers."""

@@ -182,6 +182,7 @@ class Checkpoints:
         self.files: CheckpointFiles | None = None  # of the lead while it trains, if it writes them
         self.restored_step: int | None = None  # of the checkpoint that this run goes on from
         self.known_peers: Any = None  # that this checkpoint remembers, until the run knows them
+        self._peers_of_last: dict[str, Any] | None = None  # that the run knew which ended last
         self._folder: ShardedCheckpoint | None = None  # that is loaded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
@@ -249,8 +250,9 @@ class Checkpoints:
         if strategy._loop is not None and strategy._loop.num_late_batches:
             take_back_batches(checkpoint, strategy._loop.num_late_batches)
         if strategy._session is not None and strategy.is_global_zero:
-            known = strategy._own_peer.lead.known_peers()
-            checkpoint |= {} if known is None else {_PEERS: known}
+            self._peers_of_last = strategy._own_peer.lead.known_peers()
+        if self._peers_of_last is not None:  # also once `fit` is over
+            checkpoint[_PEERS] = self._peers_of_last
         if self._is_sharded:
             self._save_sharded(checkpoint, path, options)
         elif self.files is None:
@@ -289,7 +291,10 @@ class Checkpoints:
     # ------------------------------------------------------------------ loaded
 
     def forget_loaded(self) -> None:
-        """The run is over that went on from a checkpoint."""
+        """The run is over that may have gone on from a checkpoint; later checkpoints remember its peers."""
+        strategy = self._strategy
+        if strategy._session is not None and strategy.is_global_zero:
+            self._peers_of_last = strategy._own_peer.lead.known_peers()
         self._folder, self.restored_step, self.known_peers = None, None, None
 
     def load(self, path: Any, default: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:

@@ -313,15 +313,18 @@ class _Came(L.Callback):
 
 
 def test_a_checkpoint_tells_who_came_and_plain_lightning_takes_it(tmp_path: Path) -> None:
-    def train(run: Any, came: _Came | None = None, **options: Any) -> None:
+    def train(run: Any, came: _Came | None = None, **options: Any) -> Any:
         callbacks = [ModelCheckpoint(tmp_path, save_last=True), *([came] if came else [])]
-        run(make_digits, loader(digits()), enable_checkpointing=True, callbacks=callbacks, **options)
+        return run(make_digits, loader(digits()), enable_checkpointing=True, callbacks=callbacks, **options)
 
     train(run_swarm, first := _Came(), max_epochs=1)
     assert first.before is UNSET
     path = tmp_path / "last.ckpt"
     assert torch.load(path, weights_only=True)["swarm_peers"]["invitations"][0]["peers"] == ["gone"]
-    train(run_swarm, second := _Came(), max_epochs=2, ckpt_path=path)
+    trained = train(run_swarm, second := _Came(), max_epochs=2, ckpt_path=path)
+    trained.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    after = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert after["swarm_peers"]["invitations"][0]["peers"] == ["gone"], "also once `fit` is over"
     assert second.before == [UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")])]
     train(run_plain, max_epochs=3, ckpt_path=path)
     assert "swarm_peers" not in torch.load(path, weights_only=True)

@@ -16,7 +16,7 @@ from lightning_swarm.peer import arrivals
 from lightning_swarm.peer.arrivals import known_peers
 from lightning_swarm.protocol.messages.run import UsedInvitation
 from lightning_swarm.protocol.run_state import RunState
-from tests.access import INVITATION, FakeCredentials, InvitedNetwork, certificate_of
+from tests.access import INVITATION, FakeCredentials, InvitedNetwork, ban_of, certificate_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.peer.test_lead import Starter
 from tests.unit.swarm import LEAD, Swarm
@@ -106,7 +106,7 @@ def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
 
 def test_a_checkpoint_forgets_nobody(make_swarm: MakeSwarm) -> None:
     """A run that is started again from it goes on counting; what does not tell who came is refused."""
-    known = known_peers(_came(make_swarm))
+    known = known_peers(_came(make_swarm), [])
     json.dumps(known)  # plain values, for `weights_only=True`
     found = starter(make_swarm, uses=4)
     found.lead.restore_peers(known)
@@ -122,9 +122,20 @@ def test_a_checkpoint_forgets_nobody(make_swarm: MakeSwarm) -> None:
             found.lead.restore_peers(wrong)
 
 
+def test_a_checkpoint_keeps_a_ban_that_no_record_tells_yet(make_swarm: MakeSwarm) -> None:
+    found = starter(make_swarm, uses=4)
+    found.begin()
+    found.lead._transport.ban(ban_of(B))
+    known = found.lead.known_peers()
+    assert known is not None
+    after = starter(make_swarm, uses=4)
+    after.lead.restore_peers(known)
+    assert after.lead._transport.bans == [ban_of(B)]
+
+
 def _came(make_swarm: MakeSwarm) -> RunState:
     run = RunState(make_swarm("a").manifest)
-    assert known_peers(run) is None, "anyone may come"
+    assert known_peers(run, []) is None, "anyone may come"
     run.invitations = [UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")])]
     return run
 
