@@ -74,26 +74,23 @@ def choose_keepers(
 
 
 def agreed_snapshots(
-    rosters: Sequence[Sequence[Member]],
+    takers: Sequence[Collection[Member]],
     taken: Mapping[PeerId, Sequence[HeldSnapshot]],
     known: Sequence[HeldSnapshot],
     *,
-    step: int,
+    version: int,
 ) -> list[HeldSnapshot]:
-    """Choose the snapshots of stages that most of a stage's servers took alike, and that no record knows. Pure."""
+    """Choose the snapshots of a version that most of a stage's `takers` took alike, and that no record knows. Pure."""
     told = {(one.stage_index, one.version) for one in known}
     agreed = []
-    for index, roster in enumerate(rosters):
+    for index, members in enumerate(takers):
         of_stage = Counter(
             one
-            for member in roster
+            for member in members
             for one in set(taken.get(member.peer_id, ()))
-            if one.stage_index == index and one.version <= step
+            if (one.stage_index, one.version) == (index, version) not in told
         )
-        for one, number in sorted(of_stage.items(), key=lambda item: item[0].version):
-            if 2 * number > len(roster) and (index, one.version) not in told:
-                told.add((index, one.version))
-                agreed.append(one)
+        agreed += [one for one, number in of_stage.items() if 2 * number > len(members)]
     return agreed
 
 
@@ -211,8 +208,13 @@ class StepCommit:
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
     ) -> Record:
         """A record that says how to step, and what snapshots are, and nothing else."""
-        present = self._run.present(closed.closing.absent)
-        snapshots = agreed_snapshots(present, closed.snapshots, self._run.snapshots, step=closed.closing.step)
+        version, takers = self._run.ordered_snapshot or (0, ())
+        # Servers that joined since have none; nor is one waited for that is gone.
+        there = [
+            set(took) & set(present)
+            for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
+        ]
+        snapshots = agreed_snapshots(there, closed.snapshots, self._run.snapshots, version=version)
         return Record(
             closing=closed.closing,
             touched=list(closed.touched),

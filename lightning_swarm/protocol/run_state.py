@@ -97,6 +97,8 @@ class RunState:
         self.bans = manifest.bans
         self._heed_ban: Callable[[bytes], None] = lambda _: None
         self.snapshots: list[HeldSnapshot] = []  # as records know them, of the versions that are kept
+        # The version of the newest snapshot that a record ordered, and the members that take it; None: not known here.
+        self.ordered_snapshot: tuple[int, list[list[Member]]] | None = None
         self.seats_before = self.seats  # before the newest record
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
@@ -213,6 +215,8 @@ class RunState:
         self.seats_before = self.seats
         self.set_members(seats or self.members_after(record))
         self.version = record.step + 1
+        if record.snapshot is not None:
+            self.ordered_snapshot = self.version, self.rosters
         self._counted[record.step] = to_ranges(record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
             del self._counted[next(iter(self._counted))]
@@ -264,7 +268,7 @@ class RunState:
         )
         self.version = request.first_step
         self.set_members(request.seats)
-        self.snapshots = []  # of the generation before
+        self.snapshots, self.ordered_snapshot = [], None  # of the generation before
         self._counted.clear()
         self._positions.clear()
         self.newest, self.selection = None, request.selection

@@ -356,11 +356,11 @@ def test_a_snapshot_is_what_most_servers_of_its_stage_took() -> None:
     taken = {PeerId(peer): [snapshot(0, 4)] for peer in "ab"} | {C: [snapshot(0, 4, 1), snapshot(1, 4, 1)]}
     taken |= {PeerId("d"): [snapshot(1, 4)], PeerId("e"): [snapshot(1, 4, 1)], PeerId("f"): [snapshot(2, 4)]}
     agreed = [snapshot(0, 4), snapshot(2, 4)]
-    assert agreed_snapshots(own, taken, [], step=4) == agreed, "of two that differ nobody knows which is right"
-    assert agreed_snapshots(own, taken, agreed[:1], step=4) == agreed[1:], "told once"
-    assert agreed_snapshots(own, taken, [], step=3) == []
-    assert agreed_snapshots(own, {A: taken[A]}, [], step=4) == [], "one of three"
-    assert agreed_snapshots(own, {A: 3 * taken[A]}, [], step=4) == []
+    assert agreed_snapshots(own, taken, [], version=4) == agreed, "of two that differ nobody knows which is right"
+    assert agreed_snapshots(own, taken, agreed[:1], version=4) == agreed[1:], "told once"
+    assert agreed_snapshots(own, taken, [], version=3) == []
+    assert agreed_snapshots(own, {A: taken[A]}, [], version=4) == [], "one of three"
+    assert agreed_snapshots(own, {A: 3 * taken[A]}, [], version=4) == []
 
 
 def poisoned(swarm: Swarm, keeper: PeerId, stage_index: int, version: int) -> None:
@@ -396,6 +396,29 @@ def test_the_next_record_says_what_a_snapshot_is(make_swarm: MakeSwarm) -> None:
         server = swarm.servers[PeerId(name)]
         assert server.membership.run.snapshots == known
         assert [one for one in server.snapshots.store.held if one not in known] == []
+
+
+def test_a_server_that_joins_meanwhile_keeps_no_snapshot_untold(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    hashed = {peer: swarm.servers[peer].steps.untold_snapshots for peer in (A, B)}
+    for peer in hashed:
+        swarm.servers[peer].steps.untold_snapshots = tuple  # hashing it takes longer than a step
+    swarm.run(steps(swarm, 1))
+    swarm.join("j")
+    swarm.run(steps(swarm, 2, 3))
+    assert [len(roster) for roster in swarm.rosters_now] in ([2, 1], [1, 2])
+    for peer, untold in hashed.items():
+        swarm.servers[peer].steps.untold_snapshots = untold
+    (record,) = swarm.run(steps(swarm, 4))
+    assert [(one.version, one.stage_index) for one in record.snapshots or ()] == [(1, 0), (1, 1)]
+
+
+def test_snapshots_that_nobody_ordered_are_told_by_no_record(make_swarm: MakeSwarm) -> None:
+    """The only server of a stage makes some up, which voters would refuse, and which would fill the view of the run."""
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.servers[B].steps.untold_snapshots = lambda: [snapshot(1, version) for version in (0, 2, 3, 10**6)]
+    records = swarm.run(steps(swarm, 1, 2, 3))
+    assert [len(record.snapshots or ()) for record in records] == [0, 1, 0]
 
 
 def test_a_copy_that_a_keeper_made_up_is_not_loaded(make_swarm: MakeSwarm) -> None:
