@@ -73,8 +73,8 @@ class Gatekeeper:
         self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
         self._failing: OrderedDict[PeerId, _Failing] = OrderedDict()
         self._bans: dict[str, Ban] = {}  # the newest of each peer and invitation
-        # Peers that had a permit, or would have one, and why they have none.
-        self._cut_off: OrderedDict[PeerId, str] = OrderedDict()
+        # Peers that had a permit, or would have one, and the ban for which they have none; None: it has expired.
+        self._cut_off: OrderedDict[PeerId, Ban | None] = OrderedDict()
         self.refusals = RefusalLog()
 
     def permit_of(self, peer: PeerId) -> Permit | None:
@@ -89,27 +89,27 @@ class Gatekeeper:
         if known is None:
             return None
         if known.permit.expires_at_s <= self._wall_s():
-            self._cut(peer, "its certificate has expired")
+            self._cut(peer, None)
             _log.warning(
                 "The certificate of %s has expired: this peer neither answers nor asks it any more. To come back, its "
-                "user needs a new invitation: `lightning-swarm invite`, with a longer `--expires`.",
+                "user needs a new invitation: `lightning-swarm invite`, with a longer `--for`.",
                 short_name(peer),
             )
             return None
         self._permits.move_to_end(peer)
         return known
 
-    def _cut(self, peer: PeerId, reason: str) -> None:
+    def _cut(self, peer: PeerId, ban: Ban | None) -> None:
         self._permits.pop(peer, None)
-        self._cut_off[peer] = reason
+        self._cut_off[peer] = ban
         _keep_newest(self._cut_off, peer, _MAX_PERMITS)
 
     def check_not_cut_off(self, peer: PeerId) -> None:
         """Raise `Unreachable` for a peer whose certificate permits nothing any more: it counts as gone."""
-        if peer not in self._permits or self._find(peer) is None:
-            reason = self._cut_off.get(peer)
-            if reason is not None:
-                raise Unreachable(f"{peer} is not asked any more: {reason}")
+        if self._find(peer) is None and peer in self._cut_off:
+            ban = self._cut_off[peer]
+            reason = "its certificate has expired" if ban is None else f"it {banned(ban)}"
+            raise Unreachable(f"{peer} is not asked any more: {reason}")
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether another peer has shown a certificate that holds."""
@@ -121,7 +121,7 @@ class Gatekeeper:
         if known is not None and known.certificate == certificate:
             return
         if (ban := self._bans.get(peer)) is not None and not ban.is_lifted:
-            self._cut(peer, f"it {banned(ban)}")
+            self._cut(peer, ban)
             raise AccessDenied(f"{peer} {banned(ban)}")
         at_s = self._wall_s()
         failing = self._failing.get(peer, _Failing(0, 0.0, ""))
@@ -155,7 +155,7 @@ class Gatekeeper:
             )
         permit = self.credentials.verify(peer, certificate, now_s=at_s)
         if (ban := self._ban_of(peer, permit)) is not None:
-            self._cut(peer, f"it {banned(ban)}")
+            self._cut(peer, ban)
             raise AccessDenied(f"{peer} {banned(ban)}")
         return permit
 
@@ -176,10 +176,12 @@ class Gatekeeper:
             return
         self._bans[ban.subject] = ban
         if ban.is_lifted:
-            self._failing.clear()  # whom it concerns is not kept waiting
+            self._failing.clear()  # whom it concerns is not kept waiting, nor taken for gone
+            for peer in [peer for peer, one in self._cut_off.items() if one is not None and one.subject == ban.subject]:
+                del self._cut_off[peer]
             return
         for peer in [peer for peer, one in self._permits.items() if self._ban_of(peer, one.permit) is ban]:
-            self._cut(peer, f"it {banned(ban)}")
+            self._cut(peer, ban)
             _log.warning("%s %s", short_name(peer), banned(ban))
         with suppress(AccessDenied):  # it has expired, which others tell it
             own = self.credentials.verify(self.own, self.credentials.certificate, now_s=self._wall_s())

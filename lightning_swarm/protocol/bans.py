@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
@@ -10,11 +11,12 @@ from msgspec import UNSET, UnsetType
 
 from lightning_swarm.core.errors import AccessDenied, ProtocolError
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.invitations import Used
 from lightning_swarm.protocol.messages.run import Bans
 from lightning_swarm.trust.certificates import SignedBan, decode
 
-MAX_BANS: Final = 1024
-"""Peers and invitations that the owner of a run may ever speak of."""
+MAX_BANS: Final = 128
+"""Peers and invitations that the owner of a run may ever speak of: a view of the run names each twice."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,11 @@ def answer_bans(transport: Transport) -> None:
                 f"a run keeps at most {MAX_BANS} bans, and has as many. Lifting one does not free its place."
             )
         transport.ban(body)
+        if body not in transport.bans:
+            raise AccessDenied(
+                "what the run's owner signed last counts, and this is older than what is known here of the same peer "
+                "or invitation. Set the clock of the machine that has the owner's key, and call again."
+            )
         return b""
 
     transport.handle_call(BAN, handle)
@@ -61,6 +68,16 @@ def bans_in(bans: Bans) -> list[SignedBan]:
     return [ban for ban in map(_read, untold(UNSET, bans)) if not ban.is_lifted]
 
 
+def banned_among(peers: Iterable[PeerId], bans: Bans, used: Used) -> set[PeerId]:
+    """Return the peers that are banned themselves, or came by no other invitations than banned ones. Pure."""
+    subjects = {ban.subject for ban in bans_in(bans)}
+    came = defaultdict[PeerId, set[str]](set)
+    for one in () if isinstance(used, UnsetType) else used:
+        for peer in one.peers:
+            came[peer].add(one.number.hex())
+    return {peer for peer in peers if peer in subjects or (peer in came and came[peer] <= subjects)}
+
+
 def _read(signed: bytes) -> SignedBan:
     try:
         return decode(signed, SignedBan)
@@ -72,5 +89,5 @@ def untold(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
     """Return the bans that were heard of, and that a run does not know. Pure."""
     if isinstance(heard, UnsetType):
         return []
-    told = () if isinstance(known, UnsetType) else known
+    told = frozenset(() if isinstance(known, UnsetType) else known)
     return [signed for signed in heard if signed not in told]

@@ -49,8 +49,8 @@ class InvitationUses:
             if is_full(counted):
                 raise AccessDenied(
                     f"a run counts up to {MAX_COUNTED} invited peers, and so many did, or are about to. "
-                    "Start it again from a checkpoint, which counts anew; peers that come back with the same key "
-                    "(`identity_path`) count once."
+                    "Peers that come back with the same key (`identity_path`) count once. To count anew, start the run "
+                    "from a checkpoint without its entry `swarm_peers`, and ban again who is banned."
                 )
             raise AccessDenied(
                 f"an invitation lets in as many peers as it has uses: that of {peer} has {by.uses}, and as many others "
@@ -66,6 +66,9 @@ class InvitationUses:
         found: dict[PeerId, InvitedBy] = {}
         for peer in peers:
             by = self._asked.get(peer)
+            if self._transport.permit_of(peer) is None:  # banned, or expired, while it waited
+                _log.warning("%s does not get in: its certificate permits nothing any more.", peer)
+                continue
             if by is None or not has_room(used, peer, by):
                 _log.warning("%s does not get in: no use of its invitation is left.", peer)
                 continue

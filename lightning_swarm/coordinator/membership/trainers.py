@@ -11,6 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
+from msgspec import UNSET
+
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.rosters import trainer_changes
 from lightning_swarm.coordinator.step.open_step import OpenStep
@@ -18,6 +20,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
+from lightning_swarm.protocol.bans import banned_among
 from lightning_swarm.protocol.messages.batches import RetireRequest
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
@@ -35,6 +38,7 @@ _LONGEST_LOOK_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
 _MISWEIGHS: Final = "its batches had other weights than their leases"
+_BANNED: Final = "the run's owner banned it"
 _ANEW: Final = "it was started again"
 
 
@@ -226,7 +230,11 @@ class TrainerMembership:
         if not run.manifest.open_to_trainers:
             return [], []
         going = {trainer for trainer in run.trainers if trainer in self._going or self._misweighs(trainer)}
+        going |= self._banned(run.trainers)
         return trainer_changes(run.trainers, lead=run.manifest.lead, going=going, coming=self.waiting)
+
+    def _banned(self, peers: Collection[PeerId]) -> set[PeerId]:
+        return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)
 
     def let_in(self, record: Record) -> None:
         """Enter a record that is decided and applied."""
@@ -234,9 +242,11 @@ class TrainerMembership:
             self._asked_s.pop(peer, None)
             self._heard_s[peer] = now_s()
             self._events.note("joined", peer=peer, step=self._run.version, reason="it trains")
+        banned = self._banned(record.retired)
         for peer in record.retired:
             self._heard_s.pop(peer, None)
-            reason = self._going.pop(peer, _MISWEIGHS if self._misweighs(peer) else _SILENT)
+            silent = _BANNED if peer in banned else _MISWEIGHS if self._misweighs(peer) else _SILENT
+            reason = self._going.pop(peer, silent)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
     async def look_after(self) -> None:

@@ -161,7 +161,7 @@ UsedInvitations = list[UsedInvitation] | msgspec.UnsetType  # unset: the run tak
 
 # What the run's owner signed, see `SignedBan`; unset: nobody was banned.
 Bans = (
-    Annotated[list[Annotated[bytes, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=2048)] | msgspec.UnsetType
+    Annotated[list[Annotated[bytes, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=256)] | msgspec.UnsetType
 )
 
 

@@ -11,13 +11,17 @@ from msgspec import UNSET
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.core.errors import AccessDenied, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import MAX_CALL_BYTES, PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol import bans
-from lightning_swarm.protocol.bans import BAN, bans_after, bans_in
+from lightning_swarm.protocol.bans import BAN, MAX_BANS, banned_among, bans_after, bans_in
+from lightning_swarm.protocol.invitations import MAX_COUNTED
+from lightning_swarm.protocol.messages.run import UsedInvitation
+from lightning_swarm.protocol.messages.wire import encode as wire_bytes
 from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.trust.certificates import MAX_REASON, MAX_USES, ban
 from lightning_swarm.trust.certificates import encode as signed_bytes
 from lightning_swarm.trust.owner import Owner
 from tests.access import OWNER, OwnedNetwork
@@ -174,11 +178,85 @@ def test_a_banned_trainer_trains_no_more(make_swarm: MakeSwarm) -> None:
         await tell(swarm, word(NEW), A)
         with pytest.raises(AccessDenied, match="was banned"):
             await new.grant(2)
-        await asyncio.sleep(3 * swarm.limits.silence_timeout)
         record = await run.step(run.lead, run.lead)
-        assert record.retired == [NEW]
+        assert record.retired == [NEW], "it is not waited for"
 
     swarm.run(go())
+
+
+def test_a_trainer_that_is_banned_while_it_waits_does_not_get_in(make_swarm: MakeSwarm) -> None:
+    run = Run(lambda *rosters, **options: owned_swarm(make_swarm, *rosters, **options))
+    swarm = run.swarm
+
+    async def go() -> None:
+        coming = asyncio.create_task(run.enter(run.transport()))
+        await asyncio.sleep(1.0)
+        await tell(swarm, word(NEW), A)
+        record = await run.step(run.lead, run.lead)
+        assert [ban.subject for ban in bans_in(record.bans)] == [NEW]
+        assert record.enlisted == []
+        coming.cancel()
+
+    swarm.run(go())
+
+
+def test_who_came_by_another_invitation_stays_when_one_is_banned() -> None:
+    first, second = bytes(16), bytes(15) + b"2"
+    used = [UsedInvitation(number=first, uses=2, peers=[A, B]), UsedInvitation(number=second, uses=2, peers=[B])]
+    assert banned_among([A, B, C], [word(first.hex())], used) == {A}
+    assert banned_among([A, B, C], [word(first.hex()), word(second.hex())], used) == {A, B}
+    assert banned_among([A, B, C], [word(first.hex()), word(B)], used) == {A, B}
+    assert banned_among([A, B, C], UNSET, used) == set()
+    assert banned_among([A, B, C], [word(C)], UNSET) == {C}
+
+
+def test_an_older_word_of_the_owner_is_refused_aloud(make_swarm: MakeSwarm) -> None:
+    """As when the owner's clock was set back between a ban and its end."""
+    swarm = owned_swarm(make_swarm, "a", "b")
+    lifted, banned = word(B, is_lifted=True), word(B)
+
+    async def go() -> None:
+        await tell(swarm, banned, A)
+        await tell(swarm, banned, A)
+        with pytest.raises(AccessDenied, match=r"older than what is known here.*Set the clock"):
+            await tell(swarm, lifted, A)
+
+    swarm.run(go())
+
+
+def test_whose_ban_is_lifted_counts_as_gone_no_more(make_swarm: MakeSwarm) -> None:
+    swarm = owned_swarm(make_swarm, "a", "b")
+    swarm.network.transport("g")
+    transport = server_transport(swarm, A)
+
+    async def go() -> None:
+        await transport.certify(G)
+        for subject in (G, swarm.network.invitation(G).invitation.number.hex()):
+            await tell(swarm, word(subject), A)
+            with pytest.raises(Unreachable, match=r"is not asked any more: it .*banned"):
+                await transport.ping(G)
+            await tell(swarm, word(subject, is_lifted=True), A)
+            await transport.ping(G)
+            await transport.certify(G)
+
+    swarm.run(go())
+
+
+def test_the_longest_bans_and_all_invitations_fit_a_view(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    run_id, reason = "r" * 100, "\N{GRINNING FACE}" * MAX_REASON
+    longest = signed_bytes(ban(OWNER.key, run_id, OWNER.key.peer_id, reason, is_lifted=True, decided_at_ns=1 << 62))
+    all_bans = MAX_BANS * [longest]
+    used = [
+        UsedInvitation(number=bytes(16), uses=MAX_USES, peers=[PeerId(OWNER.key.peer_id)]) for _ in range(MAX_COUNTED)
+    ]
+    view = swarm.servers[A].membership.run.view()
+    full = replaced(
+        view,
+        manifest=replaced(view.manifest, invitations=used, bans=all_bans),
+        seats=replaced(view.seats, invitations=used, bans=all_bans),
+    )
+    assert len(wire_bytes(full)) < 0.95 * MAX_CALL_BYTES, "the rest is for servers, stages and trainers"
 
 
 def test_what_the_owner_has_not_signed_changes_nothing(make_swarm: MakeSwarm) -> None:
