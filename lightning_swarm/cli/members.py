@@ -116,7 +116,7 @@ def ban(arguments: argparse.Namespace) -> int:
             for subject in subjects
         ]
         status = _report(subjects, told, is_lifted=is_lifted)
-        still = run.banned_invitations_of(subjects[0]) if is_lifted and not arguments.invitation else []
+        still = run.banned_invitations_of(PeerId(subjects[0])) if is_lifted and not arguments.invitation else []
     for number in still:
         _say(f"It came by the invitation {number[:8]}, which is still banned: call `unban` with `--invitation`, too.")
     return status
@@ -149,7 +149,7 @@ def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
         return [invitation_in(arguments.subject, run_id=arguments.run_id).number.hex()]
     if not arguments.invitation:
         return [arguments.subject]
-    numbers = run.invitations_of(arguments.subject)
+    numbers = run.invitations_of(PeerId(arguments.subject))
     if not numbers:
         raise ConfigError(
             f"{arguments.subject} never came to the run, so the run does not know its invitation. Name the "
@@ -172,7 +172,9 @@ def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]]
         _say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
         return 1
     done = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
-    others = "" if len(heeded) == len(told) else " The others hear it with the run's next record."
+    # A coordinator that is banned tells nobody.
+    again = "" if is_lifted else " If it coordinates, call this again until most have heard it."
+    others = "" if len(heeded) == len(told) else f" The others hear it with the run's next record.{again}"
     _say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
     return 0
 

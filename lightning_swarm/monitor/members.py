@@ -85,11 +85,11 @@ class Members:
 
     def banned_invitations_of(self, peer: PeerId) -> list[str]:
         """Return those of them that the run's newest record has as banned; none if no run has begun."""
-        view = self.view
-        if view is None:
+        seats = None if (view := self.view) is None else view.seats
+        if seats is None or isinstance(seats.invitations, UnsetType):
             return []
-        subjects = {ban.subject for ban in bans_in(view.seats.bans)}
-        return [number for number in self.invitations_of(peer) if number in subjects]
+        subjects = {ban.subject for ban in bans_in(seats.bans)}
+        return [one.number.hex() for one in seats.invitations if peer in one.peers and one.number.hex() in subjects]
 
     def tell(self, signed: bytes) -> dict[PeerId, str | None]:
         """Tell all peers what the owner has signed; returns for each why it did not heed it, or None."""
