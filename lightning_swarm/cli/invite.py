@@ -41,6 +41,7 @@ FILE PROGRAM`. What the roles may do:
 """
 
 _UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 604800}
+_STAYS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"))  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,11 +154,13 @@ def _write(line: str, out: Path | None) -> None:
 
 def _summary(invitation: Invitation, peer: str | None) -> str:
     until = f"{datetime.fromtimestamp(invitation.expires_at_s, UTC):%Y-%m-%d %H:%M} UTC"
-    days = invitation.stay_s / 86400
-    stay = f"for {days:.3g} days"
+    size_s, unit = next((size, name) for size, name in _STAYS if invitation.stay_s % size == 0)
+    number = invitation.stay_s // size_s
+    stay = f"for {number} {unit}{'s' if number != 1 else ''}"
     role, run_id, uses = invitation.role, invitation.run_id, invitation.uses
+    times = f"to come until {until}, and to stay {stay}"
     if peer is not None:
-        return f"Invited {peer} to run {run_id!r} as {role}, {stay}. The file is no secret."
+        return f"Invited {peer} to run {run_id!r} as {role}: {times} from now. The file is no secret."
     peers = f"{uses} peer{'s' if uses != 1 else ''}"
     secret = "Whoever has the file can join: send it in private."
-    return f"Invited {peers} to run {run_id!r} as {role}: to come until {until}, and to stay {stay}. {secret}"
+    return f"Invited {peers} to run {run_id!r} as {role}: {times}. {secret}"

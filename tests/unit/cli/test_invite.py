@@ -102,12 +102,13 @@ def test_a_file_of_an_invitation_is_whole_or_is_not(
 def test_an_invitation_of_one_peer_holds_for_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    assert command(monkeypatch, "invite", "--peer", ID, "--owner", "my.key") == 0
+    assert command(monkeypatch, "invite", "--peer", ID, "--owner", "my.key", "--for", "90m") == 0
     out, err = capsys.readouterr()
     made = from_text(out, "standard output")
     assert isinstance(made, Certificate)
     assert (made.peer, made.invitation.owner) == (ID, load_identity(folder / "my.key").peer_id)
-    assert f"Invited {ID} to run 'swarm' as server" in err
+    assert re.search(rf"Invited {ID} to run 'swarm' as server: to come until [-\d]+ [:\d]+ UTC, and to stay for", err)
+    assert "for 90 minutes from now." in err
     assert "no secret" in err
 
 
