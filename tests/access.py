@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
@@ -95,6 +97,11 @@ class OwnedNetwork(MemoryNetwork):
         self._role_of, self._invitation_of = role_of, invitation_of
         self.invitations: dict[str, SecretInvitation] = {}
         self.transports: dict[PeerId, MemoryTransport] = {}
+        self.members: Collection[PeerId] = ()  # whom a peer tells of a ban
+        self._telling: list[asyncio.Task[None]] = []
+
+    async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._telling.append(asyncio.create_task(work))
 
     def invitation(self, peer: PeerId) -> SecretInvitation:
         """The one by which a peer comes."""
@@ -109,7 +116,7 @@ class OwnedNetwork(MemoryNetwork):
         transport = super().transport(name)
         certificate = self.invitation(transport.peer_id).certify(transport.peer_id, now_s=time.time())
         transport.set_credentials(RunCredentials("run", OWNER.key.peer_id, encode(certificate)))
-        answer_bans(transport)
+        answer_bans(transport, lambda: self.members, self._spawn)
         self.transports[transport.peer_id] = transport
         return transport
 

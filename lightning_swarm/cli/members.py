@@ -172,9 +172,7 @@ def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]]
         _say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
         return 1
     done = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
-    # A coordinator that is banned tells nobody.
-    again = "" if is_lifted else " If it coordinates, call this again until most have heard it."
-    others = "" if len(heeded) == len(told) else f" The others hear it with the run's next record.{again}"
+    others = "" if len(heeded) == len(told) else " The others hear it from these, or with the run's next record."
     _say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
     return 0
 

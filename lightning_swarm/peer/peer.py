@@ -19,7 +19,7 @@ from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilCutOff,
 from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
-from lightning_swarm.network import Directory, LinkEstimate, TransferSample, Transport
+from lightning_swarm.network import Directory, LinkEstimate, PeerId, TransferSample, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.peer import lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
@@ -69,7 +69,7 @@ class Peer:
         self._start_s = time.monotonic()
         self._permit = transport.permit_of(transport.peer_id)  # None: its run takes any peer
         queries.answer_greetings(transport)
-        bans.answer_bans(transport)
+        bans.answer_bans(transport, self._members, self._spawn)
         survey.answer(transport, self._report, self._directory.known_servers)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self._host = ServerHost(
@@ -106,6 +106,11 @@ class Peer:
             role=UNSET if self._permit is None else self._permit.role,
             refused=self.transport.num_refused,
         )
+
+    def _members(self) -> list[PeerId]:
+        """All peers of the run that this peer is in, if it is in one."""
+        run = self.server.membership.run_or_none if self.server is not None else self.lead.run
+        return [] if run is None else [*run.servers, *run.trainers]
 
     def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Hold stages as soon as a run wants this peer, which may also train, and may lead if the lead dies."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 
-from lightning_swarm.core.errors import AccessDenied, ProtocolError
+from lightning_swarm.core.errors import AccessDenied, ProtocolError, SwarmError
+from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.invitations import Used
 from lightning_swarm.protocol.messages.run import Bans
@@ -18,16 +19,23 @@ from lightning_swarm.trust.certificates import SignedBan, decode
 MAX_BANS: Final = 128
 """Peers and invitations that the owner of a run may ever speak of: a view of the run names each twice."""
 
+_TELL_TIMEOUT_S: Final = 10.0
+
 _log = logging.getLogger(__name__)
 
 BAN: Final = "peer.ban"
 """The method by which a peer is told what the run's owner has signed."""
 
 
-def answer_bans(transport: Transport) -> None:
-    """Heed what the owner has signed, whoever carries it here."""
+def answer_bans(
+    transport: Transport,
+    members: Callable[[], Iterable[PeerId]] = tuple,  # of the run that this peer is in
+    spawn: Callable[[Coroutine[Any, Any, None]], Awaitable[object]] | None = None,
+) -> None:
+    """Heed what the owner has signed, whoever carries it here, and pass it on: a banned coordinator tells nobody."""
 
     async def handle(caller: PeerId, body: bytes) -> bytes:
+        is_new = body not in transport.bans
         known = bans_after(UNSET, transport.bans)
         if len(untold(UNSET, bans_after(known, [body]))) > MAX_BANS:
             raise AccessDenied(
@@ -39,9 +47,21 @@ def answer_bans(transport: Transport) -> None:
                 "what the run's owner signed last counts, and this is older than what is known here of the same peer "
                 "or invitation. Set the clock of the machine that has the owner's key, and call again."
             )
+        if is_new and spawn is not None:
+            await spawn(_pass_on(transport, {*members()} - {transport.peer_id, caller}, body))
         return b""
 
     transport.handle_call(BAN, handle)
+
+
+async def _pass_on(transport: Transport, peers: Iterable[PeerId], signed: bytes) -> None:
+    async def tell(peer: PeerId) -> None:
+        try:
+            await transport.call(peer, BAN, signed, timeout=_TELL_TIMEOUT_S)
+        except SwarmError as error:  # the next record tells it
+            _log.info("%s did not hear of a ban: %s", peer, error)
+
+    await gather(map(tell, sorted(peers)))
 
 
 def heed(transport: Transport, signed: bytes) -> None:

@@ -93,4 +93,4 @@ def test_a_peer_that_heeds_only_a_part_is_named(
     assert call(monkeypatch, "ban", PEER, "--invitation") == 0
     err = capsys.readouterr().err
     assert "did not hear it: it is older" in err
-    assert "1 of 2 peers heard it. The others hear it with the run's next record. If it coordinates, call" in err
+    assert "1 of 2 peers heard it. The others hear it from these, or with the run's next record." in err

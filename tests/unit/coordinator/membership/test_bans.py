@@ -130,6 +130,30 @@ def test_a_banned_coordinator_is_replaced_and_the_next_one_knows_of_it(make_swar
     assert holders(swarm) == {"b", "c", "d"}
 
 
+def test_a_banned_coordinator_keeps_nobody_from_hearing_of_it(make_swarm: MakeSwarm) -> None:
+    """The owner reaches one member alone, which passes it on: else the coordinator would drop that one as gone."""
+    swarm = owned_swarm(make_swarm, "a b c", "d b c", voters="a b c", trainers=LEAD)
+    network: Any = swarm.network
+    network.members = [PeerId(name) for name in ("a", "b", "c", "d", LEAD)]
+
+    async def go() -> None:
+        await swarm.step(rows(0))
+        await tell(swarm, word(A), C)
+        await asyncio.sleep(1.0)
+        assert all(network.transports[PeerId(name)].bans for name in ("b", "d", LEAD))
+        assert not server_transport(swarm, A).bans, "nobody speaks to it any more"
+        grant = await swarm.steps.grant(2)
+        k = key(grant.first, step=grant.step)
+        await swarm.through(k, rows(1), route=[C, PeerId("d")], weight=grant.weight)
+        await swarm.steps.done(grant.lease, [k.receipt])
+        await swarm.steps.close()
+        record = await swarm.record(swarm.steps.version)
+        assert "a" in {one.member.peer_id for one in record.left}
+
+    swarm.run(go())
+    assert holders(swarm) == {"b", "c", "d"}
+
+
 def test_going_back_forgives_nobody(make_swarm: MakeSwarm) -> None:
     swarm = owned_swarm(make_swarm, "a b", "d b")
 
