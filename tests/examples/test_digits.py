@@ -17,6 +17,7 @@ def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return float(number)
 
 
+@pytest.mark.thorough
 def test_a_swarm_learns_as_well_as_the_plain_trainer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_one_fault(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case

@@ -122,6 +122,7 @@ class CompilesItsBlocks(TinyGPT):
         self.net[2].compile(backend=self.backend)
 
 
+@pytest.mark.thorough
 @feature(
     "`block.compile()` and `torch.compile(block)` in `configure_model`",
     WORKS,

@@ -381,6 +381,7 @@ def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) ->
 # ---------------------------------------------------------------------- by a cloud
 
 
+@pytest.mark.thorough
 def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zygote) -> None:
     """The notice comes as AWS gives it, by HTTP."""
     with closing(Metadata()) as service:

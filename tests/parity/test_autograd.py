@@ -403,6 +403,7 @@ class SameDraw(Digits):
         assert not torch.equal(torch.autograd.grad(self.net(self.images).sum(), self.images)[0], self.images.grad)
 
 
+@pytest.mark.thorough
 def test_all_backwards_of_a_call_see_the_same_draw() -> None:
     run_swarm(SameDraw, loader(digits()), max_steps=STEPS, num_stages=3, num_servers=4, split=["0", "2", "4"])
 

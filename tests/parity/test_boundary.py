@@ -135,6 +135,7 @@ def test_only_some_features_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert widths == {0: {(16, 4)}, 1: {(4, 4)}, 2: {(4, 16)}}
 
 
+@pytest.mark.thorough
 def test_one_curve_through_a_swarm_one_machine_and_a_swarm_of_fewer_stages(tmp_path: Path) -> None:
     """Layers that no stage ends at any more are computed whole; who has them from the file is told of them nowhere."""
     plain = run_plain(lambda: inserted(restoring()), loader(sentences()), max_epochs=4)

@@ -162,6 +162,7 @@ def _run_both(cell: Cell) -> tuple[Run, SwarmRun]:
     return reference, run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

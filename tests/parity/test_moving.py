@@ -148,7 +148,7 @@ def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
     assert next((peer, stage) for _, peer, stage in moved(run.records)) == (MOVER, 0)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("phase", [Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.FOLLOW_DONE])
 def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
     plan, timeline = FaultPlan().kill(None, at=phase, of=MOVER), Timeline()  # whoever answers it

@@ -70,7 +70,7 @@ def go(run: Any, make: Any, data: Any, folder: Path, num_epochs: int, **options:
     return done
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("make", "data", "swarm"),
     [(make_digits, digits, {}), (make_trees, records, {}), (make_gpt, sentences, {"pipeline": "transformer.h"})],

@@ -110,6 +110,7 @@ def trained(slow: float | None, num_servers: int) -> tuple[dict[str, Any], list[
     return module.state_dict(), clock.losses, clock, strategy
 
 
+@pytest.mark.thorough
 def test_the_run_goes_on_at_the_others_pace_and_the_slow_one_helps() -> None:
     weights, losses, clock, strategy = trained(SLOW, 4)
     *_, without, _ = trained(None, 3)

@@ -246,6 +246,7 @@ def test_a_run_goes_back_again_and_again() -> None:
     assert_logged(seen)
 
 
+@pytest.mark.thorough
 def test_what_is_on_the_trainers_goes_back_with_them() -> None:
     def make() -> NanoGPT:
         return NanoGPT(Recipe(schedule="onecycle"))

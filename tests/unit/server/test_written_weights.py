@@ -34,6 +34,7 @@ def test_all_replicas_begin_a_step_with_what_was_lent(make_swarm: MakeSwarm) -> 
     assert all(bool((tensor == 0.25).all()) for tensor in weights(swarm))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("number", [0, 2])
 def test_what_was_not_lent_is_not_to_be_had(make_swarm: MakeSwarm, number: int) -> None:
     swarm = make_swarm("a b")
