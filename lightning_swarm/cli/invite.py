@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--for", dest="stay", default="90d", metavar="TIME", help="and for how long each may stay then (default: 90d)"
     )
     parser.add_argument("--peer", metavar="ID", help="for this one peer, whose id is 12D3...")
-    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
-    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+    add_owner_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="a new file for it (default: standard output)")
 
 
@@ -71,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         "stay_s": _seconds("--for", arguments.stay),
     }
     _check(arguments)
-    path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
+    path = owner_path(arguments)
     is_new = not is_there(path)
     owner = Owner.load(arguments.run_id, path)
     if is_new:
-        _say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run has to be started with it.")
+        say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run has to be started with it.")
     role = Role(arguments.role)
     made: AnyInvitation
     if arguments.peer is not None:
@@ -83,11 +82,24 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         made = owner.invite(role, uses=arguments.uses, **times)
     _write(f"{to_text(made)}\n", arguments.out)
-    _say(_summary(made.invitation, arguments.peer))
+    say(_summary(made.invitation, arguments.peer))
     return 0
 
 
-def _say(text: str) -> None:
+def add_owner_arguments(parser: argparse.ArgumentParser) -> None:
+    """Let a command speak in the name of a run's owner."""
+    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
+    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+
+
+def owner_path(arguments: argparse.Namespace) -> Path:
+    """Return the path of the owner's key, which may not be there."""
+    path: Path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
+    return path
+
+
+def say(text: str) -> None:
+    """Tell the user something that is no result."""
     print(text, file=sys.stderr)  # noqa: T201 - a command
 
 

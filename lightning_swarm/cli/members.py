@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.cli.invite import add_visitor_argument, visitor
+from lightning_swarm.cli.invite import add_owner_arguments, add_visitor_argument, owner_path, say, visitor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import is_there
 from lightning_swarm.core.readable import short_name
@@ -21,11 +20,9 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.identity import public_key
-from lightning_swarm.peer.config import DEFAULT_RUN_ID
 from lightning_swarm.peer.entry import invitation_in, owner_entry
-from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.trust.certificates import MAX_REASON, encode
-from lightning_swarm.trust.owner import Owner, owner_file
+from lightning_swarm.trust.owner import Owner
 
 MEMBERS: Final = """\
 {what} Asks any peer of the run. Changes nothing.
@@ -79,14 +76,13 @@ def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
-    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
-    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+    add_owner_arguments(parser)
 
 
 def show_members(arguments: argparse.Namespace) -> int:
     """Show who came to a run; returns the exit status."""
     address, certify = Address.parse(arguments.address), visitor(arguments)
-    if certify is None and is_there(path := _owner_file(arguments)):
+    if certify is None and is_there(path := owner_path(arguments)):
         certify = _as_owner(Owner.load(arguments.run_id, path))
     with members.asking(address, timeout=_TIMEOUT_S, certify=certify) as run:
         found = run.members()
@@ -102,7 +98,7 @@ def ban(arguments: argparse.Namespace) -> int:
     """Ban a peer or an invitation, or lift a ban; returns the exit status."""
     address, is_lifted = Address.parse(arguments.address), arguments.command == "unban"
     _check(arguments)
-    path = _owner_file(arguments)
+    path = owner_path(arguments)
     if not is_there(path):
         raise ConfigError(
             f"only the owner of run {arguments.run_id!r} bans from it, whose key is not at {path}. Call this where the "
@@ -118,13 +114,8 @@ def ban(arguments: argparse.Namespace) -> int:
         status = _report(subjects, told, is_lifted=is_lifted)
         still = run.banned_invitations_of(PeerId(subjects[0])) if is_lifted and not arguments.invitation else []
     for number in still:
-        _say(f"It came by the invitation {number[:8]}, which is still banned: call `unban` with `--invitation`, too.")
+        say(f"It came by the invitation {number[:8]}, which is still banned: call `unban` with `--invitation`, too.")
     return status
-
-
-def _owner_file(arguments: argparse.Namespace) -> Path:
-    path: Path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
-    return path
 
 
 def _as_owner(owner: Owner) -> Certify:
@@ -167,15 +158,11 @@ def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]]
     heeded = [peer for peer, problem in told.items() if problem is None]
     for peer, problem in told.items():
         if problem is not None:
-            _say(f"{short_name(peer)} did not hear it: {problem}")
+            say(f"{short_name(peer)} did not hear it: {problem}")
     if not heeded:
-        _say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
+        say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
         return 1
     done = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
     others = "" if len(heeded) == len(told) else " The others hear it from these, or with the run's next record."
-    _say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
+    say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)  # noqa: T201 - a command

@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
-from msgspec import UnsetType
-
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.core.errors import (
     Damaged,
@@ -104,7 +102,7 @@ class ServerCalls:
             except DeadlineExceeded:  # it lives, so a message may have been lost
                 reply = await self._call(peer, FREEZE, encode(request))
             answer = decode(reply, FreezeReply)
-            for signed in () if isinstance(answer.bans, UnsetType) else answer.bans:
+            for signed in answer.bans or ():
                 heed(self._transport, signed)  # so that the step's record tells it
             return answer
 

@@ -58,3 +58,16 @@ def few(names: Sequence[str]) -> str:
     """List the first names, and say how many there are if these are not all."""
     more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
+
+
+def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
+    """Align the columns of a table; with `numbers`, all but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [
+            cell.rjust(width) if numbers and column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return [indent + "  ".join(cells).rstrip() for cells in aligned]

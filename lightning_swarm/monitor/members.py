@@ -11,7 +11,7 @@ from msgspec import UnsetType
 
 from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
-from lightning_swarm.core.readable import printable, shorten
+from lightning_swarm.core.readable import printable, shorten, table_lines
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.doctor import visit
@@ -53,11 +53,7 @@ class Members:
             raise Unreachable(
                 f"{address} does not answer: {shorten(str(error))} Ask another peer of the run."
             ) from error
-        self._roles = {
-            one.peer_id: None if isinstance(one.report.role, UnsetType) else printable(one.report.role)
-            for one in self._sightings
-            if one.report is not None
-        }
+        self._roles = {one.peer_id: one.role for one in self._sightings}
 
     @property
     def view(self) -> RunView | None:
@@ -119,7 +115,7 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
     found, named = list[RunMember](), set[str]()
-    for one in () if isinstance(seats.invitations, UnsetType) else seats.invitations:
+    for one in seats.invitations or ():
         number = one.number.hex()
         for peer in one.peers:
             named.add(peer)
@@ -160,9 +156,7 @@ def table(run_id: str, members: Collection[RunMember]) -> str:
         )
         for one in members
     ]
-    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
-    return "\n".join([f"run {run_id!r}", "", *(line.rstrip() for line in lines)])
+    return "\n".join([f"run {run_id!r}", "", *table_lines([_HEADS, *rows])])
 
 
 def _state(member: RunMember) -> str:

@@ -22,7 +22,7 @@ from lightning_swarm.core.errors import (
     SwarmError,
     Unreachable,
 )
-from lightning_swarm.core.readable import printable, short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten, table_lines
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
 from lightning_swarm.monitor.doctor import knock, visit
@@ -53,6 +53,13 @@ class Sighting:
     place: str  # host and port
     report: PeerReport | None  # None: it did not answer
     problem: str | None = None
+
+    @property
+    def role(self) -> str | None:
+        """Its role by its certificate; None: its run takes any peer, or it did not answer."""
+        if self.report is None or isinstance(self.report.role, UnsetType):
+            return None
+        return printable(self.report.role)
 
 
 def answer(transport: Transport, report: Callable[[], PeerReport], others: KnownServers) -> None:
@@ -193,7 +200,7 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
         sent_gb_per_hour=_per(report.sent_bytes - old.sent_bytes, elapsed_s) * 3600 / 1e9,
         received_gb_per_hour=_per(report.received_bytes - old.received_bytes, elapsed_s) * 3600 / 1e9,
         age_s=report.age_s,
-        role=None if isinstance(report.role, UnsetType) else printable(report.role),
+        role=sighting.role,
         refused=report.refused,
     )
     server = report.server
@@ -241,8 +248,7 @@ def table(swarm: SwarmReport) -> str:
         if index in peer.stages
     ]
     rows += [_row("-", peer) for peer in swarm.peers if not peer.stages]
-    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
+    lines = table_lines([_HEADS, *rows])
     lines += [
         f"{'the model' if swarm.is_whole else f'stage {index}'}: nobody who answers holds it"
         for index, peers in enumerate(swarm.stages)
@@ -258,7 +264,7 @@ def table(swarm: SwarmReport) -> str:
         for peer in swarm.peers
         if peer.refused
     ]
-    return "\n".join([_headline(swarm), "", *(line.rstrip() for line in lines)])
+    return "\n".join([_headline(swarm), "", *lines])
 
 
 def _headline(swarm: SwarmReport) -> str:

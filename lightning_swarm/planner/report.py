@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import table_lines
 from lightning_swarm.planner.cost_model import block
 from lightning_swarm.planner.records import SAME, Machine, ModelProfile, Now, Plan, Prediction, Setting, Uncut
 from lightning_swarm.planner.simulator.fluid import Span, share_of_best
@@ -19,19 +20,6 @@ from lightning_swarm.protocol.settings import Rebalancing
 HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
 _MANY: Final = 100  # trainers, from which on averaging in groups is worth a thought
-
-
-def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
-    """Align the columns of a table; with `numbers`, all but the first to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        [
-            cell.rjust(width) if numbers and column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return [indent + "  ".join(cells).rstrip() for cells in aligned]
 
 
 def format_bytes(num_bytes: float) -> str:

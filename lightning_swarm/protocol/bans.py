@@ -37,7 +37,7 @@ def answer_bans(
     async def handle(caller: PeerId, body: bytes) -> bytes:
         is_new = body not in transport.bans
         known = bans_after(UNSET, transport.bans)
-        if len(untold(UNSET, bans_after(known, [body]))) > MAX_BANS:
+        if len(bans_after(known, [body]) or ()) > MAX_BANS:
             raise AccessDenied(
                 f"a run keeps at most {MAX_BANS} bans, and has as many. Lifting one does not free its place."
             )
@@ -77,7 +77,7 @@ def bans_after(known: Bans, new: Bans) -> Bans:
     if isinstance(new, UnsetType):
         return known
     newest: dict[str, tuple[int, bytes]] = {}
-    for signed in (*untold(UNSET, known), *new):
+    for signed in (*(known or ()), *new):
         ban = _read(signed)
         newest[ban.subject] = max(newest.get(ban.subject, (0, b"")), (ban.decided_at_ns, signed))
     return [signed for _, signed in newest.values()]
@@ -85,14 +85,14 @@ def bans_after(known: Bans, new: Bans) -> Bans:
 
 def bans_in(bans: Bans) -> list[SignedBan]:
     """Return the bans of these that hold, without those that are lifted; `ProtocolError` refuses what is none. Pure."""
-    return [ban for ban in map(_read, untold(UNSET, bans)) if not ban.is_lifted]
+    return [ban for ban in map(_read, bans or ()) if not ban.is_lifted]
 
 
 def banned_among(peers: Iterable[PeerId], bans: Bans, used: Used) -> set[PeerId]:
     """Return the peers that are banned themselves, or came by no other invitations than banned ones. Pure."""
     subjects = {ban.subject for ban in bans_in(bans)}
     came = defaultdict[PeerId, set[str]](set)
-    for one in () if isinstance(used, UnsetType) else used:
+    for one in used or ():
         for peer in one.peers:
             came[peer].add(one.number.hex())
     return {peer for peer in peers if peer in subjects or (peer in came and came[peer] <= subjects)}
@@ -107,7 +107,5 @@ def _read(signed: bytes) -> SignedBan:
 
 def untold(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
     """Return the bans that were heard of, and that a run does not know. Pure."""
-    if isinstance(heard, UnsetType):
-        return []
-    told = frozenset(() if isinstance(known, UnsetType) else known)
-    return [signed for signed in heard if signed not in told]
+    told = frozenset(known or ())
+    return [signed for signed in heard or () if signed not in told]

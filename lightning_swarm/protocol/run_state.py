@@ -159,7 +159,7 @@ class RunState:
     def heed_bans(self, heed: Callable[[bytes], None]) -> None:
         """Have each ban heeded, those of later records, too."""
         self._heed_ban = heed
-        for signed in () if isinstance(self.bans, UnsetType) else self.bans:
+        for signed in self.bans or ():
             heed(signed)
 
     def members_after(self, record: Record) -> SeatedMembers:
