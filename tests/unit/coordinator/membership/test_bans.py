@@ -26,10 +26,11 @@ from lightning_swarm.trust.certificates import encode as signed_bytes
 from lightning_swarm.trust.owner import Owner
 from tests.access import OWNER, OwnedNetwork
 from tests.unit.conftest import MakeSwarm
+from tests.unit.coordinator.membership.test_invitations import step_on
 from tests.unit.coordinator.membership.test_trainers import NEW, Run
 from tests.unit.coordinator.test_rollback import go_back
 from tests.unit.coordinator.test_rollback import step as restart_step
-from tests.unit.swarm import LEAD, Swarm, key, rows
+from tests.unit.swarm import LEAD, Swarm, rows
 
 A, B, C, G = map(PeerId, "abcg")
 REASON = "it sends nonsense"
@@ -94,12 +95,7 @@ def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swar
 
         swarm.network.kill(A)
         await swarm.servers.pop(A).close()
-        grant = await swarm.steps.grant(2)
-        k = key(grant.first, step=grant.step)
-        await swarm.through(k, rows(3), route=[C, PeerId("d")], weight=grant.weight)
-        await swarm.steps.done(grant.lease, [k.receipt])
-        await swarm.steps.close()
-        await swarm.record(swarm.steps.version)
+        await step_on(swarm, rows(3), [C, PeerId("d")])
         coordinator = swarm.steps.run.coordinator
         assert coordinator in (C, "d"), "the first one is dead"
         with pytest.raises(AccessDenied, match="b was banned from this run by its owner"):
@@ -116,12 +112,7 @@ def test_a_banned_coordinator_is_replaced_and_the_next_one_knows_of_it(make_swar
         await swarm.step(rows(0))
         await tell(swarm, word(A), B, C, PeerId("d"))  # it itself does not hear of it
         swarm.trainer.ban(word(A))
-        grant = await swarm.steps.grant(2)
-        k = key(grant.first, step=grant.step)
-        await swarm.through(k, rows(1), route=swarm.route(1), weight=grant.weight)
-        await swarm.steps.done(grant.lease, [k.receipt])
-        await swarm.steps.close()
-        record = await swarm.record(swarm.steps.version)
+        record = await step_on(swarm, rows(1), swarm.route(1))
         assert swarm.steps.run.coordinator in (B, C)
         assert "a" in {one.member.peer_id for one in record.left}
         assert [ban.subject for ban in bans_in(record.bans)] == [A]
@@ -142,12 +133,7 @@ def test_a_banned_coordinator_keeps_nobody_from_hearing_of_it(make_swarm: MakeSw
         await asyncio.sleep(1.0)
         assert all(network.transports[PeerId(name)].bans for name in ("b", "d", LEAD))
         assert not server_transport(swarm, A).bans, "nobody speaks to it any more"
-        grant = await swarm.steps.grant(2)
-        k = key(grant.first, step=grant.step)
-        await swarm.through(k, rows(1), route=[C, PeerId("d")], weight=grant.weight)
-        await swarm.steps.done(grant.lease, [k.receipt])
-        await swarm.steps.close()
-        record = await swarm.record(swarm.steps.version)
+        record = await step_on(swarm, rows(1), [C, PeerId("d")])
         assert "a" in {one.member.peer_id for one in record.left}
 
     swarm.run(go())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
+from torch import Tensor
 
 from lightning_swarm.core.errors import AccessDenied, ProtocolError
 from lightning_swarm.network import MAX_CALL_BYTES, PeerId
@@ -63,6 +64,16 @@ def entering(swarm: Swarm, joiner: Server, *coordinators: PeerId) -> asyncio.Tas
         return coordinators or [swarm.manifest.coordinator]
 
     return swarm.loop.create_task(joiner.joiner.enter(find))
+
+
+async def step_on(swarm: Swarm, samples: Tensor, route: Sequence[PeerId]) -> Record:
+    """Another step by a route, whoever coordinates by its end."""
+    grant = await swarm.steps.grant(2)
+    k = key(grant.first, step=grant.step)
+    await swarm.through(k, samples, route=route, weight=grant.weight)
+    await swarm.steps.done(grant.lease, [k.receipt])
+    await swarm.steps.close()
+    return await swarm.record(swarm.steps.version)
 
 
 async def denied(joining: asyncio.Task[None]) -> None:
@@ -146,12 +157,7 @@ def test_the_next_coordinator_knows_who_came(make_swarm: MakeSwarm) -> None:
         await swarm.step(rows(0))
         swarm.network.kill(A)
         await swarm.servers.pop(A).close()
-        grant = await swarm.steps.grant(2)
-        k = key(grant.first, step=grant.step)
-        await swarm.through(k, rows(1), route=swarm.route(1), weight=grant.weight)
-        await swarm.steps.done(grant.lease, [k.receipt])
-        await swarm.steps.close()
-        await swarm.record(swarm.steps.version)
+        await step_on(swarm, rows(1), swarm.route(1))
         coordinator = swarm.steps.run.coordinator
         assert coordinator in (B, C)
         await denied(entering(swarm, second, coordinator))
