@@ -18,9 +18,9 @@ from lightning_swarm.network.identity import load_identity
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.test_processes import assert_plain
 
-# Cold starts of peers in this file: 6, and of five that are refused.
+# Cold starts of peers in this file: 6, and of five that are refused, one after the other.
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 JOINED_AT = 5
 
