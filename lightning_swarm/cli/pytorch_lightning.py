@@ -1,4 +1,4 @@
-"""The same as `lightning_swarm.cli`, for ``import pytorch_lightning``."""
+"""`lightning_swarm.cli` for projects that ``import pytorch_lightning``."""
 
 from pytorch_lightning.cli import LightningCLI, SaveConfigCallback
 

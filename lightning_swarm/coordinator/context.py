@@ -1,4 +1,4 @@
-"""What the parts of one coordinator share in one run generation: the state of its steps, services, and held calls."""
+"""State that the parts of one coordinator share in one run generation: its steps, services, and held calls."""
 
 from __future__ import annotations
 

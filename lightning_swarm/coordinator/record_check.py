@@ -1,4 +1,4 @@
-"""What a voter can tell to be wrong in a record, whatever its coordinator says. Pure."""
+"""A voter's check of a record: it refuses what it can tell to be wrong, whatever the coordinator says. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _refuse(record: Record, rule: str, value: object) -> NoReturn:
 
 
 def _check_arithmetic(run: RunState, record: Record) -> None:
-    """How the step is taken follows from the gradient's norm and the manifest."""
+    """Refuse an outcome or a clip factor that does not follow from the gradient's norm and the manifest."""
     outcome = "apply" if math.isfinite(record.squared_norm) else "skip"
     if record.outcome != outcome or record.squared_norm < 0.0:
         _refuse(record, "a step is skipped if its gradient is not finite, and else applied", record.outcome)
@@ -89,7 +89,7 @@ def _check_trainers(run: RunState, record: Record) -> None:
 
 
 def _check_snapshots(run: RunState, record: Record) -> None:
-    """What a snapshot is, is told once, after its version."""
+    """Refuse the hash of a snapshot that was told before, or whose version is still to come."""
     told = [(one.stage_index, one.version) for one in record.snapshots or ()]
     for index, version in told:
         if index >= len(run.rosters) or not run.manifest.first_step < version <= record.step:

@@ -1,4 +1,4 @@
-"""What a new coordinator asks: the servers, how far they are and whom they follow; the trainers, what they have."""
+"""Questions of a new coordinator: to servers, how far they are and whom they follow; to trainers, what they have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose code something is, by the name of the Python module that it comes from."""
+"""The origin of code (the user's, a library's, this one's), by the name of its Python module."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def rebased(derived: type[Any], base: type[Any], module: str, **attributes: Any)
 
 
 def written_part(derived: type[_T]) -> type[_T]:
-    """What all derivations of a `written_once` class have in common, for `isinstance`."""
+    """Return the part that all derivations of a `written_once` class share, for `isinstance`."""
     return derived.__bases__[0]
 
 

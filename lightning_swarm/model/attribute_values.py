@@ -78,7 +78,7 @@ class Comparison:
 
 
 def kept(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """What a value is compared with later: a copy of a container that may change in place, and of those in it."""
+    """Return a value to compare with later: of a container that may change in place, a deep copy."""
     kind = type(value)
     if not depth or kind not in _CONTAINERS:
         return value

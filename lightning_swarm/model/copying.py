@@ -32,7 +32,7 @@ def copied_hooks(register: Any, counterparts: dict[int, Any]) -> Any:
 
 
 def _counterpart(value: Any, counterparts: dict[int, Any]) -> Any:
-    """What a function refers to, or its counterpart: that of a module, or a callable that refers to one."""
+    """Replace a module, or a callable that refers to one, by its counterpart; return other values as they are."""
     if id(value) in counterparts:
         return counterparts[id(value)]
     owner = getattr(value, "__self__", None)

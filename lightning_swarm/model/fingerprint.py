@@ -105,7 +105,7 @@ def _row_sums(words: Tensor) -> Iterator[int]:
 
 
 def _row_sums_on_cpu(words: Tensor) -> Iterator[int]:
-    """The same by numpy, which needs a third of the time."""
+    """Compute the same sums by numpy, which needs a third of the time."""
     row, multipliers = words.numpy(), _multipliers(words.device).numpy()
     num_whole = len(row) // _ROW * _ROW
     if num_whole:

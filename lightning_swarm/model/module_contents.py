@@ -1,4 +1,4 @@
-"""What tensors and objects in modules' attributes hold: it changes without the attribute being set."""
+"""Contents of tensors and objects in modules' attributes: they change without the attribute being set."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Contents:
 
 
 def _array_state(value: Any) -> Any:
-    """What tells whether a tensor or an array changed: its count of changes, and the bytes of a small one."""
+    """Return a mark by which a change of a tensor or array shows: its count of changes, the bytes of a small one."""
     if isinstance(value, Tensor):
         if type(value) is not Tensor or value.is_inference():
             return None

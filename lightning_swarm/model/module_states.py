@@ -307,7 +307,7 @@ def _refuse(one: _WatchedModule, name: str, value: object, became: str = "became
 
 @dataclass(frozen=True)
 class _Target:
-    """What a call wants of a module."""
+    """The state that a call wants a module to have."""
 
     watched: _WatchedModule
     values: dict[str, Any]
@@ -315,7 +315,7 @@ class _Target:
 
 
 class _Targets:
-    """What a call wants of a stage's modules."""
+    """The state that a call wants a stage's modules to have."""
 
     def __init__(self, targets: Iterable[_Target]) -> None:
         self.each = [target for target in targets if target.values]

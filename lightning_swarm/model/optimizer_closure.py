@@ -14,7 +14,7 @@ _SAMPLE: Final = 256
 
 
 class GradientClosure:
-    """What is handed to `step`: it gives the parameters their gradients, at the weights before the step."""
+    """The closure that `step` is handed: it gives the parameters their gradients, at the weights before the step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: str) -> None:
         """Take the gradients of `parameters` away until it is called; `kind` is the optimizer's class."""

@@ -1,4 +1,4 @@
-"""What the user's optimizer was when it was made: stages get copies of it over their own parameters, by name."""
+"""The user's optimizer as it was made: stages get copies of it over their own parameters, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code of blocks reads beside its arguments and its own module: globals, closures, and objects behind them.
+"""Values that blocks read beside their arguments and modules: globals, closures, and objects behind them.
 
 Other peers have values of their own there, and hear of no change. So a change is refused, by name.
 """
@@ -129,7 +129,7 @@ def _sources(block: _Block) -> Iterator[_Source]:
 
 
 def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
-    """What a function reads of globals, and of the variables around it."""
+    """Find the globals that a function reads, and the variables of the functions around it."""
     own, cells = function.__globals__, cells_of(function)
     globals_ = {name: own[name] for name in read.globals if name in own and _is_left_alone(own[name], read)}
     yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
@@ -152,7 +152,7 @@ def _is_left_alone(value: Any, read: Reads) -> bool:
 
 
 def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
-    """What code that reads attributes of these names reads of an object that is not the block's."""
+    """Find the attributes with these names of an object that is not the block's: the code reads them."""
     own = _attributes(block, value)
     if not own:
         return

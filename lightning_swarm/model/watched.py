@@ -37,7 +37,7 @@ ABOUT: Final = {
 
 
 class _WatchedTensor:
-    """What both kinds of watched tensors do."""
+    """The base of both kinds of watched tensors."""
 
     _on_use: Callable[[], None]
 

@@ -56,7 +56,7 @@ class Sighting:
 
     @property
     def role(self) -> str | None:
-        """Its role by its certificate; None: its run takes any peer, or it did not answer."""
+        """The role of its certificate; None: its run takes any peer, or it did not answer."""
         if self.report is None or isinstance(self.report.role, UnsetType):
             return None
         return printable(self.report.role)

@@ -108,6 +108,8 @@ class Transport(ABC):
 
     traffic: Traffic
     links: LinkEstimates
+    on_refused: Callable[[int, str], None]
+    """Called at most once a minute for each peer without a certificate that permits its requests: how many, and why."""
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from lightning_swarm.network import PeerId
 
 
 class Role(enum.StrEnum):
-    """What a peer may do in a run. A role may do what those above it may."""
+    """A peer's rights in a run. Each role has the rights of those above it."""
 
     OBSERVER = "observer"  # look
     SERVER = "server"  # compute, average, vote and coordinate
@@ -32,7 +32,7 @@ INVITATION_BYTES: Final = 16  # of an invitation's number
 
 @dataclass(frozen=True)
 class Permit:
-    """What a verified certificate permits its peer."""
+    """A peer's permission by a verified certificate."""
 
     role: Role
     expires_at_s: float  # since the epoch

@@ -1,4 +1,4 @@
-"""What other peers may have this one hold: bytes that come, and streams; bounded for each of them, and for all."""
+"""Bounds, for each other peer and for all, on incoming bytes and streams that this peer holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How two peers get to know each other by their certificates, before one asks the other for anything."""
+"""Exchange of certificates between two peers, before one asks the other for anything."""
 
 from __future__ import annotations
 

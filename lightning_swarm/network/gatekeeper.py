@@ -1,4 +1,4 @@
-"""Whom this peer knows by a certificate, and what each of them may ask and be asked."""
+"""The gate: peers known by their certificates, and what each of them may ask and be asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified, Unreachable, Untrusted
 from lightning_swarm.core.readable import printable, short_name, shorten
@@ -36,7 +36,7 @@ _LONGEST_PAUSE_S: Final = 64.0
 
 
 class _Known(NamedTuple):
-    """What is known of a peer; its methods are listed, so that a request costs no more than two look-ups."""
+    """A peer known by its certificate. Its methods are listed, so that a request costs no more than two look-ups."""
 
     certificate: bytes
     permit: Permit
@@ -62,6 +62,7 @@ class Gatekeeper:
         *,
         on_certified: Callable[[PeerId], None] = lambda _: None,
         on_banned: Callable[[Ban], None] = lambda _: None,
+        on_refused: Callable[[int, str], None] = lambda *_: None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.own = own
@@ -75,7 +76,7 @@ class Gatekeeper:
         self._bans: dict[str, Ban] = {}  # the newest of each peer and invitation
         # Peers that had a permit, or would have one, and the ban for which they have none; None: it has expired.
         self._cut_off: OrderedDict[PeerId, Ban | None] = OrderedDict()
-        self.refusals = RefusalLog()
+        self.refusals = RefusalLog(on_refused)
 
     def permit_of(self, peer: PeerId) -> Permit | None:
         """Return what a peer's certificate permits; None: it has shown none, or that one has expired."""
@@ -203,16 +204,16 @@ class Gatekeeper:
         if least is None and method in MAY:
             return
         if known is None:
-            self._refuse(caller, Uncertified(_uncertified(self.own, caller)))
+            self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
         elif least is None:
-            self._refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
+            self.refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
         else:
-            self._refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", least)))
+            self.refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", least)))
 
     def check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a long message of a peer that has shown no certificate, before it is read."""
         if num_bytes > STRANGER_BYTES and not self.knows(caller):
-            self._refuse(caller, Uncertified(_uncertified(self.own, caller)))
+            self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
 
     def check_answers(self, peer: PeerId, method: str) -> None:
         """Refuse to ask a peer what its certificate does not permit it to answer."""
@@ -224,7 +225,8 @@ class Gatekeeper:
         least = ANSWERS.get(method, Role.SERVER)
         raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", least))
 
-    def _refuse(self, caller: PeerId, error: AccessDenied) -> None:
+    def refuse(self, caller: PeerId, error: AccessDenied) -> NoReturn:
+        """Raise the error, and count what was refused."""
         self.refusals.note(caller, str(error))
         raise error
 
@@ -272,6 +274,7 @@ class _Refused:
 class RefusalLog:
     """Warns of peers that are refused: once a minute of each, with a count, for a few of them at a time."""
 
+    on_refused: Callable[[int, str], None] = lambda *_: None  # called with each warning: how many requests, and why
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
     total: int = 0
     _num_untold: int = 0  # refusals of further peers
@@ -306,5 +309,6 @@ class RefusalLog:
         others, self._num_untold = self._num_untold, 0
         more = f" {others} requests of other peers were refused, too." if others else ""
         _log.warning("%d requests of %s were refused: %s%s", one.count, short_name(peer), shorten(one.reason), more)
+        self.on_refused(one.count + others, one.reason)
         one.count = 0
         self._tell_later(_INTERVAL_S, peer, one)

@@ -122,7 +122,7 @@ def is_signed(peer: str, domain: bytes, message: bytes, signature: bytes) -> boo
 
 @dataclass(frozen=True)
 class KeyUse:
-    """What a key is for, in the words of the errors about its file."""
+    """The purpose of a key, in the words of the errors about its file."""
 
     setting: str  # that names the file
     holder: str  # whose key it is

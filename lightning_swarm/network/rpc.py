@@ -106,7 +106,7 @@ def hold_all(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
 
 
 class ServedMethod(NamedTuple):
-    """What answers a request."""
+    """A method that this peer answers."""
 
     max_bytes: int  # of tensors that a request may bring
     respond: Responder

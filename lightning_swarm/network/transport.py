@@ -96,6 +96,7 @@ class BaseTransport(Transport):
         self.traffic = Traffic()
         self.links = LinkEstimates()
         self.cut_off = CutOff()
+        self.on_refused = lambda *_: None
         self.tap: Tap | None = None
         self._peer_id = peer_id
         self._closed = False
@@ -193,7 +194,11 @@ class BaseTransport(Transport):
         self._gate = self._certification = None
         if credentials is not None:
             self._gate = Gatekeeper(
-                self._peer_id, credentials, on_certified=self._on_certified, on_banned=self._on_banned
+                self._peer_id,
+                credentials,
+                on_certified=self._on_certified,
+                on_banned=self._on_banned,
+                on_refused=self._on_refused,
             )
             self._certification = Certification(self._gate, self.call, self._spawn)
 
@@ -235,8 +240,15 @@ class BaseTransport(Transport):
                 f"{self._peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
                 f"is at {caller}. Start both with the same `trust`, and with invitations of the same run."
             )
-        self._gate.certify(caller, body)
+        try:
+            self._gate.certify(caller, body)
+        except AccessDenied as error:
+            self._gate.refuse(caller, error)
         return self._gate.credentials.certificate
+
+    def _on_refused(self, num_requests: int, reason: str) -> None:
+        """Tell what may have been set since the gate was made."""
+        self.on_refused(num_requests, reason)
 
     def _on_certified(self, peer: PeerId) -> None:
         """Enter that a peer has shown a certificate."""

@@ -1,4 +1,4 @@
-"""By which invitations the first members of a run come: the starter counts them."""
+"""Invitations of the first members of a run, which the starter counts."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class RunDirectory:
     _own: dict[str, bytes] = field(default_factory=dict, init=False)  # what this peer announced, by key
 
     async def renew(self) -> None:
-        """For as long as this peer lives: announce again, before they expire, the run and the server it announced."""
+        """Announce the run and the server again, before they expire, for as long as this peer lives."""
         while True:
             await asyncio.sleep(_RENEW_EVERY_S)
             for key, value in list(self._own.items()):

@@ -1,4 +1,4 @@
-"""How this peer comes into a run of invited peers: as its owner, by an invitation, or by the certificate it has."""
+"""Ways into a run of invited peers: as its owner, by an invitation, or by a certificate that this peer has."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ANOTHER: Final = "Ask the run's owner for another one"
 
 @dataclass(frozen=True)
 class Entry:
-    """By what this peer takes part in a run. It is chosen, and checked, before the peer's network starts."""
+    """This peer's way into a run. It is chosen, and checked, before the peer's network starts."""
 
     run_id: str
     owner: PeerId  # the root of the run's certificates

@@ -91,10 +91,11 @@ class EventLog:
         stage: int | None = None,
         step: int | None = None,
         reason: str = "",
+        times: int = 1,
     ) -> None:
         """Count an event. Log and keep it unless it is like an earlier one: a thousand retries make one line."""
         with self._lock:
-            self._counts[kind] += 1
+            self._counts[kind] += times
         self._keep(Event(kind, peer, stage, step, reason))
 
     def log_only(

@@ -326,7 +326,7 @@ class RunState:
 
     @property
     def on_trainers(self) -> list[bool]:
-        """Whether each stage is the trainers'."""
+        """True for each stage that is the trainers'."""
         return [stage.on_trainers for stage in self.manifest.stages]
 
     @property

@@ -71,7 +71,7 @@ class Admission:
 
     @property
     def trainers_error(self) -> RunOver | StepError:
-        """As `ending_error`, for this peer's trainer, which may have led the run before others rolled it back."""
+        """The `ending_error` for this peer's trainer, which may have led the run before others rolled it back."""
         try:
             if self.membership.has_run:
                 self.membership.run.check_trainer(self.membership.me.peer_id)

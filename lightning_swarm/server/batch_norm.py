@@ -1,4 +1,4 @@
-"""What batch norms saw in a step, exchanged between the servers of a stage: small vectors, which are not averaged."""
+"""Batch statistics of a step, exchanged between the servers of a stage: small vectors, which are not averaged."""
 
 from __future__ import annotations
 

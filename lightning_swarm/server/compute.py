@@ -124,7 +124,7 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a run of the blocks gave."""
+    """The results of a run of the blocks."""
 
     output: Any
     passed: Any  # what the stages before have left

@@ -1,4 +1,4 @@
-"""What all parts of one server share: its resources, and which run it is in."""
+"""State that all parts of one server share: its resources, and the run it is in."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class PeerModel:
         ]
 
     def _constants(self, stage: StageModule) -> dict[str, list[float]]:
-        """What peers must have built alike. Of what trainers compute, their forwards and hooks may change tensors."""
+        """Return the values that peers must have built alike. Forwards and hooks may change trainers' tensors."""
         if not stage.spec.on_trainers:
             return constants(stage.named_block_modules())
         inside = {id(module) for block in self.blocks.modules for module in block.modules()}

@@ -67,7 +67,7 @@ class TrainerCall:
         return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
 
     def resumed(self, path: str | None) -> TrainerCall:
-        """The same call, which goes on from a checkpoint; None or empty: from none."""
+        """Return the same call, but from this checkpoint; None or empty: from none."""
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.arguments["ckpt_path"] = path or None
         return replace(self, args=bound.args, kwargs=bound.kwargs)

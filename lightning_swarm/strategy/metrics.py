@@ -140,7 +140,7 @@ class SharedMetrics:
 
     @property
     def pending(self) -> PendingMetrics:
-        """What is still to be shared, between two batches."""
+        """The metrics still to be shared, between two batches."""
         return {name: name in self._with_values for name in self._metrics}, dict(self._step)
 
     def recall(self, pending: PendingMetrics) -> None:
@@ -232,7 +232,7 @@ class SharedLogs:
 
     @property
     def so_far(self) -> list[LoggedValue] | None:
-        """What the batch in hand logged, one entry for each name; None: more is shared of it."""
+        """The values that the batch in hand logged, one for each name; None: more is shared of it."""
         logs = fold(self._batch)
         return logs if self._metrics.is_empty and len(logs) <= MAX_LOGS else None
 
@@ -254,7 +254,7 @@ class SharedLogs:
 
     @property
     def pending(self) -> Pending:
-        """What is still to be shared, between two batches, of this trainer's batches."""
+        """This trainer's values and metrics still to be shared, between two batches."""
         return dict(self._step), self._metrics.pending
 
     def recall(self, pending: Pending) -> None:

@@ -162,7 +162,7 @@ class ModuleAccess:
 
     @property
     def pending(self) -> Mapping[str, Tensor]:
-        """What user code wrote, and the servers do not have yet: copies, by name."""
+        """Tensors that user code wrote, and the servers do not have yet: copies, by name."""
         local = self._session.local_layers
         return {**self._written(), **(local.written() if local is not None else {})}
 

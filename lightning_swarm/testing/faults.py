@@ -213,7 +213,7 @@ class Fault:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has struck as often as it shall."""
+        """True once it has struck as often as it shall."""
         return self.times is not None and self.fired >= self.times
 
     def strikes(self, message: MessagePoint) -> bool:

@@ -1,4 +1,4 @@
-"""As `lightning_swarm.testing`, for ``import pytorch_lightning``."""
+"""`lightning_swarm.testing` for projects that ``import pytorch_lightning``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,1 @@
-"""Who may take part in a run: the owner's key, invitations, and certificates that anybody verifies offline."""
+"""Membership of a run: the owner's key, invitations, and certificates that anybody verifies offline."""

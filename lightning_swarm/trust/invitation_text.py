@@ -69,7 +69,7 @@ def refuse(source: str, why: str, remedy: str) -> NoReturn:
 
 
 def _payload(line: str) -> bytes | None:
-    """What a line of this version holds; None if it is not whole."""
+    """Return the payload of a line of this version; None if it is not whole."""
     text = line.removeprefix(_PREFIX)
     try:
         payload = base64.b64decode((text + "=" * (-len(text) % 4)).encode(), altchars=b"-_", validate=True)

@@ -9,7 +9,7 @@ from tests.faults.harness import FaultySwarm
 from tests.faults.plans import JOINER, LEAVER, SMALL_STAGES, STAGES, TRAINERS, VOTERS, Case, joining, leaving
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(7)
 @pytest.mark.parametrize("case", list(joining()), ids=str)
 def test_a_server_joins(case: Case) -> None:
     """It is in at the end unless it died, and so is whoever was frozen for long: there was time to come again."""
@@ -27,7 +27,7 @@ def test_a_server_joins(case: Case) -> None:
         swarm.close()
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("case", list(leaving()), ids=str)
 def test_a_server_leaves(case: Case) -> None:
     """At the end it is out, whatever happened on the way."""

@@ -65,7 +65,7 @@ def test_all_that_counts_counts_once(codec: str, plan: Callable[[], FaultPlan]) 
     audited(all_by(codec), plan())
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("plan", [*PLANS.values(), *HALVES.values()], ids=[*PLANS, *HALVES])
 @pytest.mark.parametrize("codec", ["4bit", "powersgd"])
 def test_what_is_carried_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
@@ -73,6 +73,7 @@ def test_what_is_carried_counts_once(codec: str, plan: Callable[[], FaultPlan]) 
     audited(all_by(codec, feedback=True), plan())
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("codec", WAYS)
 def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     added: list[GradientSum] = []

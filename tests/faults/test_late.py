@@ -53,13 +53,13 @@ def test_records_come_while_the_next_step_takes_batches() -> None:
         swarm.close()
 
 
-@pytest.mark.first_cells(12)
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("case", cases()[::8], ids=str)
 def test_one_fault(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.first_cells(6)
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
@@ -70,13 +70,13 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
-@pytest.mark.first_cells(6)
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("faults", list(caused())[::6], ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults)
 
 
-@pytest.mark.first_cells(6)
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("case", list(joining())[::6], ids=str)
 def test_a_server_joins(case: Case) -> None:
     plan = FaultPlan()
@@ -90,6 +90,7 @@ def test_a_server_joins(case: Case) -> None:
         swarm.close()
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("case", list(leaving())[::6], ids=str)
 def test_a_server_leaves(case: Case) -> None:
     plan = FaultPlan()

@@ -59,7 +59,7 @@ def test_one_fault(case: Case) -> None:
     check(case, seed=0)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in SENDING], ids=str)
 def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is fetched by a message of its own; what is small comes with the word that it is there."""
@@ -67,7 +67,7 @@ def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch)
     check(case, seed=0)
 
 
-@pytest.mark.first_cells(12)
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
@@ -78,13 +78,13 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(9)
 @pytest.mark.parametrize("faults", list(caused()), ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults, seed=0)
 
 
-@pytest.mark.first_cells(8)
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in COMPUTING][2::12], ids=str)
 def test_a_fault_among_backwards_for_the_input(case: Case) -> None:
     """Each microbatch has two backwards that add nothing, and then the one that counts."""

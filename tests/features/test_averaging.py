@@ -75,6 +75,7 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
     return both
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -136,6 +137,7 @@ def test_resuming(make: Any, first: Any, then: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(other.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @feature(
     "`EarlyStopping`, `EMAWeightAveraging` and `ModelCheckpoint` together",
@@ -180,6 +182,7 @@ def test_round_trip(tmp_path: Path) -> None:
         assert len(ours["callbacks"]) == 4
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("validates", [True, False])
 @feature(
     "averages of a module in float32 with `precision='64-true'`",

@@ -359,6 +359,7 @@ class Scalable(Tunable):
         self.net.insert(2, TakesAtMost())
 
 
+@pytest.mark.first_cells(1)
 @feature(
     "`Tuner.scale_batch_size`, `BatchSizeFinder`",
     WORKS,

@@ -185,6 +185,7 @@ def test_profilers(make: Any, tmp_path: Path) -> None:
         assert action in swarm
 
 
+@pytest.mark.first_cells(2)
 @feature("`Trainer(profiler='simple')`, `'advanced'`, `'pytorch'`", WORKS, "of the trainer's process")
 @pytest.mark.parametrize(
     ("kind", "action"),

@@ -74,6 +74,7 @@ def eight_bits(kind: str, base: type[L.LightningModule] = Trained, *, in_32_bits
     return EightBits
 
 
+@pytest.mark.first_cells(2)
 @feature("8-bit optimizers of bitsandbytes: `Adam8bit`, `AdamW8bit`, `LAMB8bit`, `Lion8bit`", WORKS)
 @pytest.mark.parametrize("kind", ["Adam8bit", "AdamW8bit", "LAMB8bit", "Lion8bit"])
 def test_8_bit_optimizers(kind: str) -> None:
@@ -83,6 +84,7 @@ def test_8_bit_optimizers(kind: str) -> None:
         assert all(one["state1"].dtype == torch.uint8 for one in stage.optimizer.state().values())
 
 
+@pytest.mark.first_cells(1)
 @feature("`GlobalOptimManager` of bitsandbytes: parameters whose state has 32 bits", WORKS)
 @pytest.mark.parametrize(
     ("base", "data", "pipeline", "in_32_bits"),
@@ -548,12 +550,12 @@ def new_hook(trainer: L.Trainer) -> None:
     trainer.optimizers[0].register_step_post_hook(lambda *_: None)
 
 
+@pytest.mark.first_cells(4)
 @feature(
     "changing `optimizer.state`, replacing the optimizer, registering its hooks during `fit`",
     REFUSED,
     "at the next batch or checkpoint: servers have copies of it; hyperparameters may change",
 )
-@pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize(
     ("do", "message"),

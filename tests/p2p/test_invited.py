@@ -175,4 +175,5 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
     (users.out / "seen").touch()
     assert users.run.wait() == 0, "".join(users.run.output)
     assert [one.survivors() for one in (users.run, anna)] == [[], []]
+    assert json.loads((users.out / "result.json").read_text())["num_refused"] > 0
     assert_plain(users.out, "digits", 0.5)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ import lightning as L
 import pytest
 from typing_extensions import override
 
-from lightning_swarm import SwarmStrategy
+from lightning_swarm import SwarmStrategy, cli
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression.quantization import Blockwise8Bit, Rotated4Bit
@@ -338,6 +339,59 @@ def assert_undisturbed(seen: Several) -> None:
     )
     for name, tensor in plain.weights.items():
         assert float((seen.weights[name] - tensor).abs().max()) <= WEIGHT_TOLERANCE
+
+
+# ---------------------------------------------------------------------- by the owner
+
+
+@pytest.mark.thorough
+def test_a_ban_outlives_the_coordinator(zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner bans a server, the coordinator is killed, and the next one keeps the banned peer out."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+    def command(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["lightning-swarm", *map(str, arguments)])
+        assert cli.main() == 0
+
+    invitation, reason = tmp_path / "server.invite", "its gradients are noise"
+    command("invite", "--role", "server", "--uses", NUM_SERVERS + 1, "--out", invitation)
+
+    def told(number: int) -> dict[str, Any]:
+        return {"invite": str(invitation), "identity_path": str(tmp_path / f"{number}.key")}
+
+    def coordinator(hand: Hand) -> str:
+        assert hand.strategy is not None
+        return hand.strategy.status().coordinator
+
+    def take(hand: Hand, server: Server) -> bool:
+        if server.peer_id == coordinator(hand):  # another one, so that there is a coordinator to kill afterwards
+            server = next(one for one in hand.swarm.servers if one.peer_id != coordinator(hand))
+        number = hand.swarm.servers.index(server)
+        leads = next(one for one in hand.swarm.servers if one.peer_id == coordinator(hand))
+        command("ban", leads.address, server.peer_id, "--reason", reason)
+        wait_until(lambda: not server.alive, f"{server.peer_id} did not end")
+        assert f"This peer was banned from this run by its owner, who gives the reason: {reason}" in server.said
+        wait_until(lambda: server.peer_id not in hand.roster, f"{server.peer_id} is still in the roster")
+
+        os.kill(leads.pid, signal.SIGKILL)
+        wait_until(lambda: coordinator(hand) != leads.peer_id, "nobody took over")
+        after = hand.step
+        wait_until(lambda: hand.step > after, "the run does not go on")
+        for gone in (server, leads):
+            hand.swarm.servers.remove(gone)
+        again = zygote.begin([hand.swarm.servers[-1].address], num_stages=hand.swarm.num_stages, **told(number))
+        wait_until(lambda: not again.alive, "a banned peer waits to be let in")
+        assert f"{server.peer_id} was banned from this run by its owner" in again.said
+        hand.swarm.begin(NUM_SERVERS)  # the invitation itself is not banned
+        return False
+
+    with closing(Swarm(zygote, num_stages=2, options=told)) as swarm:
+        hand = Hand(swarm, take, 1)
+        steps = swarm.train(hand.look, trust="invited")
+        assert hand.error is None, hand.error
+        assert len(hand.taken) == 1
+        assert steps.events["expelled"] > 0
+        assert steps.events["takeover"] > 0
 
 
 # ---------------------------------------------------------------------- by a plan

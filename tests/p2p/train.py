@@ -136,6 +136,7 @@ class Watch(L.Callback):
         self.status: Any = None
         self.newcomers: list[Any] = []  # the step that each came with, and the peers
         self.num_left = 0  # stages that a server gave up
+        self.num_refused = 0  # requests of uninvited peers
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -174,6 +175,8 @@ class Watch(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, SwarmStrategy)
+        assert strategy.peer is not None
+        self.num_refused = strategy.peer.events.counts["refused"]
         self.status = [[peer.num_microbatches for peer in stage.peers] for stage in strategy.status().stages]
 
 
@@ -193,7 +196,7 @@ def wait_for_joiner(trainer: L.Trainer) -> None:
 
 
 def wait_until(happened: Callable[[], bool], otherwise: str) -> None:
-    """Another thread and other processes work meanwhile: as long as the test goes on, which ends its processes itself."""
+    """Another thread and other processes work meanwhile. The test itself ends its processes when it gives up."""
     deadline = time.monotonic() + 1800.0
     while not happened():
         assert time.monotonic() < deadline, otherwise
@@ -272,6 +275,7 @@ def main() -> None:
     trainer.fit(model, data)
     result = {"pid": os.getpid(), "losses": watch.losses, "status": watch.status, "steps": trainer.global_step}
     result |= {"newcomers": watch.newcomers, "num_left": watch.num_left, "went_back": watch.went_back}
+    result["num_refused"] = watch.num_refused
     (arguments.out / "result.json").write_text(json.dumps(result))
     torch.save(model.state_dict(), arguments.out / "weights.pt")
 

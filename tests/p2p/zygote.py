@@ -19,11 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import hivemind  # noqa: F401 - it takes a second to import
 import lightning as L
 import torch
 
-import lightning_swarm.network.hivemind  # noqa: F401
+import lightning_swarm.network.hivemind  # noqa: F401 - it takes a second to import
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.peer import preemption
@@ -101,6 +100,8 @@ def serve(
     fired: str = "",
     metadata: tuple[str, int] | None = None,
     traffic: str = "",
+    invite: str = "",
+    identity_path: str = "",
 ) -> None:
     """As a user's script does that joins a run.
 
@@ -114,6 +115,8 @@ def serve(
         fired: The file for faults that strike.
         metadata: Where a cloud's metadata service answers whose notices this server heeds.
         traffic: The folder for what it sent, in the end.
+        invite: The file of its invitation, if the run takes only invited peers.
+        identity_path: The file of its key, if it is to come again as the same peer.
     """
     torch.manual_seed(len(initial_peers))  # its own initial weights are never used
     options: dict[str, Any] = {
@@ -123,6 +126,8 @@ def serve(
         "initial_peers": initial_peers,
         "limits": Limits(**limits),
     }
+    if invite:
+        options |= {"trust": "invited", "invite": invite, "identity_path": identity_path}
     if metadata is not None:
         known = preemption.clouds(Endpoint(*metadata))
         preemption.watch = functools.partial(preemption.watch, known=known, every_s=0.5)  # type: ignore[assignment]

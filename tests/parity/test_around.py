@@ -98,6 +98,7 @@ def test_clipping_by_value() -> None:
     assert swarm.records
 
 
+@pytest.mark.thorough
 def test_samples_weigh_equally_with_a_target() -> None:
     """Batches of 8 and of 4 in one step: each sample's gradient is one of 52, also around the pipeline."""
     whole = run_plain(scheduled, loader(sentences(), 52), max_epochs=5)
@@ -277,7 +278,7 @@ def test_what_trains_may_change_around_the_pipeline_too() -> None:
     assert sum(record.change.selection is not None for record in swarm.records) == 2
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_curve_is_close_in_bfloat16(precision: Any) -> None:
     plain = run_plain(NanoGPT, loader(sentences()), max_steps=10, precision=precision)
@@ -294,6 +295,7 @@ class InFloat16(InHalves):
         self.net = nn.Sequential(first, nn.Sequential(*others), last)
 
 
+@pytest.mark.thorough
 def test_scaled_gradients_around_the_pipeline() -> None:
     plain = train(run_plain, InFloat16, max_steps=30)
     swarm = train(run_swarm, InFloat16, max_steps=30, microbatch_size=HALF, pipeline="net.1")
@@ -347,6 +349,7 @@ class Looks(L.Callback):
             )
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("role", ["auto", "trainer"])
 def test_the_trainer_computes_with_what_its_stage_holds(role: Any) -> None:
     looks = Looks()
@@ -399,6 +402,7 @@ def test_a_batch_that_its_trainer_did_not_add_fails_the_step(planted: list[CallK
     assert len(planted) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planted", ["twice"], indirect=True)
 def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], caplog: pytest.LogCaptureFixture) -> None:
     """The sum begins anew, and the batch that was in it runs again."""
@@ -489,6 +493,7 @@ def test_what_cannot_be_is_refused(make: type[NanoGPT], options: dict[str, Any],
     assert not any("forward" in vars(one) for one in module.modules()), "something still stands in for a forward"
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_back_takes_it_along(tmp_path: Path) -> None:
     """A learning rate finder changes what stands around the pipeline as well; afterwards it is as before."""
 

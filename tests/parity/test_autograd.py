@@ -260,7 +260,7 @@ class Validated(Digits):
         self.history.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_two_validations_and_what_they_log(inference_mode: bool) -> None:
     modes: list[tuple[bool, bool]] = []
@@ -347,7 +347,7 @@ class NeverInTheFirstWindow(Sometimes):
     without = (0, 1, 6)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2, 3])
 @pytest.mark.parametrize("module", [Sometimes, NeverInTheFirstWindow])
@@ -443,6 +443,7 @@ def around_alone(self: LayersAround, images: Tensor, labels: Tensor) -> Tensor:
     return images.grad
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("adversarial", [by_grad, by_backward, around_alone])
 def test_gradients_through_layers_around_the_pipeline(adversarial: Any) -> None:
     plain = run_plain(lambda: LayersAround(adversarial), loader(digits()), max_steps=STEPS)
@@ -487,6 +488,7 @@ def test_cached_parametrizations_in_microbatches() -> None:
     run_both(Orthogonal)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("frozen", [(0,), (0, 2), (2,), (4,)])
 def test_frozen_parameters_stay(frozen: tuple[int, ...]) -> None:
     def make_module() -> Digits:
@@ -524,7 +526,7 @@ class Branching(Digits):
         return F.cross_entropy(self.net(images, left=batch_idx in self.left_in), labels)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
 def test_parameters_without_a_gradient_are_passed_over(optimizer: Any, accumulate_grad_batches: int) -> None:

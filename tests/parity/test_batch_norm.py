@@ -92,6 +92,7 @@ def assert_counted(run: Run, num: int) -> None:
     assert len(counts) == 5
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(("num_stages", "num_servers"), [(1, 1), (2, 2), (2, 4), (3, 4), (4, 7)])
 def test_running_statistics_are_those_of_a_plain_loop(plain: Run, num_stages: int, num_servers: int) -> None:
     run = swarm(num_stages=num_stages, num_servers=num_servers)
@@ -120,6 +121,7 @@ class Uncounted(ResNet):
         return F.mse_loss(self(batch[0] + gradient), target + self(batch[0]).detach())
 
 
+@pytest.mark.thorough
 def test_forwards_without_a_backward_that_counts() -> None:
     plain = run_plain(partial(Uncounted, MICROBATCH), loader(digits()), **options())
     run = run_swarm(Uncounted, loader(digits()), num_servers=4, **options(microbatch_size=MICROBATCH))

@@ -192,6 +192,7 @@ def test_a_run_that_goes_back_has_the_same_layers() -> None:
     assert_same(back, killing, plain_to_the_end(lambda: inserted(gpt()), data))
 
 
+@pytest.mark.thorough
 def test_who_moves_to_another_stage_takes_its_halves_of_the_layers() -> None:
     layers = Bottleneck(ratio=2, features=24)
     run = moving.few(boundary=layers, split=["2"])

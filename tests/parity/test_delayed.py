@@ -201,6 +201,7 @@ class Tied(TinyGPTWithLosses):
         self.net[3].out.weight = self.net[0].token.weight
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("num_servers", [1, 2, 4])
 def test_stages_that_hold_the_same_parameter(num_servers: int) -> None:
     late = run_late(Tied, loader(sentences()), max_steps=STEPS)
@@ -213,6 +214,7 @@ def test_what_stands_around_the_pipeline_is_late_too() -> None:
     assert_late(train(NanoGPT, loader(sentences()), num_servers=4, pipeline="transformer.h"), late)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_servers", [1, 3, 5])
 def test_what_every_stage_has_is_late_in_all(num_servers: int) -> None:
     """One server has it in three stages, and one object for all."""

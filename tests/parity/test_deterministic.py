@@ -214,6 +214,7 @@ def test_in_other_runs(make: Any, data: Any, options: dict[str, Any]) -> None:
     assert different(*plain)
 
 
+@pytest.mark.thorough
 def test_a_run_that_went_back_to_a_snapshot() -> None:
     def fit(killing: Killing, **options: Any) -> Fit:
         wired = {"deterministic": True, "microbatch_size": 1, **options}

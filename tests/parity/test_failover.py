@@ -37,6 +37,7 @@ def assert_same(swarm: Swarm, plain: Run | None = None) -> None:
     torch.testing.assert_close(swarm.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("at", [1, 4, 8])
 def test_the_lead_dies_in_the_middle_of_an_epoch(at: int) -> None:
     """Epochs have 7 batches."""
@@ -45,6 +46,7 @@ def test_the_lead_dies_in_the_middle_of_an_epoch(at: int) -> None:
     assert_same(swarm)
 
 
+@pytest.mark.thorough
 def test_the_standby_dies_too() -> None:
     swarm = Swarm(2, 2, make_digits, {3: "lead", 6: "standby-0"}, options={"max_steps": STEPS}).fit()
     assert swarm.leads == ["lead", "standby-0", "standby-1"]
@@ -215,6 +217,7 @@ class Hoarding(L.Callback):
         return {"of my own": Hoarding()}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_callbacks_loggers_and_schedulers_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Against a swarm that nothing happened to: data, random numbers, averages of the epoch, decisions."""

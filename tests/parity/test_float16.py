@@ -36,6 +36,7 @@ def assert_same(swarm: Scaled, plain: Scaled, *, loss: float, weight: float, nor
     assert_same_curve(swarm.run, plain.run, loss=loss, weight=weight)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -112,6 +112,7 @@ def _thorough(cell: Cell) -> list[pytest.MarkDecorator]:
     return [] if cell.num_steps == NUM_STEPS else [pytest.mark.thorough]
 
 
+@pytest.mark.first_cells(5)
 @pytest.mark.parametrize("cell", [pytest.param(cell, marks=_thorough(cell)) for cell in TABLE], ids=str)
 def test_a_swarm_trains_as_one_machine_does(cell: Cell) -> None:
     plain, swarm = _run_both(cell)
@@ -181,7 +182,7 @@ def test_other_wirings(options: dict[str, Any]) -> None:
     assert_exact(run_swarm(DigitsMLP, loader(digits()), max_steps=9, **options), plain)
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     "make_optimizer",
     [

@@ -179,7 +179,7 @@ MODELS = {
 }
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_on_one_machine(name: str) -> None:
     model = MODELS[name]
@@ -251,6 +251,7 @@ def in_stages() -> AllInStages:
     )
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("num_stages", "num_servers"), [(2, 2), (3, 5)])
 def test_a_whole_model_in_stages(num_stages: int, num_servers: int) -> None:
     plain = run_plain(in_stages, loader(), max_steps=NUM_STEPS)

@@ -87,6 +87,7 @@ def swarm(joining: Joining, num_joiners: int | None = None, **options: Any) -> S
     )
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_server_joins_at_the_next_step(at: int) -> None:
     joining = Joining(at=at)
@@ -236,6 +237,7 @@ def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatc
     assert max(meanwhile_s) < 1.2 * max(before_s)
 
 
+@pytest.mark.thorough
 def test_ten_servers_join_at_once() -> None:
     joining = Joining(count=10)
     run = swarm(joining, microbatch_size=1)

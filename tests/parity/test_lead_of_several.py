@@ -278,7 +278,7 @@ def assert_logged(seen: Seen, standby: int) -> None:
         before = total
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_trainers", "at", "place"),
     [(2, 6, "between batches"), (2, 3, "in a batch"), (4, 7, "in a batch"), (4, 2, "behind")],
@@ -393,6 +393,7 @@ def test_the_lead_and_its_standby_die_at_once(alone: Seen) -> None:
     assert_right(seen, alone, gone=dead(seen))
 
 
+@pytest.mark.thorough
 def test_the_run_keeps_its_starters_settings(alone: Seen) -> None:
     """Where the starter's word holds for those who come, it does so for the one that leads in its place."""
     seen = run(2, {4: "in a batch"}, roles={1: {"microbatch_size": 1, "compression": "8bit", "rebalancing": "none"}})
@@ -419,6 +420,7 @@ def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1] == 7
 
 
+@pytest.mark.thorough
 def test_a_standby_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has released the others, who wait for the run that it would begin."""
     begin = startup.start_as_lead
@@ -550,6 +552,7 @@ def test_a_lead_that_was_frozen_learns_who_leads(alone: Seen) -> None:
     assert_right(seen, alone)
 
 
+@pytest.mark.thorough
 def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
     """`role="auto"`: it serves, and reads no data until then. The other trainer could not."""
     roles = {1: {"role": "auto"}, 2: {"state_dict_type": "sharded"}}

@@ -141,6 +141,7 @@ def saving(folder: Path) -> dict[str, Any]:
     return {"enable_checkpointing": True, "callbacks": [every]}
 
 
+@pytest.mark.thorough
 def test_a_file_holds_all_of_it_and_goes_on_elsewhere(tmp_path: Path) -> None:
     """Whole weights come together in a file only; here, where there is room for it."""
     plain = run_plain(in_memory, loader(digits()), max_epochs=3)
@@ -262,6 +263,7 @@ def test_it_does_not_go_on_from_what_it_was_made_with() -> None:
         swarm.trainer.fit(swarm.module, loader(digits()))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("make", [on_meta, in_memory])
 def test_it_goes_back_when_a_stage_is_lost(make: Callable[[], Net], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(in_memory, loader(digits()), max_steps=12)

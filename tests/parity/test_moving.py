@@ -138,7 +138,7 @@ def test_a_newcomer_takes_the_slowest_stage_not_the_emptiest(monkeypatch: pytest
     assert timeline.rosters[-1] == [{1, 3}, {0, 2, 4, 5}]
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", [Phase.JOIN_DONE, Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.LISTEN])
 def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
     plan = FaultPlan().kill(MOVER, at=phase)
@@ -165,6 +165,7 @@ def begun_alone(*callbacks: L.Callback, num_joiners: int, **options: Any) -> Swa
     return swarm(STEPS, joining, *callbacks, num_joiners=num_joiners, **settings)
 
 
+@pytest.mark.thorough
 def test_who_begins_alone_gives_stages_up_to_those_who_come() -> None:
     timeline = Timeline()
     run = begun_alone(timeline, num_joiners=2, num_shed=2)
@@ -178,6 +179,7 @@ def test_who_begins_alone_gives_stages_up_to_those_who_come() -> None:
     assert run.rerouted["replay"] == 0
 
 
+@pytest.mark.thorough
 def test_nothing_is_given_up_where_nobody_moves() -> None:
     timeline = Timeline()
     begun_alone(timeline, num_joiners=2, rebalancing="none")
@@ -188,7 +190,7 @@ SHED = 4
 """By this step's record the first server gives up stage 0, which two others have then."""
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("step", [SHED, SHED + 1])
 @pytest.mark.parametrize("phase", [Phase.BACKWARD_DONE, Phase.CLOSE_DONE, Phase.AVERAGE, Phase.APPLY])
 def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: int) -> None:

@@ -120,7 +120,7 @@ def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return Adam8bit(parameters, lr=lr, min_8bit_size=1)
 
 
-@pytest.mark.first_cells(6)
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -160,6 +160,7 @@ def test_every_optimizer_goes_on_as_the_plain_trainers(first: Any, optimizer: An
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=WEIGHT_TOLERANCE)  # dtypes, too
 
 
+@pytest.mark.thorough
 def test_a_resumed_swarm_draws_the_same_masks(tmp_path: Path) -> None:
     """A draw is named by its step, and steps go on where the file's run stopped."""
 

@@ -158,6 +158,7 @@ def test_it_dies_while_a_step_closes(at: int) -> None:
     assert_same(fit, killing, plain())
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("at", [2, 5, 7, 8])
 def test_the_only_server_of_a_stage_dies(at: int) -> None:
     """Epochs have 7 batches: it goes back in the middle of one, at its end, and beyond."""
@@ -221,6 +222,7 @@ class TiedGPT(TinyGPTWithLosses):
         self.net[3].out.weight = self.net[0].token.weight
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("make", "reference", "data"), [(ResNet, partial(ResNet, 3), digits), (TiedGPT, TiedGPT, sentences)]
 )
@@ -352,7 +354,7 @@ def test_random_numbers_are_drawn_again_and_averages_of_the_epoch_hold_each_batc
         assert last[epoch] == pytest.approx(values, rel=1e-12)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_what_loaders_draw_from_generators_of_their_own_is_drawn_again(num_loaders: int) -> None:
     """In a later epoch than the first, too."""
@@ -442,6 +444,7 @@ def test_averaged_weights_are_of_each_step_once() -> None:
     torch.testing.assert_close(fit.weights, one.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("role", ["auto", "trainer"])
 def test_what_is_on_the_trainer_goes_back_too(role: str) -> None:
     def make() -> Net:
@@ -494,6 +497,7 @@ class Finder(LearningRateFinder):
         super().lr_find(trainer, pl_module)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("at", "interval_s"), [(9, 0.001), (5, 300.0)])
 def test_a_rate_that_was_found_is_not_looked_for_again(at: int, interval_s: float, tmp_path: Path) -> None:
     """Nor does the run go back into the trial, whose steps have the numbers of the run's own."""

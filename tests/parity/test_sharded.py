@@ -76,7 +76,7 @@ def go(run: Any, make: Any, folder: Path, num_epochs: int, **options: Any) -> Ru
     return done
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "optimizer", [adam_8bit, Lamb, torch.optim.Adagrad, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9)]
 )

@@ -114,6 +114,7 @@ class Slow(DigitsMLP):
             self.took_s.append(time.monotonic() - self.began_s)
 
 
+@pytest.mark.thorough
 def test_a_faster_trainer_brings_more_of_each_step() -> None:
     four: dict[str, Any] = {"swarm": {"target_batch_size": 16}}
     seen = run(2, lambda seen: Slow(), **four)
@@ -436,6 +437,7 @@ class Freezing(DigitsMLP):
         self.seen.runtime.run(act())
 
 
+@pytest.mark.thorough
 def test_what_a_frozen_trainer_held_is_brought_by_others_and_not_again(alone: Seen) -> None:
     seen = run(4, make_module=Freezing, swarm={"limits": QUICK, "rebalancing": "none"})
     module = seen.modules[1]

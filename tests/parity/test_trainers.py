@@ -236,6 +236,7 @@ def test_the_last_step_is_that_of_the_last_batch() -> None:
     assert [record.closing.num_samples for record in seen.records] == [12] * 8 + [8]
 
 
+@pytest.mark.thorough
 def test_who_has_no_data_left_serves_to_the_end() -> None:
     class Short(Watching):
         @override
@@ -249,6 +250,7 @@ def test_who_has_no_data_left_serves_to_the_end() -> None:
     assert 0 < sum(rank == 1 for rank, _ in seen.batches.values()) <= 7
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_error_ends_its_own_fit_and_at_the_lead_all(rank: int, when: str) -> None:

@@ -299,7 +299,7 @@ def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
     assert_right(seen, lead, tracks=True)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> None:
     """And when it is back, it is not run again."""
@@ -462,7 +462,7 @@ class KillAll(L.Callback):
                 self.seen().runtime.run(kill())
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_lost_stage_names_the_checkpoint_to_resume_from(tmp_path: Any, saves: bool) -> None:
     found: list[Seen] = []

@@ -184,7 +184,7 @@ def assert_logged(seen: Seen) -> None:
         assert (logged, total) == (expected, expected), epoch
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [4, 12])
 def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     killing = Killing([at], [["peer-1"]])
@@ -197,7 +197,7 @@ def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     assert_logged(seen)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [3, 10])
 def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
     killing = Killing([at], [["peer-1"]])

@@ -143,6 +143,7 @@ class DoubleGPT(NanoGPT):
         self.found.append(float(self.trainer.callback_metrics["val_loss"]))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("role", ["auto", "trainer"])
 def test_averages_of_what_is_on_the_trainer(role: str) -> None:
     both = fit_both(

@@ -1,4 +1,4 @@
-"""What a backward through a call of the pipelined module is for, and what autograd cannot do with one."""
+"""The purpose of a backward through a call of the pipelined module, and the limits of autograd with one."""
 
 from __future__ import annotations
 

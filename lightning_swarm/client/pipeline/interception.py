@@ -321,7 +321,7 @@ class Interception:
 
 
 def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    """Where the root and what it holds have the blocks, as far as they are registered there."""
+    """Find the blocks in the root and in the modules below it, as far as they are registered there."""
     own = set(map(id, blocks.modules))
     owners = [module._modules for module in blocks.root.modules()]
     return [

@@ -37,7 +37,7 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True)
 class Collected:
-    """What the forwards of a call left, put together."""
+    """The values that the forwards of one call left on modules, put together."""
 
     tensors: dict[Place, Tensor]
     structures: dict[Site, serialization.Structure]

@@ -38,7 +38,7 @@ class CallArguments:
 
     @property
     def kind(self) -> object:
-        """What the calls of one line of code have in common: the arguments, with their dimensions and dtypes."""
+        """A key that calls of one line of code share: the arguments, with their dimensions and dtypes."""
         keywords = [(name, tensors) for name, (_, tensors) in self.keywords.items()]
         return tuple(
             (name, *((tensor.ndim, tensor.dtype) for tensor in tensors))

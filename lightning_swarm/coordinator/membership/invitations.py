@@ -1,4 +1,4 @@
-"""By which invitations peers come that ask to join or to train."""
+"""Invitations of the peers that ask to join or to train."""
 
 from __future__ import annotations
 

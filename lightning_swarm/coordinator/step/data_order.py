@@ -151,7 +151,7 @@ class WaitingTrainer:
 
 @dataclass(frozen=True)
 class Lane:
-    """What a trainer that is at work still has to bring of a step."""
+    """The batches of a step that a working trainer still has to bring."""
 
     last: BatchNumber  # the last batch that nobody has
     end_s: float  # when it would be through with that one

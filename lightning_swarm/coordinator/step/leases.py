@@ -189,7 +189,7 @@ class LeaseTable:
         return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
 
     def _lanes(self, step: OpenStep, free: Sequence[BatchNumber]) -> Iterator[Lane]:
-        """What trainers that compute a batch, and did so before, still have to bring."""
+        """List the batches still to come of each trainer that computes one now, and did so before."""
         left: dict[PeerId, list[BatchNumber]] = {}
         for number in free:
             left.setdefault(self._owner(step, number), []).append(number)

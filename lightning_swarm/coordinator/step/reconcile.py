@@ -80,7 +80,7 @@ class ReplayRounds:
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
 
     def number(self, receipt: Receipt) -> int:
-        """How often a microbatch was asked for again."""
+        """Return the number of replays asked for of a microbatch."""
         return self._replayed[receipt]
 
     def unreached(self, trainer: PeerId) -> Collection[PeerId]:
@@ -139,7 +139,7 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 @dataclass(frozen=True)
 class ReconciledStep:
-    """What a step counts, once the sums are exactly that."""
+    """A closed step: what it counts, and its sums consist of exactly that."""
 
     closing: Closing
     began_s: float  # when its sums were asked for, on the monotonic clock

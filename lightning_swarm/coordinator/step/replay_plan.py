@@ -165,7 +165,7 @@ def touched_parameters(ledgers: Collection[ServerLedger]) -> bytes:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What is to be done until each receipt is in one sum of each stage that trains."""
+    """The work left until each receipt is in one sum of each stage that trains."""
 
     named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]  # by stage and server, the receipts that this one shall hold
     discards: Sequence[Sequence[PeerId]]  # by stage, the servers whose sum holds others, too: they begin it anew

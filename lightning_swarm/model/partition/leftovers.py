@@ -1,4 +1,4 @@
-"""What a forward leaves on modules, such as a loss that a block keeps as an attribute: found, and put on the wire."""
+"""Values that a forward leaves on modules, such as a loss that a block keeps: found, and put on the wire."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Absent: Final = object()
 
 @dataclass
 class Left:
-    """What forwards left, as it travels behind a stage's output."""
+    """Values that forwards left on modules, as they travel behind a stage's output."""
 
     differentiable: Values = field(default_factory=dict)
     others: Values = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What blocks write into arguments of a call, as `nn.ReLU(inplace=True)` does: its caller has to see that."""
+"""Arguments that blocks write into, as `nn.ReLU(inplace=True)` does: the caller has to see the change."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ WORDS: Final[Mapping[EventKind, str]] = {  # for people
     "round_repeated": "averaging repeated",
     "gone": "gone",
     "left": "left its stage",
+    "refused": "refused an uninvited peer",
     "expelled": "banned by the run's owner",
     "moves": "moves to another stage",
     "sheds": "gave its stage up",
@@ -232,7 +233,7 @@ def plain_line(scene: Scene) -> str:
 
 
 def stage_name(scene: Scene, index: int) -> str:
-    """What a stage is called."""
+    """Return the name of a stage."""
     return "model" if scene.is_whole else f"stage {index}"
 
 

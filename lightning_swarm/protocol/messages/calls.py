@@ -91,7 +91,7 @@ AttributeName = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class ModuleStates(WireMessage, frozen=True):
-    """What the trainer set on modules of a stage that are not as all others, or not as every peer builds them."""
+    """State that the trainer set on modules of a stage, where it differs from what every peer builds."""
 
     # Whether a module is in train mode, where that differs from the module around it.
     modes: Annotated[dict[ModuleName, bool], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)

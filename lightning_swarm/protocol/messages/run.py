@@ -181,7 +181,7 @@ class WrittenWeights(WireMessage, frozen=True):
 
 
 class StepChange(WireMessage, frozen=True):
-    """What differs between the end of a step and the beginning of the next one."""
+    """Changes between the end of a step and the beginning of the next one."""
 
     selection: Selection | None = None  # None: the same parameters train
     written: WrittenWeights | None = None  # None: the weights are those that the step before ended with

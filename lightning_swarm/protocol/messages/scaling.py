@@ -1,4 +1,4 @@
-"""How the trainers of a run scale their losses, for float16's small range: one scale for all, which records change."""
+"""The loss scale of a run's trainers, for float16's small range: one for all, which records change."""
 
 from __future__ import annotations
 

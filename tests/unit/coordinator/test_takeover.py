@@ -180,7 +180,7 @@ def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase,
     assert {voter.peer_id for voter in trial.swarm.steps.run.voters} == {B, C, D}
 
 
-@pytest.mark.first_cells(6)
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(("phase", "nth"), LATE, ids=lambda one: getattr(one, "name", one))
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_coordinator_that_goes_with_gradients_in_its_sum(
@@ -194,7 +194,7 @@ def test_a_coordinator_that_goes_with_gradients_in_its_sum(
     assert trial.members() == [[B, C], [D, B, C]]
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("for_s", [3.0, 12.0, 40.0])
 @pytest.mark.parametrize(
     "phase", [Phase.GRANT, Phase.DONE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=lambda phase: phase.name
@@ -228,6 +228,7 @@ def test_a_voter_that_goes(make_swarm: MakeSwarm, kind: str, voter: str, phase: 
     assert PeerId(voter) not in {one.peer_id for one in trial.swarm.steps.run.voters}
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     "phase", [Phase.GRANT_DONE, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=lambda phase: phase.name
 )
@@ -377,7 +378,7 @@ def logged(value: float) -> LoggedValue:
     )
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(
     ("phase", "nth"),
     [

@@ -373,6 +373,7 @@ def test_on_a_terminal_a_panel_takes_the_place_of_the_progress_bar(
     assert "by the user" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("error", [RuntimeError("of the user"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_a_run_that_breaks_off_leaves_the_terminal_as_it_was(terminal: OnTerminal, error: BaseException) -> None:
     def fail(_: L.Trainer) -> None:

@@ -255,7 +255,8 @@ def test_a_mutated_certificate_opens_nothing() -> None:
 
 
 def test_refusals_are_told_once_a_minute_with_a_count(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
-    log = RefusalLog()
+    noted = []
+    log = RefusalLog(lambda *refused: noted.append(refused))
 
     async def go() -> None:
         for _ in range(130):
@@ -266,6 +267,7 @@ def test_refusals_are_told_once_a_minute_with_a_count(loop: VirtualLoop, caplog:
     with caplog.at_level(logging.WARNING, logger=gatekeeper.__name__):
         loop.run_until_complete(go())
     assert caplog.messages == [f"{n} requests of a were refused: it has no certificate" for n in (5, 60, 60, 5)]
+    assert noted == [(n, "it has\nno certificate") for n in (5, 60, 60, 5)]
     assert not log._refused
 
 
@@ -287,7 +289,8 @@ def test_who_shows_its_certificate_at_once_is_no_stranger(loop: VirtualLoop, cap
 
 
 def test_many_strangers_fill_no_log(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
-    log = RefusalLog()
+    counts: list[int] = []
+    log = RefusalLog(lambda count, _: counts.append(count))
 
     async def go() -> None:
         for number in range(1000):
@@ -297,6 +300,7 @@ def test_many_strangers_fill_no_log(loop: VirtualLoop, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, logger=gatekeeper.__name__):
         loop.run_until_complete(go())
     assert len(caplog.messages) == 32
+    assert sum(counts) == 1000
     assert caplog.messages[0] == "1 requests of s0 were refused: no 968 requests of other peers were refused, too."
 
 

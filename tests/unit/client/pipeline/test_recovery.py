@@ -446,6 +446,7 @@ def test_what_was_added_by_a_server_that_dies_later_is_added_elsewhere(make_swar
     route.assert_sums()
 
 
+@pytest.mark.thorough
 def test_one_stage_after_the_other_loses_what_it_had(make_swarm: MakeSwarm) -> None:
     route = Route(make_swarm("a a2 a3", "b b2 b3", "c c2 c3", limits=LIMITS))
     route.run()
