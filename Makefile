@@ -22,8 +22,8 @@ demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed,
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other. Three workers
-# on two cores, for tests of processes wait much. Thorough are long studies, the wheel, and most cells of large tables: `make
-# check` runs those.
+# on two cores, for tests of processes wait much. The thorough tests (long studies, the wheel, most cells of large tables) run in
+# `make check` only.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \

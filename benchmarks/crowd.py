@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 from benchmarks.counting import OF_TENSORS, Calls, CountedDirectory
-from lightning_swarm.client.coordinator_client import Patience
+from lightning_swarm.client.coordinator_client import CoordinatorTimeouts
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
@@ -85,7 +85,7 @@ class Trainer:
         self.steps = StepClient(
             transport,
             run,
-            patience=Patience(answer_s=LIMITS.call_timeout, successor_s=600.0),
+            patience=CoordinatorTimeouts(answer_s=LIMITS.call_timeout, successor_s=600.0),
             on_record=self._link.follow,
             events=events,
         )

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from benchmarks.crowd import HYPERPARAMETERS, LIMITS, NUM_STAGES, Swarm
-from lightning_swarm.client.coordinator_client import Patience
+from lightning_swarm.client.coordinator_client import CoordinatorTimeouts
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.consensus import Voter, serve
 from lightning_swarm.network import Message, PeerId
@@ -106,7 +106,7 @@ class BriefTrainer:
         self.steps = StepClient(
             transport,
             RunState(manifest),
-            patience=Patience(answer_s=LIMITS.call_timeout, successor_s=600.0),
+            patience=CoordinatorTimeouts(answer_s=LIMITS.call_timeout, successor_s=600.0),
             on_record=follow,
             events=EventLog(),
         )

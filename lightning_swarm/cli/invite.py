@@ -30,7 +30,7 @@ DESCRIPTION: Final = """\
     lightning-swarm invite --role trainer --uses 4 --out team.invite    for four that may also train, and lead
     lightning-swarm invite --role server --peer 12D3... --out spot.invite
 
-Whoever has the file can join until it expires (--expires), and may stay for some time then (--for). So send it in
+Anybody who has the file can join until it expires (--expires), and may stay for some time then (--for). So send it in
 private; one for a single peer (--peer) is no secret. The other side joins with `lightning-swarm join ADDRESS --invite
 FILE PROGRAM`. What the roles may do:
 
@@ -174,5 +174,5 @@ def _summary(invitation: Invitation, peer: str | None) -> str:
     if peer is not None:
         return f"Invited {peer} to run {run_id!r} as {role}: {times} from now. The file is no secret."
     peers = f"{uses} peer{'s' if uses != 1 else ''}"
-    secret = "Whoever has the file can join: send it in private."
+    secret = "Anybody who has the file can join: send it in private."
     return f"Invited {peers} to run {run_id!r} as {role}: {times}. {secret}"

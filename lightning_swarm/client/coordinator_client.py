@@ -37,7 +37,7 @@ _RETRY_S: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class CoordinatorTimeouts:
     """A trainer's timeouts for the coordinator, in seconds."""
 
     answer_s: float  # for one answer
@@ -50,7 +50,7 @@ class CoordinatorCalls:
     """Calls the coordinator, and repeats at its successor a call that breaks or finds that it coordinates no more."""
 
     def __init__(
-        self, transport: Transport, run: RunState, report: Callable[[], ReportReply], patience: Patience
+        self, transport: Transport, run: RunState, report: Callable[[], ReportReply], patience: CoordinatorTimeouts
     ) -> None:
         self._transport = transport
         self._run = run
@@ -175,7 +175,7 @@ class CoordinatorCalls:
             self._term_changed = asyncio.Event()
 
 
-async def enter(transport: Transport, seen: RunState, patience: Patience) -> tuple[RunView, int]:
+async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeouts) -> tuple[RunView, int]:
     """Train in a run, known as `seen`, from one of its next records on. Raises `ConfigError` if the run refuses."""
     nothing = ReportReply(begun=False, leases=[], closed=[])
     calls = CoordinatorCalls(transport, seen, lambda: nothing, patience)

@@ -28,8 +28,8 @@ from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import (
+    EvaluationWeights,
     HeldSnapshots,
-    LentWeights,
     Snapshot,
     SnapshotRequest,
     StageState,
@@ -39,7 +39,7 @@ from lightning_swarm.protocol.messages.state import (
     WrittenValue,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import LEND, LOAD, SNAPSHOT, STATE, WRITE
+from lightning_swarm.protocol.methods import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE
 from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import named
@@ -230,41 +230,39 @@ async def scatter_optimizer(
     await _to_rosters(transport, run.rosters, LOAD, messages, timeout=timeout)
 
 
-async def lend_weights(
+async def set_evaluation_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Lend the servers the weights of the lead's `stages`, for calls and steps that name their number."""
+    """Send the servers the weights of the lead's `stages`, for calls and steps that name their number."""
     messages = {}
     for stage in stages:
         tensors = stage.named_stage_tensors()
-        head = LentWeights(
+        head = EvaluationWeights(
             stage_index=stage.spec.index, generation=run.manifest.generation, number=number, names=list(tensors)
         )
         values = tuple(tensor.detach().cpu() for tensor in tensors.values())
         messages[stage.spec.index] = Message(encode(head), values)
 
-    async def lend(stage_index: int, peer: PeerId) -> PeerError | None:
+    async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
-            await transport.stream(peer, LEND, messages[stage_index], timeout=timeout)
-        except (
-            PeerError
-        ) as error:  # one that has died is missed by the step; one that lives lacks the loan, and says so
+            await transport.stream(peer, SET_EVALUATION_WEIGHTS, messages[stage_index], timeout=timeout)
+        except PeerError as error:  # one that has died is missed by the step; one that lives says that it has no such
             return error
         return None
 
     for index in messages:
-        failed = await gather(lend(index, member.peer_id) for member in run.rosters[index])
+        failed = await gather(send(index, member.peer_id) for member in run.rosters[index])
         if all(failed):
             raise next(error for error in failed if error is not None)
 
 
-async def take_weights_back(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
-    """Have the servers drop the weights that were lent under a number."""
+async def drop_evaluation_weights(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
+    """Have the servers drop the evaluation weights of a number."""
     served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
     generation = run.manifest.generation
-    heads = (LentWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
+    heads = (EvaluationWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
     messages = {head.stage_index: Message(encode(head)) for head in heads}
-    await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
+    await _to_rosters(transport, run.rosters, SET_EVALUATION_WEIGHTS, messages, timeout=timeout)
 
 
 async def _to_rosters(

@@ -168,11 +168,11 @@ class Session:
 
     @property
     def peer_id(self) -> PeerId:
-        """This trainer's name."""
+        """The id of this trainer's peer."""
         return self._steps.peer_id
 
     def lead_epoch(self) -> int:
-        """Not at the lead: wait until its loop is in an epoch, and say in which."""
+        """Wait until the lead's loop is in an epoch, and return it. Not for the lead itself."""
         return self._runtime.run(self._steps.lead_epoch())
 
     def give_back(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client.coordinator_client import CoordinatorCalls, EnlistedCalls, Patience
+from lightning_swarm.client.coordinator_client import CoordinatorCalls, CoordinatorTimeouts, EnlistedCalls
 from lightning_swarm.client.generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
 from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
@@ -67,7 +67,7 @@ class StepClient:
         transport: Transport,
         run: RunState,
         *,
-        patience: Patience,
+        patience: CoordinatorTimeouts,
         on_record: OnRecord,
         events: EventLog,  # this trainer's, whose counts the coordinator is sent; the lead gets those of all peers
         first_number: int = 1,  # of its batches: another one in each life of a trainer that may come back
@@ -408,7 +408,7 @@ class StepClient:
                 pass
 
     async def lead_epoch(self) -> int:
-        """Not at the lead: wait until the lead's loop is in an epoch, and say in which."""
+        """Wait until the lead's loop is in an epoch, and return it. Not for the lead itself."""
         return await self._enlisted.enlist()
 
     async def _handle_leads(self, caller: PeerId, body: bytes) -> bytes:

@@ -32,7 +32,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
-from lightning_swarm.protocol.bans import bans_in, untold
+from lightning_swarm.protocol.bans import bans_in, unrecorded
 from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, Member, Selection, StepChange
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
@@ -273,10 +273,10 @@ class StepCommit:
         )
 
     def _new_bans(self) -> list[bytes]:
-        return untold(self._run.bans, self._context.transport.bans)
+        return unrecorded(self._run.bans, self._context.transport.bans)
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
-        """The sums of a step. One that takes batches again closes again: who is gone stays gone, and rounds go on."""
+        """Return the sums of a step. One that closes again keeps its lost servers and its count of rounds."""
         if self._sums is None or not self._sums.are_of(step):
             self._sums = SumReconciliation(
                 self._context,

@@ -189,7 +189,7 @@ class StepEnds:
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
     async def _let_record_come(self) -> bool:
-        """The lead goes on with this answer: so a record that it was ready for is in it, or the lead asks again."""
+        """Wait for the record that the lead is ready for; False: it did not come, and the lead asks again."""
         if not self._run.manifest.settings.delay_optimizer_step:
             return True
         if not await self._changes.until(lambda: self._lead.deciding is None):
@@ -210,7 +210,7 @@ class StepEnds:
         return replaced(reply, logs=outcome.logs, noted=news, measured=sorted(outcome.metrics))
 
     def _open_for(self, trainer: PeerId) -> int:
-        """The step that grants places; to the lead none before it gave the hyperparameters of the one before."""
+        """Return the step that grants places. The lead first has to send the hyperparameters of the step before."""
         state = self._step_state
         is_lead, due = trainer == self._run.manifest.lead, state.due
         if is_lead and due is not None and due.step not in self._lead.stepped_with:

@@ -1,4 +1,4 @@
-"""A voter's check of a record: it refuses what it can tell to be wrong, whatever the coordinator says. Pure."""
+"""A voter's check of a record: it refuses what it can tell to be wrong, whatever the coordinator says."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def _check_arithmetic(run: RunState, record: Record) -> None:
 
 
 def _check_servers(run: RunState, record: Record) -> None:
-    """Only members leave, and who took no part in the step leaves, unless the record comes late."""
+    """Refuse departures of peers that are no members, and absent servers that stay, unless the record is late."""
     run.check(record)
     for vacancy in record.left:
         if vacancy.member not in run.rosters[vacancy.stage_index]:
-            _refuse(record, "only who holds a stage leaves it", vacancy)
+            _refuse(record, "only a server of a stage leaves it", vacancy)
     gone = {vacancy.member.peer_id for vacancy in record.left}
     if moving := [one for one in record.departures if one.member.peer_id not in gone]:
-        _refuse(record, "who moves leaves its stage", moving[:1])
+        _refuse(record, "a server that moves leaves its stage", moving[:1])
     staying = {member.peer_id for roster in run.members_after(record).rosters for member in roster}
     absent = {*record.closing.absent} & staying - {one.member.peer_id for one in record.newcomers}
     if absent and not run.manifest.settings.delay_optimizer_step:
-        _refuse(record, "who takes no part in a step leaves with its record", sorted(absent)[:1])
+        _refuse(record, "a server that takes no part in a step leaves with its record", sorted(absent)[:1])
 
 
 def _check_voters(run: RunState, record: Record) -> None:
@@ -77,13 +77,17 @@ def _check_voters(run: RunState, record: Record) -> None:
 
 
 def _check_trainers(run: RunState, record: Record) -> None:
-    """Trainers come and go where the run takes any, and the lead stays."""
+    """Refuse trainers that come or go where the run takes none, and a record without the lead."""
     manifest, trainers = run.manifest, set(run.trainers)
     enlisted, retired = set(record.enlisted), set(record.retired)
     if (enlisted or retired) and not manifest.open_to_trainers:
-        _refuse(record, "the run takes no trainers beside those that it began with", sorted(enlisted | retired)[:1])
+        _refuse(record, "the run takes no other trainers than those that it began with", sorted(enlisted | retired)[:1])
     if enlisted & trainers or not retired <= trainers - {manifest.lead}:
-        _refuse(record, "who trains retires, and who does not enlists, but for the lead", (enlisted, retired))
+        _refuse(
+            record,
+            "only trainers other than the lead retire, and only peers that do not train enlist",
+            (enlisted, retired),
+        )
     if len(trainers | enlisted) - len(retired) > MAX_TRAINERS:
         _refuse(record, f"at most {MAX_TRAINERS} train", len(trainers | enlisted))
 

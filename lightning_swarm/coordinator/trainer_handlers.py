@@ -218,7 +218,7 @@ class TrainerHandlers:
         return b""
 
     async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
-        """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
+        """Register a trainer that missed the takeover. Its batches still count if their step is open."""
         request = self._read(caller, body, RegisterRequest)
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease:
@@ -259,7 +259,7 @@ class TrainerHandlers:
         return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
-        """Before anything is entered: what goes with a batch's end is of that batch's step."""
+        """Refuse a batch's end that comes with requests about another step; nothing is entered yet."""
         own = request.generation, request.step
         for what in (request.ends, request.following):
             if what is not None and (what.generation, what.step) != own:
@@ -294,7 +294,7 @@ class TrainerHandlers:
         return BatchDoneReply(closing=step.closing, imminent=self._release_lead(caller, request.version))
 
     def _release_lead(self, trainer: PeerId, version: int) -> int | None:
-        """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
+        """Let the lead validate, unless a record that it is ready for has come or is on its way."""
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
         self.lead.knows = max(self.lead.knows, version)

@@ -78,7 +78,7 @@ class Comparison:
 
 
 def kept(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a value to compare with later: of a container that may change in place, a deep copy."""
+    """Return a value to compare with later. Containers that may change in place are copied, `depth` levels deep."""
     kind = type(value)
     if not depth or kind not in _CONTAINERS:
         return value

@@ -108,8 +108,8 @@ class Transport(ABC):
 
     traffic: Traffic
     links: LinkEstimates
-    on_refused: Callable[[int, str], None]
-    """Called at most once a minute for each peer without a certificate that permits its requests: how many, and why."""
+    on_refused: Callable[[int], None]
+    """Called with the number of requests refused since the last call: their peers' certificates do not permit them."""
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from lightning_swarm.network import PeerId
 
 
 class Role(enum.StrEnum):
-    """A peer's rights in a run. Each role has the rights of those above it."""
+    """A peer's role in a run. Each role has the rights of the roles that are listed before it."""
 
     OBSERVER = "observer"  # look
     SERVER = "server"  # compute, average, vote and coordinate
@@ -85,7 +85,7 @@ MAY: Final[Mapping[str, Role | None]] = {
     "transport.ping": None,
     "transport.certify": None,
     "transport.introduce": None,  # the secrets by which neighbours know each other past their daemons
-    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
+    **dict.fromkeys(("peer.handshake", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
     "peer.ban": Role.OBSERVER,  # whoever carries it: the owner has signed it
     # Every server may come to coordinate, so servers may ask what coordinators ask.
     **dict.fromkeys(
@@ -105,7 +105,7 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
             *("step.plan", "step.take_plan", "step.grant", "step.begin", "step.armed", "step.done", "step.record"),
             *("step.metrics", "step.take_metrics", "stage.forward", "stage.backward", "stage.cancel"),
-            *("stage.state", "stage.write", "stage.lend", "snapshot.keep_loop", "trainer.loop"),
+            *("stage.state", "stage.write", "stage.set_evaluation_weights", "snapshot.keep_loop", "trainer.loop"),
             *("server.admit", "server.load", "server.restart", "server.release"),
         ),
         Role.TRAINER,
@@ -115,7 +115,7 @@ MAY: Final[Mapping[str, Role | None]] = {
 
 ANSWERS: Final[Mapping[str, Role]] = {
     # All peers answer these. What an observer answers only a person reads; a run is shown by its servers.
-    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
+    **dict.fromkeys(("peer.handshake", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
     # A peer that keeps the state of the lead's loop may have to lead.
     **dict.fromkeys(
         (

@@ -95,7 +95,7 @@ class StreamSlots:
         return slot if self.enter(slot, at_most=at_most) else None
 
     def enter(self, slot: StreamSlot, *, at_most: int) -> bool:
-        """Like `open`, for a stream that had a place elsewhere; false: it has to go."""
+        """Like `open`, for a stream that was counted elsewhere. False: it has to be closed."""
         own = self._by_owner.get(slot.owner, {})
         if len(own) >= at_most:
             self._evict(own)  # the newest count: of the others its owner may not know any more

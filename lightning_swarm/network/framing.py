@@ -50,10 +50,10 @@ class BufferPool:
         if n < _HUGE_BYTES:
             return torch.empty(n, dtype=torch.uint8)
         raw = self._take(n)
-        lent = _aligned(raw, n)
+        buffer = _aligned(raw, n)
         # A tensor refers to the array that it is made from, and so do all its views.
-        weakref.finalize(lent, self._keep, raw).atexit = False
-        return torch.from_numpy(lent)
+        weakref.finalize(buffer, self._keep, raw).atexit = False
+        return torch.from_numpy(buffer)
 
     def _take(self, n: int) -> npt.NDArray[np.uint8]:
         for _ in range(len(self._spare)):

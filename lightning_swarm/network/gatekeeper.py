@@ -62,7 +62,7 @@ class Gatekeeper:
         *,
         on_certified: Callable[[PeerId], None] = lambda _: None,
         on_banned: Callable[[Ban], None] = lambda _: None,
-        on_refused: Callable[[int, str], None] = lambda *_: None,
+        on_refused: Callable[[int], None] = lambda _: None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.own = own
@@ -274,10 +274,10 @@ class _Refused:
 class RefusalLog:
     """Warns of peers that are refused: once a minute of each, with a count, for a few of them at a time."""
 
-    on_refused: Callable[[int, str], None] = lambda *_: None  # called with each warning: how many requests, and why
+    on_refused: Callable[[int], None] = lambda _: None  # called with each warning, and the number of requests
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
     total: int = 0
-    _num_untold: int = 0  # refusals of further peers
+    _num_unnamed: int = 0  # refusals of further peers
 
     def note(self, peer: PeerId, reason: str) -> None:
         """Count a refusal."""
@@ -285,7 +285,7 @@ class RefusalLog:
         one = self._refused.get(peer)
         if one is None:
             if len(self._refused) >= _MAX_TOLD:
-                self._num_untold += 1
+                self._num_unnamed += 1
                 return
             one = self._refused[peer] = _Refused()
             self._tell_later(_GRACE_S, peer, one)
@@ -306,9 +306,9 @@ class RefusalLog:
         if not one.count:
             del self._refused[peer]
             return
-        others, self._num_untold = self._num_untold, 0
+        others, self._num_unnamed = self._num_unnamed, 0
         more = f" {others} requests of other peers were refused, too." if others else ""
         _log.warning("%d requests of %s were refused: %s%s", one.count, short_name(peer), shorten(one.reason), more)
-        self.on_refused(one.count + others, one.reason)
+        self.on_refused(one.count + others)
         one.count = 0
         self._tell_later(_INTERVAL_S, peer, one)

@@ -96,7 +96,7 @@ class BaseTransport(Transport):
         self.traffic = Traffic()
         self.links = LinkEstimates()
         self.cut_off = CutOff()
-        self.on_refused = lambda *_: None
+        self.on_refused = lambda _: None
         self.tap: Tap | None = None
         self._peer_id = peer_id
         self._closed = False
@@ -246,9 +246,9 @@ class BaseTransport(Transport):
             self._gate.refuse(caller, error)
         return self._gate.credentials.certificate
 
-    def _on_refused(self, num_requests: int, reason: str) -> None:
-        """Tell what may have been set since the gate was made."""
-        self.on_refused(num_requests, reason)
+    def _on_refused(self, num_requests: int) -> None:
+        """Call the present `on_refused`, which is set after the gate is made."""
+        self.on_refused(num_requests)
 
     def _on_certified(self, peer: PeerId) -> None:
         """Enter that a peer has shown a certificate."""
@@ -300,7 +300,7 @@ class BaseTransport(Transport):
         return answer
 
     def _account_of(self, caller: PeerId) -> PeerId:
-        """Peers without a certificate share one entry, or they could fill the memory by changing their identities."""
+        """Return the peer to count bytes for. Strangers share one entry, for they can change their ids."""
         return caller if self._gate is None or self._gate.knows(caller) else PeerId("")
 
     @contextmanager

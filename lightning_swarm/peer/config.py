@@ -11,7 +11,6 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.settings import (
-    NO_COMPRESSION,
     Compression,
     RunSettings,
     check_choice,
@@ -20,16 +19,16 @@ from lightning_swarm.protocol.settings import (
 from lightning_swarm.trust.invitation_text import check_is_file_name
 
 # `Compression` is public by the name of `lightning_swarm.config.Compression`, too.
-__all__ = ["Compression", "Preemption", "Role", "StateDictType", "SwarmConfig", "Trust"]
+__all__ = ["Compression", "PeerRole", "Preemption", "StateDictType", "SwarmConfig", "Trust"]
 
-Role = Literal["auto", "both", "trainer", "server"]
+PeerRole = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
 StateDictType = Literal["full", "sharded"]
 Trust = Literal["open", "invited"]
 
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
-_FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full", NO_COMPRESSION)
+_FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full")
 
 
 def _nearest(split: str) -> str:
@@ -46,7 +45,7 @@ class SwarmConfig:
     split: str | tuple[str, ...]
     boundary: Boundary | None
     shared: tuple[str, ...]
-    role: Role
+    role: PeerRole
     run_id: str
     initial_peers: tuple[Address, ...]
     listen: HostPort
@@ -66,7 +65,7 @@ class SwarmConfig:
         check_choice(
             "role",
             self.role,
-            get_args(Role),
+            get_args(PeerRole),
             "'auto' (the peer that starts the run trains and serves, a peer that joins it serves), 'both' (trains and "
             "serves), 'trainer' (holds no stage) or 'server'",
         )
@@ -144,14 +143,15 @@ class SwarmConfig:
 
     def is_for_one(self, num_devices: int) -> bool:
         """Return whether nobody is to join what this process trains, so that it needs no swarm."""
-        settings = self.settings
+        own = (self.role, self.run_id, self.listen, self.state_dict_type)
         for_others = (
             *(self.initial_peers, self.announce, self.identity_path, self.preemption, self.offload_optimizer),
             *(self.trust, self.invite),
-            *(settings.target_batch_size, settings.delay_optimizer_step, settings.deterministic),
         )
-        own = (self.role, self.run_id, self.listen, self.state_dict_type, settings.compression)
-        return own == _FOR_ONE and not any(for_others) and self.leaves_whole(num_devices)
+        # Of the settings only these mean nothing to a process alone; any other one asks for a swarm.
+        moves = {name: getattr(self.settings, name) for name in ("rebalancing", "rebalance_interval")}
+        alone = RunSettings(target_batch_size=None, **moves)
+        return own == _FOR_ONE and not any(for_others) and self.settings == alone and self.leaves_whole(num_devices)
 
     @property
     def is_local(self) -> bool:

@@ -208,8 +208,8 @@ def _keep(path: Path, certificate: Certificate) -> None:
 def _missing(config: SwarmConfig) -> str:
     where = "`trust` is 'invited'" if config.trust == "invited" else f"other machines reach this peer: {config.listen}"
     return (
-        f"run {config.run_id!r} is for invited peers ({where}), and this peer has no invitation. Ask whoever started "
-        "the run for one, which `lightning-swarm invite --role server --out anna.invite` makes there, and give the "
-        "file's name by `lightning-swarm join --invite anna.invite ...`, `SwarmStrategy(invite=...)` or "
+        f"run {config.run_id!r} is for invited peers ({where}), and this peer has no invitation. Ask the user who "
+        "started the run for one, which `lightning-swarm invite --role server --out anna.invite` makes there, and name "
+        "its file by `lightning-swarm join --invite anna.invite ...`, `SwarmStrategy(invite=...)` or "
         "SWARM_INVITE_FILE. If the run is open to anyone, write `trust='open'`."
     )

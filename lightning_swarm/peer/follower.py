@@ -62,7 +62,7 @@ def check(view: RunView, config: SwarmConfig) -> None:
     ):
         if here != there:
             raise ConfigError(
-                f"who trains in a run has its settings; `{name}` is {here} here and {there} in run "
+                f"a trainer must have the run's settings; `{name}` is {here} here and {there} in run "
                 f"{manifest.run_id!r}. Start this program with the run's, or another run with another `run_id`."
             )
 
@@ -167,7 +167,7 @@ class Follower:
             self._runtime.run(self._host.keep_joined(run))
             if seen.manifest.is_whole:
                 runtime.run(self._host.until_member(0))
-        patience = coordinator_client.Patience(
+        patience = coordinator_client.CoordinatorTimeouts(
             answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
         )
         view, epoch = runtime.run(coordinator_client.enter(self._directory.transport, run, patience))

@@ -227,7 +227,7 @@ class Lead:
         """Begin a run with these servers, and with the weights of the lead's copy of the model, cut into `stages`."""
         if self._former is not None:
             spec = continued(spec, self._former)
-        self.stages, self._initial_weights = stages, model.origin
+        self.stages, self._initial_weights = stages, model.initial_weights
         run = self._runtime.run(self._admit(spec, model, me, servers))
         self._hand_out(run, timeout=self._config.limits.start_timeout)
         self._runtime.run(self._directory.announce_run(run.manifest.coordinator))
@@ -332,7 +332,7 @@ class Lead:
             if self._took_over and not has_majority(self.run, servers):
                 raise Unreachable(
                     f"no majority of the run's {len(self.run.voters)} voters is left to go on with: its former lead "
-                    "may live on the other side of a broken line. Start the run again with `ckpt_path`."
+                    "may live on the other side of a broken link. Start the run again with `ckpt_path`."
                 )
             self._took_over = False
             trainers = self.run.trainers

@@ -65,7 +65,8 @@ class Peer:
         self._config = config
         self._may_lead = may_lead
         self.events = EventLog()
-        transport.on_refused = lambda times, reason: self.events.note("refused", times=times, reason=reason)
+        # Without the peers' ids, or strangers could fill the list of events. The log names them.
+        transport.on_refused = lambda times: self.events.note("refused", times=times)
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
         self._permit = transport.permit_of(transport.peer_id)  # None: its run takes any peer

@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
-from lightning_swarm.peer.config import DEFAULT_RUN_ID, Preemption, Role, SwarmConfig
+from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
 from lightning_swarm.peer.entry import Entry
 
 _OWN_OPTIONS: Final = (
@@ -195,7 +195,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
         config,
         initial_peers=peers or config.initial_peers,
         run_id=os.environ.get(_RUN, config.run_id),
-        role=cast(Role, os.environ.get(ROLE, config.role)),
+        role=cast(PeerRole, os.environ.get(ROLE, config.role)),
         listen=HostPort.to_listen(listen) if listen else config.listen,
         identity_path=os.environ.get(IDENTITY, config.identity_path),
         invite=os.environ.get(INVITE) or config.invite,

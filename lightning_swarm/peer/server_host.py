@@ -144,8 +144,8 @@ class ServerHost:
         while not self.is_member(version):
             if self._serving is not None and self._serving.done():
                 raise Unreachable(
-                    "in a run that is not cut each trainer's server holds the model, and the run did not let this one "
-                    "in: the log above says why. Start it again."
+                    "in a run that is not cut each trainer's server holds the model, and this one was not "
+                    "admitted. The log above says why. Start this peer again."
                 )
             await asyncio.sleep(_LOOK_S)
 

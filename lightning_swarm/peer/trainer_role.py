@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from lightning_swarm.client.coordinator_client import Patience
+from lightning_swarm.client.coordinator_client import CoordinatorTimeouts
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.microbatch_run import Replayer
@@ -93,7 +93,7 @@ class TrainerRole:
         return StepClient(
             self._role,
             run,
-            patience=Patience(
+            patience=CoordinatorTimeouts(
                 answer_s=limits.call_timeout,
                 successor_s=limits.stage_timeout,
                 alone_s=limits.lead_timeout if is_lead or came_later else None,

@@ -16,9 +16,6 @@ from lightning_swarm.planner.records import Code, Machine, Processor, WireFormat
 from lightning_swarm.protocol.compression import CODECS, SMALLEST
 from lightning_swarm.protocol.settings import Compression
 
-# Seconds of a core for writing and reading a number of a large tensor, measured by `benchmarks.codecs`.
-_CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
-
 
 @dataclass(frozen=True)
 class WireSettings:
@@ -47,7 +44,7 @@ class WireSettings:
         compression = self.compression or Compression()
         codecs = compression.activations, compression.gradients, compression.averaging
         activations, gradients, averaging = (
-            Code(bits=CODECS[name].bits, cpu_s=_CPU_S[name], smallest=SMALLEST) if name in CODECS else None
+            Code(bits=CODECS[name].bits, cpu_s=CODECS[name].cpu_s, smallest=SMALLEST) if name in CODECS else None
             for name in codecs
         )
         return WireFormat(

@@ -105,7 +105,7 @@ def _read(signed: bytes) -> SignedBan:
         raise ProtocolError(f"a ban is what the run's owner has signed, got {signed[:20].hex()}: {error}") from error
 
 
-def untold(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
+def unrecorded(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
     """Return the bans that were heard of, and that a run does not know. Pure."""
     told = frozenset(known or ())
     return [signed for signed in heard or () if signed not in told]

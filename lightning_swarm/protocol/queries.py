@@ -210,7 +210,7 @@ async def _ask_promised(
     return found
 
 
-HELLO: Final = "peer.hello"
+HANDSHAKE: Final = "peer.handshake"
 
 _PACKAGES: Final = ("torch", "lightning", "hivemind")
 _NUM_TRIES: Final = 5
@@ -235,10 +235,10 @@ def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.ti
 
     async def handle(caller: PeerId, body: bytes) -> bytes:
         if body:
-            raise ProtocolError(f"{HELLO} takes no arguments, got {len(body)} bytes")
+            raise ProtocolError(f"{HANDSHAKE} takes no arguments, got {len(body)} bytes")
         return encode(own_greeting(now()))
 
-    transport.handle_call(HELLO, handle)
+    transport.handle_call(HANDSHAKE, handle)
 
 
 async def greet(
@@ -249,7 +249,7 @@ async def greet(
     meetings = []
     for _ in range(_NUM_TRIES):
         sent_s, begin_s = now(), loop.time()
-        greeting = decode(await transport.call(peer, HELLO, b"", timeout=timeout), Greeting)
+        greeting = decode(await transport.call(peer, HANDSHAKE, b"", timeout=timeout), Greeting)
         round_trip_s = loop.time() - begin_s
         ahead_s = greeting.unix_time_s - (sent_s + round_trip_s / 2)
         meetings.append(GreetingResult(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))

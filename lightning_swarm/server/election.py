@@ -26,7 +26,7 @@ from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, Swa
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.role import RoleTransport
-from lightning_swarm.protocol.bans import untold
+from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -76,7 +76,7 @@ class Leadership:
         serve(self.voter, transport, self._membership.serves_with, self._may_succeed, self._check_record)
 
     async def enter_run(self, run: RunState) -> None:
-        """The run begins, and its manifest names the coordinator."""
+        """Enter a run that begins, and follow the coordinator of its manifest."""
         self.voter.follow(run.term)
         if run.coordinator == self._me.peer_id:
             await self._coordinate(run, self._proposer(run, run.term), StepState.of(run.manifest))
@@ -232,7 +232,7 @@ class Leadership:
         if slot_of(record) > (run.manifest.generation, run.version):  # this server has missed a record
             return
         check_record(run, record)
-        for signed in untold(run.bans, record.bans):
+        for signed in unrecorded(run.bans, record.bans):
             self._transport.ban(signed)
         if self._me.peer_id not in closing.absent and not self._steps.rounds.holds(closing):
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")

@@ -167,13 +167,13 @@ class GradientSums:
                 "where steps are delayed, nobody writes weights: the next step computes with older ones"
             )
         held = [stage for stage in self.stages.values() if written is not None and stage.index in written.stages]
-        lent = {stage.index: stage.lent(written.number) for stage in held if written is not None}
+        weights = {stage.index: stage.evaluation_weights(written.number) for stage in held if written is not None}
         for stage in self.stages.values():
             if change.selection is not None:
                 stage.select(change.selection)
-            if stage.index in lent:
-                stage.load_weights(lent[stage.index])
-        self.next.written, self.next.change = lent, change
+            if stage.index in weights:
+                stage.load_weights(weights[stage.index])
+        self.next.written, self.next.change = weights, change
 
     def follow_change(self, stage: Stage, change: StepChange, written: Mapping[str, Tensor]) -> None:
         """At a joiner, which nobody asks to settle, begin the open step as its members did."""

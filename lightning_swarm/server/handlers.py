@@ -258,8 +258,8 @@ class ComputeHandlers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
         self._membership.run.check_holds(self._membership.me, stage_index)
         if key.weights and not key.evaluation:
-            raise ProtocolError(f"only evaluations may use lent weights, got {key}")
-        stage.check_borrowed(key.weights)
+            raise ProtocolError(f"only evaluations may use evaluation weights, got {key}")
+        stage.check_evaluation_weights(key.weights)
         if stage_index not in self._membership.loaded:
             raise NotMember(f"stage {stage_index} has no weights yet")
         if not key.evaluation:

@@ -139,7 +139,9 @@ class StageGeneration:
 
     sums: dict[int, GradientSum] = field(default_factory=dict)  # by step
     carried: AveragingState = field(default_factory=AveragingState)  # from the last step's averaging to the next one's
-    borrowed: tuple[int, dict[str, Tensor]] | None = None  # weights that evaluations may mean, by their number
+    evaluation_weights: tuple[int, dict[str, Tensor]] | None = (
+        None  # weights that evaluations may mean, by their number
+    )
     ahead: tuple[object, Fingerprint] | None = None  # of the weights after a step, and what it was begun for
 
 
@@ -359,36 +361,39 @@ class Stage:
         for name, tensor in self._check_weights(weights).items():
             tensor.copy_(weights[name])
 
-    def borrow(self, number: int, weights: dict[str, Tensor]) -> None:
+    def set_evaluation_weights(self, number: int, weights: dict[str, Tensor]) -> None:
         """Keep weights that evaluations may mean by `number`; with no weights, drop those."""
         if not weights:
-            self.check_borrowed(number)
-            self.generation.borrowed = None
+            self.check_evaluation_weights(number)
+            self.generation.evaluation_weights = None
             return
         self._check_weights(weights)
-        self.generation.borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
+        self.generation.evaluation_weights = (
+            number,
+            {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()},
+        )
 
-    def check_borrowed(self, number: int) -> None:
-        """Refuse a call that means other lent weights than those here."""
+    def check_evaluation_weights(self, number: int) -> None:
+        """Refuse a call that means other evaluation weights than those here."""
         if number:
-            self.lent(number)
+            self.evaluation_weights(number)
 
-    def lent(self, number: int) -> dict[str, Tensor]:
-        """Return the weights borrowed by a number. `TicketGone`: the loan did not come here."""
-        here, weights = self.generation.borrowed or (0, {})
+    def evaluation_weights(self, number: int) -> dict[str, Tensor]:
+        """Return the evaluation weights of a number; `TicketGone` if they did not come here."""
+        here, weights = self.generation.evaluation_weights or (0, {})
         if number != here:
-            raise TicketGone(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
+            raise TicketGone(f"stage {self.index} has no evaluation weights {number}; it has {here or None}")
         return weights
 
     @contextlib.contextmanager
     def holding(self, number: int) -> Iterator[None]:
-        """Hold the weights borrowed by `number` inside, and the stage's own again afterwards; 0: nothing changes."""
-        self.check_borrowed(number)
-        borrowed = self.generation.borrowed
-        if number == 0 or borrowed is None:
+        """Hold the evaluation weights of `number` inside, and the stage's own again afterwards; 0: nothing changes."""
+        self.check_evaluation_weights(number)
+        weights = self.generation.evaluation_weights
+        if number == 0 or weights is None:
             yield
             return
-        with _holding(self.module.named_stage_tensors(), borrowed[1]):
+        with _holding(self.module.named_stage_tensors(), weights[1]):
             yield
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class PeerModel:
         optimizer: Callable[[int | None], Optimizer],
         settings: ComputeSettings,
         *,
-        origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
+        initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
         remove_hooks(module)  # a stage computes the layers at its ends in part
@@ -59,7 +59,7 @@ class PeerModel:
         self.device = settings.device
         self._compiler = settings.compiler
         self.offloads = settings.offload and settings.device.type != "cpu"
-        self.origin = origin  # what a stage's parameters and buffers are at first, at a run's starter
+        self.initial_weights = initial_weights  # what a stage's parameters and buffers are at first, at a run's starter
         self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
         # The module may have kept its optimizer, and may come to train with it.
         self._made: weakref.ref[Optimizer] | None = None
@@ -69,7 +69,7 @@ class PeerModel:
         module, blocks = partition.twin_of(self._module, self.blocks)
         remember_copy(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
-        model = PeerModel(module, blocks, self._optimizer, settings, origin=self.origin)
+        model = PeerModel(module, blocks, self._optimizer, settings, initial_weights=self.initial_weights)
         model._foreign = frozenset(map(id, (*module.parameters(), *module.buffers())))
         return model
 

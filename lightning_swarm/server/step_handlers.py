@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.bans import untold
+from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.messages.calls import CallKey, batch_name
 from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, StepChange
 from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
@@ -46,7 +46,9 @@ class StepHandlers:
         # Called with each applied record, the mean gradients of this server's stages, and what was written before it.
         self._on_decided = on_decided
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
-        self.untold_snapshots: Callable[[], Sequence[HeldSnapshot]] = tuple  # of its own stages, that no record knows
+        self.unrecorded_snapshots: Callable[[], Sequence[HeldSnapshot]] = (
+            tuple  # of its own stages, that no record knows
+        )
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # when this server came into the run; on the monotonic clock
         self.sums = GradientSums(context.membership)
@@ -195,8 +197,8 @@ class StepHandlers:
             self._tickets.drop(name)
         if not self.rounds.has_begun(request.generation, request.step, request.round):
             self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
-        noted, bans = self._events.report(), untold(self.sums.run.bans, self._transport.bans) or UNSET
-        snapshots = list(self.untold_snapshots()) or UNSET
+        noted, bans = self._events.report(), unrecorded(self.sums.run.bans, self._transport.bans) or UNSET
+        snapshots = list(self.unrecorded_snapshots()) or UNSET
         boot_id = self._me.boot_id
         return encode(FreezeReply(boot_id=boot_id, ledgers=ledgers, noted=noted, bans=bans, snapshots=snapshots))
 

@@ -153,7 +153,7 @@ class RankOverride:
 
 
 def follow(trainer: Trainer) -> Callable[[], None]:
-    """Leave validation, files and decisions to the lead; what is returned takes them back."""
+    """Leave validation, files and decisions to the lead. The returned function undoes this."""
     # Loggers and progress bars are off beyond rank zero anyway.
     own: Any = trainer  # whose attributes Lightning sets in its connectors
     fit_loop, bar = trainer.fit_loop, own.progress_bar_callback

@@ -41,7 +41,7 @@ _CONFIG_ERROR = 78  # exit code of a peer that ended by a `ConfigError`; in C it
 
 _PLAIN: Final = (
     "One device trains alone, as without a swarm. For others to take part: `num_stages` or `pipeline` cuts the model "
-    "between peers; `role='both'` with `target_batch_size` lets whoever has data train along."
+    "between peers; `role='both'` with `target_batch_size` lets every peer that has data train along."
 )
 
 _OPEN: Final = (

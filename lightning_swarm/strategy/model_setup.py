@@ -143,7 +143,7 @@ def peer_model(
         _blocks(strategy, module),
         optimizer or (lambda _: strategy.optimizers[0]),
         ComputeSettings(strategy.root_device, strategy._compiler, config.offload_optimizer),
-        origin=strategy._initial_weights.weights,
+        initial_weights=strategy._initial_weights.weights,
     )
 
 

@@ -41,8 +41,10 @@ class ModuleAccess:
         self._closing = contextlib.ExitStack()
         self._version = session.version  # of the stages' weights in the module
         self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
-        self._lent: dict[str, Tensor] = {}  # what user code had written when weights were lent last
-        self._num_lent = 0
+        self._evaluation_weights: dict[
+            str, Tensor
+        ] = {}  # what user code had written when weights were last sent for evaluations
+        self._evaluation_number = 0
         self._check_optimizer: Callable[[], None] = lambda: None
         self._own: dict[str, Tensor] = {}
         self._watched: set[str] = set()
@@ -60,7 +62,7 @@ class ModuleAccess:
 
     def end(self) -> None:
         """Training is over, and the module holds what was trained: it is the user's own."""
-        self._take_back()
+        self._drop_evaluation_weights()
         self.close()
 
     def close(self) -> None:
@@ -189,8 +191,8 @@ class ModuleAccess:
         self._check_optimizer()
         self._check_kept()
         written = self.pending
-        if self._lent and not written:
-            self._take_back()
+        if self._evaluation_weights and not written:
+            self._drop_evaluation_weights()
         self._forget_unwritten(written)
         if not written:
             return
@@ -207,51 +209,54 @@ class ModuleAccess:
             )
         session.catch_up()
         stages = self._holding(written)
-        self._lend(stages)
-        session.change(StepChange(written=WrittenWeights(number=self._num_lent, stages=stages)))
+        self._set_evaluation_weights(stages)
+        session.change(StepChange(written=WrittenWeights(number=self._evaluation_number, stages=stages)))
         self._before.update((name, tensor) for name, tensor in written.items() if name in self._own)
-        self._lent = {}
-        session.pipeline.lent = 0
+        self._evaluation_weights = {}
+        session.pipeline.evaluation_number = 0
         if local is not None:
             local.accept(written)
 
     def _before_call(self, evaluates: bool) -> None:
         """See to it that a call of the pipeline computes with what user code wrote, or refuse it."""
-        if not self._before and not self._lent:
+        if not self._before and not self._evaluation_weights:
             return
         written = self._written()
         if not evaluates:
             if written:
                 raise ConfigError(written_in_mid_step(written))
             return
-        if written.keys() == self._lent.keys() and all(same(written[name], lent) for name, lent in self._lent.items()):
+        if written.keys() == self._evaluation_weights.keys() and all(
+            same(written[name], sent) for name, sent in self._evaluation_weights.items()
+        ):
             return
         if not written:
-            self._take_back()
+            self._drop_evaluation_weights()
             return
-        self._lend([stage.spec.index for stage in self._stages if not stage.spec.on_trainers])
-        self._session.pipeline.lent, self._lent = self._num_lent, written
+        self._set_evaluation_weights([stage.spec.index for stage in self._stages if not stage.spec.on_trainers])
+        self._session.pipeline.evaluation_number, self._evaluation_weights = self._evaluation_number, written
 
-    def _lend(self, stages: Collection[int]) -> None:
-        self._num_lent += 1
+    def _set_evaluation_weights(self, stages: Collection[int]) -> None:
+        self._evaluation_number += 1
         with self.paused():
             self.refresh()
-            lending = model_state.lend_weights(
+            sending = model_state.set_evaluation_weights(
                 self._peer.transport,
                 self._session.run,
                 [stage for stage in self._stages if stage.spec.index in stages],
-                self._num_lent,
+                self._evaluation_number,
                 timeout=self._limits.call_timeout,
             )
-            self._peer.runtime.run(lending)
+            self._peer.runtime.run(sending)
 
-    def _take_back(self) -> None:
-        number, self._session.pipeline.lent, self._lent = self._session.pipeline.lent, 0, {}
+    def _drop_evaluation_weights(self) -> None:
+        pipeline = self._session.pipeline
+        number, pipeline.evaluation_number, self._evaluation_weights = pipeline.evaluation_number, 0, {}
         if number:
-            taking = model_state.take_weights_back(
+            dropping = model_state.drop_evaluation_weights(
                 self._peer.transport, self._session.run, number, timeout=self._limits.call_timeout
             )
-            self._peer.runtime.run(taking)
+            self._peer.runtime.run(dropping)
 
     def _holding(self, names: Collection[str]) -> list[int]:
         """The stages that hold one of these tensors, or one that is tied to it."""

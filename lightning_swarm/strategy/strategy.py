@@ -29,8 +29,8 @@ from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import (
     DEFAULT_LISTEN,
     DEFAULT_RUN_ID,
+    PeerRole,
     Preemption,
-    Role,
     StateDictType,
     SwarmConfig,
     Trust,
@@ -98,9 +98,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         announce: Address and port at which other peers reach this one, if they differ from those it listens on.
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
             With it a restarted peer keeps its id.
-        trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, who is whoever starts the
-            run; ``"open"``: anyone who reaches this peer's port. None: ``"invited"`` if other machines reach this peer,
-            by `listen` or `announce`, or if it has an invitation; otherwise nothing is checked.
+        trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, the user who starts
+            the run; ``"open"``: anyone who reaches this peer's port. None: ``"invited"`` if other machines reach this
+            peer, by `listen` or `announce`, or if it has an invitation; otherwise nothing is checked.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
             has been in the run needs none if its `identity_path` is the same.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
@@ -147,7 +147,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         microbatch_size: int | None = None,
         shared: Sequence[str] = (),
         target_batch_size: int | None = None,
-        role: Role = "auto",
+        role: PeerRole = "auto",
         run_id: str = DEFAULT_RUN_ID,
         initial_peers: str | Sequence[str] = (),
         listen: str = DEFAULT_LISTEN,

@@ -1,1 +1,1 @@
-"""Membership of a run: the owner's key, invitations, and certificates that anybody verifies offline."""
+"""Access to a run: the owner's key, invitations, and certificates that anybody verifies offline."""

@@ -22,7 +22,7 @@ OWN_S: Final = 10 * 365 * 86400.0  # for how long the owner's own peers are cert
 
 @dataclass(frozen=True)
 class Owner:
-    """Whoever holds the key that invites to a run."""
+    """The holder of the key that signs a run's invitations."""
 
     run_id: str
     key: Identity

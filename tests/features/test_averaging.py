@@ -110,7 +110,7 @@ def test_averages(make: Any, tmp_path: Path) -> None:
     trained = {name: tensor for stage in stages for name, tensor in stage.weights().items()}
     moved = [name for name, tensor in trained.items() if not torch.equal(tensor, both.swarm.weights[name])]
     assert len(moved) == len(trained), "the module holds the averages, the servers what was trained"
-    assert all(stage.generation.borrowed is None for stage in stages)
+    assert all(stage.generation.evaluation_weights is None for stage in stages)
 
 
 @pytest.mark.each_value

@@ -295,3 +295,11 @@ def assert_plain(seen: Seen, model: str, num_steps: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_one_trainer(model: str) -> None:
     assert_plain(run(model, 1, max_steps=NUM_STEPS), model, NUM_STEPS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_trainers", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_several_trainers(model: str, num_trainers: int) -> None:
+    seen = run(model, num_trainers, max_steps=NUM_STEPS)
+    assert_plain(seen, model, NUM_STEPS)

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_swarm.client.coordinator_client import Patience
+from lightning_swarm.client.coordinator_client import CoordinatorTimeouts
 from lightning_swarm.client.pipeline.router import FIRST_MEASURED, StageRouter
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.coordinator import Coordinator
@@ -61,7 +61,7 @@ LEAD = PeerId("trainer")
 WIDTH = 3
 RESULT_KEY = b"key of results  "
 HYPERPARAMETERS: list[dict[str, Any]] = [{"lr": 0.1}]
-PATIENCE = Patience(answer_s=30.0, successor_s=600.0)
+PATIENCE = CoordinatorTimeouts(answer_s=30.0, successor_s=600.0)
 MODE = ComputeMode(training=True, grad=True, input_grad=True, default_dtype="float64")
 
 
@@ -360,7 +360,7 @@ class Swarm:
                     stage.version,
                     stage.fingerprint(),
                     stage.selection,
-                    stage.generation.borrowed and stage.generation.borrowed[0],
+                    stage.generation.evaluation_weights and stage.generation.evaluation_weights[0],
                     [len(group["params"]) for group in stage.optimizer.torch_optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, frozenset(ledger._receipts), dict(ledger.weights), ledger._named),

@@ -39,7 +39,7 @@ from lightning_swarm.core.tasks import gather_bounded
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.module_states import TrainerStates
 from lightning_swarm.model.partition import CALLS, StageModule
-from lightning_swarm.model.partition.hooks import check_global, told
+from lightning_swarm.model.partition.hooks import check_global, describe
 from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.model.partition.written_inputs import POSITIONAL, Given, arguments_in
 from lightning_swarm.protocol import serialization
@@ -91,7 +91,7 @@ class Pipeline:
         self.config = config
         self.generation = 0  # of the run
         self.version = 0  # of the weights that calls outside a batch use
-        self.lent = 0  # the number of lent weights that calls outside a batch use; 0: they use those of the step
+        self.evaluation_number = 0  # of the weights that calls outside a batch use; 0: they use those of the step
         self.first_trained = 0  # no stage before this one trains
         self.batch: GrantedBatch | None = None
         self.before_call: Callable[[bool], None] | None = None  # called with whether the call is of no batch
@@ -130,7 +130,7 @@ class Pipeline:
         check_transforms(tensors, self._registered, self._found_weights())
         grad = torch.is_grad_enabled()
         check_global()
-        self._hooks = [told(named) for named in self._named_modules]
+        self._hooks = [describe(named) for named in self._named_modules]
         mode = capture(
             self.config.device.type,
             training=any(training for training, _ in states),
@@ -221,7 +221,7 @@ class Pipeline:
                 index=index,
                 call=call,
                 evaluation=True,
-                weights=self.lent,
+                weights=self.evaluation_number,
             )
         grant = batch.grant
         return CallKey(

@@ -222,7 +222,7 @@ class PipelineCall:
         evaluated_here = (key.generation, key.step, key.weights) == (
             pipeline.generation,
             pipeline.version,
-            pipeline.lent,
+            pipeline.evaluation_number,
         )
         if self._batch is not pipeline.batch and not (self._batch is None and evaluated_here):
             raise ConfigError(

@@ -241,7 +241,7 @@ class ServerMembership:
             except SwarmError as error:
                 if member:
                     raise Unreachable(
-                        f"every server of the run must reach who joins it, and {peer} did not meet {newcomer} at "
+                        f"every server of the run must reach a joining peer, and {peer} did not reach {newcomer} at "
                         f"{candidate.addresses} ({error}). Unless {peer} is gone itself, set `listen` (and `announce` "
                         "behind a router) to an address that the others can reach."
                     ) from error

@@ -139,7 +139,7 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 @dataclass(frozen=True)
 class ReconciledStep:
-    """A closed step: what it counts, and its sums consist of exactly that."""
+    """A closed step, with sums that hold exactly what it counts."""
 
     closing: Closing
     began_s: float  # when its sums were asked for, on the monotonic clock
@@ -179,7 +179,7 @@ class SumReconciliation:
         self._pause_s = _FIRST_PAUSE_S
         self._discards: Counter[PeerId] = Counter()
         self._misweighed: set[int] = set()  # places of batches of which a sum held something with another weight
-        self._told: set[PeerId] = set()  # the servers that know the weights of all that they may add
+        self._informed: set[PeerId] = set()  # the servers that know the weights of all that they may add
         self._trained = trained_names(selection) if selection is not None else ()
         self.step_servers = StepServers(context, servers, step.step)
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
@@ -216,7 +216,7 @@ class SumReconciliation:
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
             spoilt = self._find_misweighed(ledgers)
-            if self._told & set[PeerId]().union(*spoilt):
+            if self._informed & set[PeerId]().union(*spoilt):
                 continue
             plan = self._plan(ledgers, spoilt)
             if plan.done:
@@ -312,8 +312,8 @@ class SumReconciliation:
             for stage in ledgers
         ]
         self._misweighed |= set[int]().union(*(wrong for stage in found for wrong in stage.values()))
-        for peer in sorted(self._told & set[PeerId]().union(*found)):
-            reason = f"{peer} was told the weights of all that it may add, and says that it holds other ones"
+        for peer in sorted(self._informed & set[PeerId]().union(*found)):
+            reason = f"{peer} was sent the weights of all batches that it may add, and reports other ones"
             self.step_servers.lose(peer, ProtocolError(reason))
         return [set(stage) for stage in found]
 
@@ -382,7 +382,7 @@ class SumReconciliation:
         }
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
-        self._told |= concerned
+        self._informed |= concerned
         return await self._replays.fill(plan.holes, self.step_servers.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
@@ -416,7 +416,7 @@ class SumReconciliation:
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
             self._step.reopen()
-            self._told.clear()
+            self._informed.clear()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))
         return reopens

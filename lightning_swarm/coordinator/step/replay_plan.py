@@ -254,7 +254,7 @@ def choose_blamed(
     *,
     spared: PeerId,
 ) -> list[PeerId]:
-    """Choose without whom to repeat a round of averaging.
+    """Choose the servers to leave out when a round of averaging is repeated.
 
     Args:
         rosters: Of the round, for each stage.

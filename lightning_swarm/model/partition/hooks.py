@@ -44,8 +44,8 @@ def is_users(hook: Any) -> bool:
     """Return whether a hook is none of torch's, Lightning's or this package's own."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return not is_of(_OWN, home)
+    module_name = getattr(hook, "__module__", None) or type(hook).__module__
+    return not is_of(_OWN, module_name)
 
 
 def observes(hook: Any) -> bool:
@@ -120,7 +120,7 @@ def user_hooks(module: nn.Module) -> list[str]:
     return [_name(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for _, hook in _of_user(hooks)]
 
 
-def told(named: Iterable[Named]) -> dict[str, Any]:
+def describe(named: Iterable[Named]) -> dict[str, Any]:
     """Return what servers must know of a trainer's hooks.
 
     That is whom to observe, whether also before its forward, and how many hooks change a module's values.
@@ -200,16 +200,16 @@ def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> 
 
 
 @contextlib.contextmanager
-def recording(modules: Mapping[str, nn.Module], said: Any, stage: int) -> Iterator[dict[str, list[Any]]]:
+def recording(modules: Mapping[str, nn.Module], description: Any, stage: int) -> Iterator[dict[str, list[Any]]]:
     """Have no observing hook called inside, and yield the calls of the modules that a trainer observes.
 
     Each is a list of its arguments, its output, and where it began and ended among all calls, as ``[stage, number]``.
     """
     hooked = dict(_hooked(modules.items()))
-    if said is None and not hooked:
+    if description is None and not hooked:
         yield {}
         return
-    observed, changing = _checked(said, modules)
+    observed, changing = _checked(description, modules)
     own = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
     if own != changing:
         names = sorted(name for name in own.keys() | changing.keys() if own.get(name) != changing.get(name))
@@ -228,14 +228,16 @@ def recording(modules: Mapping[str, nn.Module], said: Any, stage: int) -> Iterat
         recorder.check()
 
 
-def _checked(said: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, bool], dict[str, int]]:
-    if said is None:
+def _checked(description: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, bool], dict[str, int]]:
+    if description is None:
         return {}, {}
-    observed, changing = (said.get("observed"), said.get("changing")) if isinstance(said, dict) else (None, None)
+    observed, changing = (
+        (description.get("observed"), description.get("changing")) if isinstance(description, dict) else (None, None)
+    )
     if not isinstance(observed, dict) or not isinstance(changing, dict):
-        raise ProtocolError("hooks must be told as a dict of those that observe and a dict of those that change values")
+        raise ProtocolError("hooks must be described by two dicts, `observed` and `changing`")
     if not {*observed, *changing} <= modules.keys():
-        raise ProtocolError("hooks were told of modules that are not in the stage")
+        raise ProtocolError("hooks were described of modules that are not in the stage")
     return observed, changing
 
 

@@ -26,7 +26,7 @@ WORDS: Final[Mapping[EventKind, str]] = {  # for people
     "round_repeated": "averaging repeated",
     "gone": "gone",
     "left": "left its stage",
-    "refused": "refused an uninvited peer",
+    "refused": "requests refused, for want of a certificate that permits them: see the log",
     "expelled": "banned by the run's owner",
     "moves": "moves to another stage",
     "sheds": "gave its stage up",

@@ -62,7 +62,7 @@ class RequestRates:
             del self._left[next(iter(self._left))]
         if left < 0:
             raise Busy(
-                f"a peer asks this one's directory for {_REQUESTS_PER_S:g} things a second, on average. Ask later."
+                f"a peer may send this directory {_REQUESTS_PER_S:g} requests a second, on average. Try again later."
             )
 
 

@@ -29,6 +29,7 @@ class Codec(ABC):
     # element by element, and computes nothing whose order a device may choose.
     name: str  # in `Compression`
     bits: float  # that an element of a large tensor takes, on average
+    cpu_s: float  # seconds of a core to write and read such an element, measured by `benchmarks.codecs`
     signed: Sequence[int] = ()  # indices of the parts with floats that may be negative
 
     @abstractmethod

@@ -27,6 +27,7 @@ class Blockwise8Bit(Codec):
     # normally distributed elements about a hundredth is lost. Both sides know the 256 values: these do not travel.
     name = "8bit"
     bits = 8 + 32 / BLOCK
+    cpu_s = 9.6e-9
     signed = (0,)
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class Float16(Codec):
     # An element's error is at most 2**-11 of it, or 2**-38 of the tensor's largest, whichever is more.
     name = "float16"
     bits = 16.0
+    cpu_s = 1.3e-9
     signed = (1,)
 
     @override
@@ -124,6 +126,7 @@ class BFloat16(Codec):
     # An element's error is at most 2**-8 of it.
     name = "bfloat16"
     bits = 16.0
+    cpu_s = 0.8e-9
     signed = (0,)
 
     @override
@@ -251,6 +254,7 @@ class Rotated4Bit(Rotated):
     name = "4bit"
     num_bits = 4
     bits = num_bits + 16 / ROTATED_BLOCK
+    cpu_s = 6.5e-9
     positive = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
 
     @override
@@ -271,6 +275,7 @@ class Rotated6Bit(Rotated):
     name = "6bit"
     num_bits = 6
     bits = num_bits + 16 / ROTATED_BLOCK
+    cpu_s = 7.0e-9
     positive = range(1, 64, 2)
 
     @override

@@ -40,7 +40,7 @@ class CallKey(WireMessage, frozen=True):
     call: Count  # counts the pipeline's calls within a training_step
     # No step counts the microbatch; `call` goes on counting, and `first` is 0, or of a probe a multiple of `PLACES`.
     evaluation: bool = False
-    weights: Count = 0  # of an evaluation: the number of the lent weights; 0: the weights of the step
+    weights: Count = 0  # the number of evaluation weights; 0: the weights of the step
     input_only: Count = 0  # numbers backwards that add nothing and give the input's gradient; 0: the one that counts
 
     @classmethod
@@ -91,7 +91,7 @@ AttributeName = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class ModuleStates(WireMessage, frozen=True):
-    """State that the trainer set on modules of a stage, where it differs from what every peer builds."""
+    """Modes and attributes that the trainer set on a stage's modules. Only those that differ are sent."""
 
     # Whether a module is in train mode, where that differs from the module around it.
     modes: Annotated[dict[ModuleName, bool], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)

@@ -18,7 +18,7 @@ EventKind: TypeAlias = Literal[
     "round_repeated",  # a round of averaging failed and begins again
     "gone",  # a peer died, or does not answer
     "left",  # a peer left by its own decision, or was left out of a roster
-    "refused",  # a request of a peer whose certificate is missing, or does not permit it
+    "refused",  # a request of a peer whose certificate is missing, or does not permit it; told with each warning
     "expelled",  # the run's owner banned a peer, or all that came by an invitation
     "download",  # a joining server has downloaded its stage's state
     "joined",  # a peer is in a roster now

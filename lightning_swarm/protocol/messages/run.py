@@ -174,7 +174,7 @@ class Selection(WireMessage, frozen=True):
 
 
 class WrittenWeights(WireMessage, frozen=True):
-    """Weights that the lead's user code wrote: lent to the servers under a number, and theirs from a step on."""
+    """Weights that the lead's user code wrote: sent to the servers under a number, and theirs from a step on."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
     stages: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 12)]

@@ -1,4 +1,4 @@
-"""Messages about a stage's state: reading, writing and lending it, and snapshots, which outlive a stage's servers."""
+"""Messages about a stage's state: reads and writes, evaluation weights, and snapshots, which outlive its servers."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class StageState(WireMessage, frozen=True):
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
 
 
-class LentWeights(WireMessage, frozen=True):
-    """A trainer lends a server weights that its evaluations use. The stage's own weights stay as they are."""
+class EvaluationWeights(WireMessage, frozen=True):
+    """A trainer sends a server weights that its evaluations use. The stage's own weights stay as they are."""
 
     stage_index: Count
     generation: Count
     number: Annotated[int, msgspec.Meta(ge=1)]  # by which the evaluation's calls refer to these weights
-    names: list[str]  # of all the stage's tensors, which come with the message; empty ends the loan
+    names: list[str]  # of all the stage's tensors, which come with the message; empty drops them
 
 
 class Snapshot(WireMessage, frozen=True):

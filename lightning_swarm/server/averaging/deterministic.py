@@ -110,7 +110,7 @@ class DeterministicAverager(Averager):
 async def _reduce(
     into: Tensor, pieces: list[Tensor | tuple[Tensor, Tensor]], counts: Tensor, total_weight: float
 ) -> None:
-    """Add the pieces, and divide once; if something is missing in them, there is no mean, and none is a number."""
+    """Add the pieces, and divide once. If a gradient is missing in them, the mean is NaN."""
     if not is_whole(counts):
         into.fill_(float("nan"))
         return

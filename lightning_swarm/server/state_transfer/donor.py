@@ -283,7 +283,7 @@ class Donor:
     def _check_backoff(self, caller: PeerId) -> None:
         count, wait_s = self._backoff.missed(caller, now_s=now_s())
         if wait_s > 0:
-            raise Busy(f"{caller} began {count} downloads here and was let in after none; it may in {wait_s:.0f} s")
+            raise Busy(f"{caller} began {count} downloads here and never joined. It may try again in {wait_s:.0f} s.")
 
     def _give_up_stalled(self) -> None:
         """Take their places from joiners that do not go on."""

@@ -12,9 +12,15 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.model import sharded_format
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.state import LentWeights, StageState, StateRequest, WriteReply, WriteRequest
+from lightning_swarm.protocol.messages.state import (
+    EvaluationWeights,
+    StageState,
+    StateRequest,
+    WriteReply,
+    WriteRequest,
+)
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import LEND, LOAD, STATE, WRITE
+from lightning_swarm.protocol.methods import LOAD, SET_EVALUATION_WEIGHTS, STATE, WRITE
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
@@ -36,7 +42,9 @@ class StateHandlers:
         self._on_loaded = on_loaded  # called with a stage that has its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
         transport.handle_stream(LOAD, self._handle_load, max_bytes=max_bytes, admit=self._check_brings)
-        transport.handle_stream(LEND, self._handle_lend, max_bytes=max_bytes, admit=self._check_brings)
+        transport.handle_stream(
+            SET_EVALUATION_WEIGHTS, self._handle_evaluation_weights, max_bytes=max_bytes, admit=self._check_brings
+        )
         transport.handle_stream(STATE, self._handle_state, max_bytes=0)
         transport.handle_stream(WRITE, self._handle_write, max_bytes=0)
 
@@ -67,14 +75,14 @@ class StateHandlers:
             self._on_loaded(stage.index)
         return Message()
 
-    async def _handle_lend(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_evaluation_weights(self, caller: PeerId, message: Message) -> Message:
         """Take weights from the lead that evaluations may use."""
         self._check_brings(caller)
-        lent = decode(message.body, LentWeights)
-        self._membership.run.check_generation(lent.generation)
-        stage = self._steps.stage(lent.stage_index)
-        weights = named(lent.names, message.tensors)
-        await self._compute(lambda: stage.borrow(lent.number, weights))
+        head = decode(message.body, EvaluationWeights)
+        self._membership.run.check_generation(head.generation)
+        stage = self._steps.stage(head.stage_index)
+        weights = named(head.names, message.tensors)
+        await self._compute(lambda: stage.set_evaluation_weights(head.number, weights))
         return Message()
 
     # ------------------------------------------------------------------ what is read

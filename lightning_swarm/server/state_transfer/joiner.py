@@ -90,8 +90,8 @@ class Joiner:
         """Ask announced coordinators which peer coordinates the run by now; announcements outlive runs."""
         for announced in await find():
             try:
-                hello = await queries.greet(self._transport, announced, timeout=self._timeout)
-                there = hello.greeting.protocol_version
+                handshake = await queries.greet(self._transport, announced, timeout=self._timeout)
+                there = handshake.greeting.protocol_version
                 if there == PROTOCOL_VERSION:  # else its answer may not be readable here
                     return PeerId((await self._view(announced)).term[1])
             except SwarmError as error:

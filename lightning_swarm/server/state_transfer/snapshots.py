@@ -222,7 +222,7 @@ class Snapshots:
         self._order: _SnapshotOrder | None = None  # the newest one
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
-        steps.untold_snapshots = self._untold
+        steps.unrecorded_snapshots = self._untold
         transport.handle_call(HELD, self._handle_held)
         max_bytes, admit = limits.max_message_bytes, self._membership.check_server
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=max_bytes, admit=admit)

@@ -227,7 +227,7 @@ def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]
         "state": lambda: model_state.gather_weights(swarm.trainer, old, 0, timeout=1.0),
         "weights": lambda: discovery.hand_out(swarm.trainer, old, swarm.stages, timeout=1.0),
         "optimizer": lambda: model_state.scatter_optimizer(swarm.trainer, old, state, timeout=1.0),
-        "lend": lambda: model_state.lend_weights(swarm.trainer, old, swarm.stages, 1, timeout=1.0),
+        "lend": lambda: model_state.set_evaluation_weights(swarm.trainer, old, swarm.stages, 1, timeout=1.0),
     }
 
 
@@ -303,9 +303,9 @@ def test_what_the_old_generation_is_to_train_is_not_settled_in_the_next_one(make
 
 def test_weights_that_were_lent_are_gone(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
-    swarm.run(model_state.lend_weights(swarm.trainer, swarm.steps.run, swarm.stages, 1, timeout=1.0))
+    swarm.run(model_state.set_evaluation_weights(swarm.trainer, swarm.steps.run, swarm.stages, 1, timeout=1.0))
     go_back(swarm)
-    with pytest.raises(PeerError, match="has borrowed no weights 1"):
+    with pytest.raises(PeerError, match="has no evaluation weights 1"):
         swarm.run(swarm.forward(key(generation=1, evaluation=True, weights=1), rows(1)))
 
 

@@ -187,7 +187,7 @@ def test_who_only_looks_takes_the_run_from_its_invitation(tmp_path: Path) -> Non
 def test_without_an_invitation_one_is_told_what_to_ask_for(tmp_path: Path) -> None:
     said = refusal(joiner(), tmp_path)
     assert "run 'swarm' is for invited peers (`trust` is 'invited'), and this peer has no invitation" in said
-    assert "Ask whoever started the run for one" in said
+    assert "Ask the user who started the run for one" in said
     assert "`lightning-swarm invite --role server --out anna.invite`" in said
     assert "SWARM_INVITE_FILE" in said
     said = refusal(joiner(trust=None, listen="0.0.0.0:31337"), tmp_path)

@@ -66,8 +66,8 @@ from lightning_swarm.protocol.messages.run import (
     WatchRequest,
 )
 from lightning_swarm.protocol.messages.state import (
+    EvaluationWeights,
     KeptLoop,
-    LentWeights,
     SnapshotRequest,
     StageState,
     StateRequest,
@@ -112,7 +112,6 @@ from lightning_swarm.protocol.methods import (
     KEEP,
     KEEP_LOOP,
     LEAVE,
-    LEND,
     LISTEN,
     LOAD,
     MEET,
@@ -131,6 +130,7 @@ from lightning_swarm.protocol.methods import (
     RENEW,
     RESTART,
     RETIRE,
+    SET_EVALUATION_WEIGHTS,
     SETTLE,
     SNAPSHOT,
     STATE,
@@ -141,7 +141,7 @@ from lightning_swarm.protocol.methods import (
     WATCH,
     WRITE,
 )
-from lightning_swarm.protocol.queries import HELLO
+from lightning_swarm.protocol.queries import HANDSHAKE
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.server.state_transfer.snapshots import copied
@@ -332,10 +332,10 @@ def weights(swarm: Swarm) -> Message:
     return Message(encode(state), tuple(tensors.values()))
 
 
-def lent(swarm: Swarm) -> Message:
+def evaluation_weights(swarm: Swarm) -> Message:
     tensors = swarm.stages[1].named_stage_tensors()
     return Message(
-        encode(LentWeights(stage_index=1, generation=0, number=1, names=list(tensors))), tuple(tensors.values())
+        encode(EvaluationWeights(stage_index=1, generation=0, number=1, names=list(tensors))), tuple(tensors.values())
     )
 
 
@@ -428,7 +428,7 @@ SAMPLES = [
     Sample(CALL, RETIRE, plain(lambda _: RetireRequest(reason="done")), target=A, caller=B),
     Sample(CALL, DRAIN, plain(lambda _: DrainRequest(generation=0, boot_id=101)), target=A, caller=B),
     Sample(CALL, PING, lambda _: Message()),
-    Sample(CALL, HELLO, lambda _: Message()),
+    Sample(CALL, HANDSHAKE, lambda _: Message()),
     Sample(CALL, REPORT, lambda _: Message()),
     Sample(CALL, OTHERS, lambda _: Message()),
     Sample(
@@ -440,7 +440,7 @@ SAMPLES = [
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
     Sample(STREAM, LOAD, weights, phase="admitted"),
     Sample(STREAM, LOAD, momenta),
-    Sample(STREAM, LEND, lent),
+    Sample(STREAM, SET_EVALUATION_WEIGHTS, evaluation_weights),
     Sample(CALL, LEAVE, lambda _: Message()),
     Sample(CALL, BREAK_OFF, plain(lambda _: RunAborted(reason="the lead is gone")), target=B, caller=A),
     Sample(
@@ -702,7 +702,7 @@ class Unread(Exception):
     """Memory was made for the tensors of a caller who may not send any."""
 
 
-FROM_TRAINERS, FROM_THE_LEAD = [FORWARD, BACKWARD, METRICS], [LOAD, LEND, KEEP_LOOP]
+FROM_TRAINERS, FROM_THE_LEAD = [FORWARD, BACKWARD, METRICS], [LOAD, SET_EVALUATION_WEIGHTS, KEEP_LOOP]
 
 
 @pytest.mark.parametrize(
@@ -826,7 +826,7 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
     # For anyone, as yet: any server may be the next stage's, any trainer the next one's.
-    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, WATCH, JOIN, ENLIST, WAIT_METHOD, FETCH_METHOD):
+    if sample.method in (PING, HANDSHAKE, REPORT, OTHERS, VIEW, WATCH, JOIN, ENLIST, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")

@@ -79,6 +79,6 @@ def test_an_answer_that_is_none_is_refused(loop: VirtualLoop, answer: bytes) -> 
     async def lie(caller: PeerId, body: bytes) -> bytes:
         return answer
 
-    asked.handle_call(queries.HELLO, lie)
+    asked.handle_call(queries.HANDSHAKE, lie)
     with pytest.raises(ProtocolError):
         loop.run_until_complete(queries.greet(asking, asked.peer_id, timeout=9.0))

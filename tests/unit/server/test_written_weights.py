@@ -18,7 +18,7 @@ def lend(swarm: Swarm, number: int = 1) -> None:
     with torch.no_grad():
         for parameter in swarm.stages[0].parameters():
             parameter.fill_(0.25)
-    swarm.run(model_state.lend_weights(swarm.trainer, swarm.steps.run, swarm.stages[:1], number, timeout=1.0))
+    swarm.run(model_state.set_evaluation_weights(swarm.trainer, swarm.steps.run, swarm.stages[:1], number, timeout=1.0))
 
 
 def weights(swarm: Swarm) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def test_what_was_not_lent_is_not_to_be_had(make_swarm: MakeSwarm, number: int) 
     if number:
         lend(swarm, number)
     before = swarm.state()
-    with pytest.raises(PeerError, match="has borrowed no weights 1"):
+    with pytest.raises(PeerError, match="has no evaluation weights 1"):
         swarm.run(swarm.steps.change(WRITTEN))
     assert swarm.state() == before
 

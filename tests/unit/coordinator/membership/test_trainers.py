@@ -56,7 +56,7 @@ class Run:
     async def enter(self, transport: MemoryTransport, **changes: Any) -> StepClient:
         """As a trainer comes."""
         seen = RunState(self.swarm.manifest)
-        patience = coordinator_client.Patience(answer_s=30.0, successor_s=600.0, alone_s=600.0)
+        patience = coordinator_client.CoordinatorTimeouts(answer_s=30.0, successor_s=600.0, alone_s=600.0)
         view, epoch = await coordinator_client.enter(transport, seen, patience)
         assert epoch == EPOCH
 
@@ -66,7 +66,7 @@ class Run:
         return StepClient(
             transport,
             RunState.from_view(view, view.version),
-            patience=coordinator_client.Patience(answer_s=30.0, successor_s=600.0),
+            patience=coordinator_client.CoordinatorTimeouts(answer_s=30.0, successor_s=600.0),
             on_record=note,
             events=EventLog(),
             first_number=1000 + self._seed,

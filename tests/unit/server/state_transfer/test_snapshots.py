@@ -400,15 +400,15 @@ def test_the_next_record_says_what_a_snapshot_is(make_swarm: MakeSwarm) -> None:
 
 def test_a_server_that_joins_meanwhile_keeps_no_snapshot_untold(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=LIMITS)
-    hashed = {peer: swarm.servers[peer].steps.untold_snapshots for peer in (A, B)}
+    hashed = {peer: swarm.servers[peer].steps.unrecorded_snapshots for peer in (A, B)}
     for peer in hashed:
-        swarm.servers[peer].steps.untold_snapshots = tuple  # hashing it takes longer than a step
+        swarm.servers[peer].steps.unrecorded_snapshots = tuple  # hashing it takes longer than a step
     swarm.run(steps(swarm, 1))
     swarm.join("j")
     swarm.run(steps(swarm, 2, 3))
     assert [len(roster) for roster in swarm.rosters_now] in ([2, 1], [1, 2])
     for peer, untold in hashed.items():
-        swarm.servers[peer].steps.untold_snapshots = untold
+        swarm.servers[peer].steps.unrecorded_snapshots = untold
     (record,) = swarm.run(steps(swarm, 4))
     assert [(one.version, one.stage_index) for one in record.snapshots or ()] == [(1, 0), (1, 1)]
 
@@ -416,7 +416,7 @@ def test_a_server_that_joins_meanwhile_keeps_no_snapshot_untold(make_swarm: Make
 def test_snapshots_that_nobody_ordered_are_told_by_no_record(make_swarm: MakeSwarm) -> None:
     """The only server of a stage makes some up, which voters would refuse, and which would fill the view of the run."""
     swarm = make_swarm("a", "b", limits=LIMITS)
-    swarm.servers[B].steps.untold_snapshots = lambda: [snapshot(1, version) for version in (0, 2, 3, 10**6)]
+    swarm.servers[B].steps.unrecorded_snapshots = lambda: [snapshot(1, version) for version in (0, 2, 3, 10**6)]
     records = swarm.run(steps(swarm, 1, 2, 3))
     assert [len(record.snapshots or ()) for record in records] == [0, 1, 0]
 
