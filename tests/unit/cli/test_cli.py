@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import lightning_swarm
 from lightning_swarm import Bottleneck, Limits, Maxout, SwarmStrategy, cli
 from lightning_swarm.cli import SwarmCLI
 from lightning_swarm.model.boundary_layers import Boundary
+from lightning_swarm.monitor.survey import ObservedPeer, SwarmReport
 from lightning_swarm.testing import InMemoryStrategy
 
 CLASS = "lightning_swarm.SwarmStrategy"
@@ -240,6 +242,16 @@ def test_help_lists_the_commands(
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "--version")
     assert capsys.readouterr().out == f"lightning-swarm {lightning_swarm.__version__}\n"
+
+
+def test_help_of_status_names_all_that_its_objects_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command(monkeypatch, "status", "--help")
+    said = capsys.readouterr().out
+    for record in (SwarmReport, ObservedPeer):
+        assert not [one.name for one in fields(record) if f"`{one.name}`" not in said]
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
