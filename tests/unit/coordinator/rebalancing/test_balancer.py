@@ -1,13 +1,16 @@
-"""When peers move, as far as who coordinates can know what is good."""
+"""When peers move, as far as the coordinator can know what is good."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_swarm.coordinator.rebalancing import balancer
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer, ChurnEstimate, ReportedLoad
 from lightning_swarm.coordinator.rebalancing.policy import Move
 from lightning_swarm.network import PeerId
@@ -156,7 +159,7 @@ def test_rates_that_scatter_widely_move_nobody() -> None:
     assert [(move.source, move.target) for move in moves] == [(2, 0)]
 
 
-def recorded(rng: random.Random, *, num_steps: int, scatter: float, correlated: bool) -> list[float]:
+def simulated(rng: random.Random, *, num_steps: int, scatter: float, correlated: bool) -> list[float]:
     """What one peer reports of itself in so many steps, relative to the truth."""
     if not correlated:
         return [1.0 + rng.uniform(-scatter, scatter) for _ in range(num_steps)]
@@ -178,7 +181,7 @@ def moves_in(
 ) -> list[list[Move]]:
     """All decisions in 60 steps of 2 s: every 10 s, and when the peer that `joins` comes in the eleventh step."""
     rng = random.Random(seed)
-    series = {name: recorded(rng, num_steps=60, scatter=scatter, correlated=correlated) for name in sorted(rates)}
+    series = {name: simulated(rng, num_steps=60, scatter=scatter, correlated=correlated) for name in sorted(rates)}
     balance = Balancer("gain", 10.0, [MB] * len(stages), now_s=0.0)
     held = rosters(*stages)
     found = []
@@ -218,6 +221,38 @@ def test_equal_peers_do_not_exchange_stages_whose_work_is_as_uneven_as_it_may_be
         assert not any(moves_in(stages, rates, seed, correlated=correlated, work=work))
         for moves in moves_in(stages, rates, seed, correlated=correlated, work=work, joins="d"):
             assert len(moves) <= 1, "before the fourth peer joins, a stage of one may get a second"
+
+
+RECORDED = Path(__file__).with_name("equal_servers.jsonl")
+"""What four equal servers of two stages, of which one was killed and replaced, reported in 200 steps of `make demo`.
+
+Two cores shared them with a run of the tests and two busy loops, on 26 November 2026. A line has the seconds since the
+first one and, by server and stage, the three values of `ReportedLoad`.
+"""
+
+
+def recorded_moves() -> list[Move]:
+    """All moves on what was recorded."""
+    balance = Balancer("gain", 10.0, [MB, MB], now_s=-10.0)
+    found = []
+    for at_s, reports in map(json.loads, RECORDED.read_text().splitlines()):
+        held: list[list[PeerId]] = [[], []]
+        loads: dict[PeerId, dict[int, ReportedLoad]] = {}
+        for place, report in reports.items():
+            name, index = PeerId(place[0]), int(place[1])
+            held[index].append(name)
+            loads[name] = {index: ReportedLoad.from_report(*report)}
+        balance.take_loads(loads)
+        if len(loads) == 4:  # with three of four, a stage of one may get a second
+            found += decide(balance, at_s, held)
+    return found
+
+
+def test_equal_servers_of_a_real_run_on_shared_cores_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded_moves() == []
+    for name in ("SCATTER", "_SIGMAS", "_WORK_SCATTER"):
+        monkeypatch.setattr(balancer, name, 0.0)
+    assert recorded_moves() != [], "reports that may be believed as they are would show nothing"
 
 
 @pytest.mark.parametrize("correlated", [False, True], ids=["each_report_by_itself", "moving_averages"])
