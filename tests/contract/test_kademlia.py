@@ -193,7 +193,7 @@ def test_who_waits_may_ask_again() -> None:
     rates = kademlia.RequestRates()
     rates.charge("a", kademlia._BURST, 0.0)
     for now_s, cost in ((0.0, 1.0), (1.0, kademlia._REQUESTS_PER_S + 1)):
-        with pytest.raises(Busy, match="32 things a second"):
+        with pytest.raises(Busy, match="32 requests a second"):
             rates.charge("a", cost, now_s)
     rates.charge("b", 1.0, 0.0)
     rates.charge("a", kademlia._REQUESTS_PER_S, 1.0)

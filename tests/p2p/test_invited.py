@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_swarm.network.identity import load_identity
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.test_processes import assert_plain
 
-# Cold starts of peers in this file: 6, and of five that are refused, one after the other.
+# Cold starts of peers in this file: 6, and of six that are refused, one after the other.
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
@@ -78,9 +79,11 @@ class _Users:
         """On the starter's machine, as the starter."""
         return self._start("starter", *arguments, program=[*self._on(0), *COMMAND])
 
-    def invite(self, role: str, name: str = "") -> Path:
-        path = self._folder / f"{name or role}.invite"
-        assert self.command("invite", "--role", role, "--out", path) == 0
+    def invite(self, role: str, name: str = "", *, days_ago: int = 0) -> Path:
+        path, now_s = self._folder / f"{name or role}.invite", time.time()
+        with self._monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now_s - 86400.0 * days_ago)
+            assert self.command("invite", "--role", role, "--out", path) == 0
         return path
 
     def join(self, name: str, invitation: Path | None) -> Run:
@@ -140,6 +143,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
 ) -> None:
     users = _Users(start, tmp_path, monkeypatch, hosts)
     invitation, unused = users.invite("server"), users.invite("server", "unused")
+    expired = users.invite("server", "expired", days_ago=8)
     users.run.wait_for("waiting for a joiner")
     anna = users.join("anna", invitation)
     users.run.wait_for("waiting for an onlooker")
@@ -166,6 +170,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         ("carl", unused, "came by an invitation that was banned from this run"),
         ("mallory", None, "it was made for another peer"),
         ("dora", invitation, "has 1, and as many others came by it"),
+        ("erna", expired, "it expired"),
     ]
     for name, by, words in refusals:
         refused = users.join(name, by)
