@@ -246,7 +246,7 @@ async def set_evaluation_weights(
     async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
             await transport.stream(peer, SET_EVALUATION_WEIGHTS, messages[stage_index], timeout=timeout)
-        except PeerError as error:  # one that has died is missed by the step; one that lives says that it has no such
+        except PeerError as error:  # one that has died is missed by the step; one that lives refuses their number
             return error
         return None
 

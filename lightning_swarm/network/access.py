@@ -85,7 +85,7 @@ MAY: Final[Mapping[str, Role | None]] = {
     "transport.ping": None,
     "transport.certify": None,
     "transport.introduce": None,  # the secrets by which neighbours know each other past their daemons
-    **dict.fromkeys(("peer.handshake", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
+    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
     "peer.ban": Role.OBSERVER,  # whoever carries it: the owner has signed it
     # Every server may come to coordinate, so servers may ask what coordinators ask.
     **dict.fromkeys(
@@ -115,7 +115,7 @@ MAY: Final[Mapping[str, Role | None]] = {
 
 ANSWERS: Final[Mapping[str, Role]] = {
     # All peers answer these. What an observer answers only a person reads; a run is shown by its servers.
-    **dict.fromkeys(("peer.handshake", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
+    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
     # A peer that keeps the state of the lead's loop may have to lead.
     **dict.fromkeys(
         (

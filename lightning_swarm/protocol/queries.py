@@ -210,7 +210,7 @@ async def _ask_promised(
     return found
 
 
-HANDSHAKE: Final = "peer.handshake"
+HANDSHAKE: Final = "peer.hello"  # in every version: by its answer peers of different versions tell what is wrong
 
 _PACKAGES: Final = ("torch", "lightning", "hivemind")
 _NUM_TRIES: Final = 5

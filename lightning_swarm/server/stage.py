@@ -139,9 +139,7 @@ class StageGeneration:
 
     sums: dict[int, GradientSum] = field(default_factory=dict)  # by step
     carried: AveragingState = field(default_factory=AveragingState)  # from the last step's averaging to the next one's
-    evaluation_weights: tuple[int, dict[str, Tensor]] | None = (
-        None  # weights that evaluations may mean, by their number
-    )
+    evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # with their number
     ahead: tuple[object, Fingerprint] | None = None  # of the weights after a step, and what it was begun for
 
 
@@ -368,10 +366,8 @@ class Stage:
             self.generation.evaluation_weights = None
             return
         self._check_weights(weights)
-        self.generation.evaluation_weights = (
-            number,
-            {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()},
-        )
+        copies = {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
+        self.generation.evaluation_weights = number, copies
 
     def check_evaluation_weights(self, number: int) -> None:
         """Refuse a call that means other evaluation weights than those here."""

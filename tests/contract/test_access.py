@@ -19,7 +19,7 @@ from tests.access import FakeCredentials, certificate_of, credentials_of
 from tests.contract.world import HivemindWorld, Peer, World
 
 EVENTUALLY_S = 20.0
-SEEN = "peer.handshake"
+SEEN = "peer.hello"
 SERVED = "stage.follow"
 TRAINED = "stage.forward"
 METHODS = (SEEN, SERVED, TRAINED)

@@ -237,7 +237,7 @@ def _checked(description: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[s
     if not isinstance(observed, dict) or not isinstance(changing, dict):
         raise ProtocolError("hooks must be described by two dicts, `observed` and `changing`")
     if not {*observed, *changing} <= modules.keys():
-        raise ProtocolError("hooks were described of modules that are not in the stage")
+        raise ProtocolError("a description of hooks must name modules of the stage only")
     return observed, changing
 
 

@@ -277,7 +277,7 @@ def test_who_shows_its_certificate_at_once_is_no_stranger(loop: VirtualLoop, cap
     async def go() -> None:
         for certificate in (certificate_of(A), None):
             with pytest.raises(Uncertified):
-                gate.check_caller(A if certificate else PeerId("c"), "peer.handshake")
+                gate.check_caller(A if certificate else PeerId("c"), "peer.hello")
             if certificate:
                 gate.certify(A, certificate)
         await asyncio.sleep(100.0)

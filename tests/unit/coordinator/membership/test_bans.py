@@ -89,7 +89,7 @@ def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swar
         transport = server_transport(swarm, B)
         for peer in (A, C):
             with pytest.raises(AccessDenied, match=rf"b was banned from this run by its owner.*{REASON}"):
-                await transport.call(peer, "peer.handshake", b"", timeout=5.0)
+                await transport.call(peer, "peer.hello", b"", timeout=5.0)
             with pytest.raises(Unreachable, match="not asked any more"):
                 await server_transport(swarm, peer).ping(B)
 
@@ -99,7 +99,7 @@ def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swar
         coordinator = swarm.steps.run.coordinator
         assert coordinator in (C, "d"), "the first one is dead"
         with pytest.raises(AccessDenied, match="b was banned from this run by its owner"):
-            await transport.call(coordinator, "peer.handshake", b"", timeout=5.0)
+            await transport.call(coordinator, "peer.hello", b"", timeout=5.0)
 
     swarm.run(go())
     assert told(swarm) == [B]
