@@ -170,6 +170,8 @@ class TrainerHandlers:
             if reply.wait is not None:  # for trainers that should have brought a batch by now: are they there?
                 for trainer in self.leases.owed_by(state.open):
                     self._lease_expiry.watch(trainer)
+        if reply.wait is not None and self.leases.leaves_own(caller):
+            await self._changes.notify()  # one that waits may bring it
         if is_lead and reply.grant is not None and state.due is not None:
             await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
         return encode(reply)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan
-
-_MARGIN: Final = 1.25
-"""So much more than its newest one may a trainer's next batch take: equal trainers leave each other theirs."""
 
 
 class DataOrder:
@@ -137,46 +133,3 @@ class StepWindow:
         return self._next >= self.order.normalized(number) and all(
             one in through or one >= number for one in self.numbers
         )
-
-
-@dataclass
-class WaitingTrainer:
-    """A trainer that was told to wait."""
-
-    batch: BatchNumber  # that it has in hand, or the end of its epoch
-    since_s: float  # when it was told so first, in this step
-    patience_s: float  # how long it leaves others' batches to them
-    took_s: float | None = None  # what its newest batch took
-
-
-@dataclass(frozen=True)
-class Lane:
-    """The batches of a step that a working trainer still has to bring."""
-
-    last: BatchNumber  # the last batch that nobody has
-    end_s: float  # when it would be through with that one
-
-
-def choose_besides(
-    waiting: WaitingTrainer,
-    free: Sequence[BatchNumber],
-    unattended: Collection[BatchNumber],
-    lanes: Iterable[Lane],
-    *,
-    now_s: float,
-) -> BatchNumber | None:
-    """Choose what a waiting trainer brings besides, of the `free` batches before its own.
-
-    First come those that are `unattended`: in lanes of trainers that are gone, or are further on. Then comes the end
-    of a slower trainer's lane, if that one would be through with it later; at last what nobody has begun for a while.
-    """
-    before = [one for one in free if one < waiting.batch]
-    for number in before:
-        if number in unattended:
-            return number
-    if waiting.took_s is not None:
-        end_s = now_s + _MARGIN * waiting.took_s
-        slower = [lane for lane in lanes if end_s < lane.end_s and lane.last < waiting.batch]
-        if slower:
-            return max(slower, key=lambda lane: lane.end_s).last
-    return before[0] if before and now_s >= waiting.since_s + waiting.patience_s else None

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.step.data_order import Lane, WaitingTrainer, choose_besides
+from lightning_swarm.coordinator.step.assignment import (
+    BatchTimes,
+    Lane,
+    WaitingTrainer,
+    choose_besides,
+    leave_to_others,
+)
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
@@ -21,6 +28,7 @@ from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 _log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 0.5
+_MANY_LEFT: Final = 10  # batches in a row that a trainer left to others: its user should know
 _FIRST_PATIENCE_S: Final = 5.0  # with a trainer of which no batch was seen yet: compilers and caches are cold
 
 
@@ -46,9 +54,9 @@ class LeaseTable:
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
         self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
         self._idle: dict[PeerId, WaitingTrainer] = {}  # who was told to wait with a batch of another step
-        self._granted_s: dict[PeerId, float] = {}  # when each got its newest place
-        self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
+        self._times: defaultdict[PeerId, BatchTimes] = defaultdict(BatchTimes)
         self._warned_large = False
+        self._warned_slow: set[PeerId] = set()
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
         """Grant a trainer a place in the open step, or say what to wait for; raise ProtocolError if no step has one."""
@@ -116,8 +124,7 @@ class LeaseTable:
 
     def batch_ended(self, trainer: PeerId) -> None:
         """Enter that a trainer's batch is through, or withdrawn, and how long that took."""
-        if trainer in self._granted_s:
-            self._took_s[trainer] = now_s() - self._granted_s.pop(trainer)
+        self._times[trainer].ended(now_s())
 
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
         """Return whether a trainer that waits would hear something else by now."""
@@ -126,14 +133,17 @@ class LeaseTable:
             return not step.closing
         if step.window is None:
             return False
-        # Its own batch is in the step once another one was dropped.
-        has_place = waiting.batch in step.free or self._besides(step, waiting) is not None
-        return has_place or self._passed(step, waiting.batch)
+        return self._chosen(step, waiting) is not None or self._passed(step, waiting.batch)
 
     def patience_s(self, trainer: PeerId) -> float | None:
-        """Seconds for which a trainer still leaves others' batches to them."""
+        """Seconds for which a trainer still leaves others' batches to them, or its own to others."""
         waiting = self._idle.get(trainer)
-        return None if waiting is None else max(0.0, waiting.since_s + waiting.patience_s - now_s())
+        return None if waiting is None else max(0.0, waiting.until_s - now_s())
+
+    def leaves_own(self, trainer: PeerId) -> bool:
+        """Return whether a trainer waits because others are through sooner with its batch."""
+        waiting = self._idle.get(trainer)
+        return waiting is not None and waiting.leaves_own
 
     def owed_by(self, step: OpenStep) -> set[PeerId]:
         """The trainers in whose lanes are batches of the step that nobody has."""
@@ -150,20 +160,13 @@ class LeaseTable:
         if self._passed(step, batch):
             self._idle.pop(trainer, None)
             return GrantReply(passed=True)
-        chosen: BatchNumber | None = batch if batch in step.free else None
-        if chosen is None:
-            waiting = self._idle.get(trainer)
-            if waiting is None or waiting.batch != batch:
-                took_s = self._took_s.get(trainer)
-                patience_s = max(_LEAST_PATIENCE_S, _FIRST_PATIENCE_S if took_s is None else took_s)
-                waiting = self._idle[trainer] = WaitingTrainer(batch, now_s(), patience_s, took_s)
-            chosen = self._besides(step, waiting)
+        chosen = self._chosen(step, self._wait_with(step, trainer, batch))
         if chosen is None:
             return GrantReply(wait=WaitForRecord(step=step.step))
         self._idle.pop(trainer, None)
         lease = next(self._leases)
         step.hand_out(lease, trainer, chosen, request.gradient_scale, request.number)
-        self._granted_s[trainer] = now_s()
+        self._times[trainer].granted(now_s())
         self._on_grant(step, trainer)
         return GrantReply(grant=self._as_grant(step, lease))
 
@@ -182,9 +185,42 @@ class LeaseTable:
         before = batch < window.begin or batch in window.dropped
         return before or (batch in window.numbers and batch not in step.free)
 
-    def _besides(self, step: OpenStep, waiting: WaitingTrainer) -> BatchNumber | None:
-        """The batch that a waiting trainer brings, if any."""
+    def _wait_with(self, step: OpenStep, trainer: PeerId, batch: BatchNumber) -> WaitingTrainer:
+        """Enter that a trainer has a batch in hand, and how long it leaves others' batches to them, or its own."""
+        waiting = self._idle.get(trainer)
+        own = batch in step.free
+        if waiting is not None and waiting.batch == batch and (waiting.leaves_own or not own):
+            return waiting
+        times = self._times[trainer]
+        if own:
+            leaves_s = leave_to_others(len(step.free), times.believed_s, self._others(trainer), now_s=now_s())
+            waiting = WaitingTrainer(batch, now_s(), leaves_s or 0.0, times.took_s, leaves_own=leaves_s is not None)
+            if leaves_s is not None:
+                times.num_left += 1
+                self._warn_of_slow(trainer, times)
+        else:
+            patience_s = max(_LEAST_PATIENCE_S, _FIRST_PATIENCE_S if times.took_s is None else times.took_s)
+            waiting = WaitingTrainer(batch, now_s(), patience_s, times.took_s)
+        self._idle[trainer] = waiting
+        return waiting
+
+    def _others(self, trainer: PeerId) -> Iterator[tuple[float, float]]:
+        """When each other trainer that is at work begins another batch, and how long that takes it."""
+        for peer in self._run.trainers:
+            if peer == trainer or peer in self._gone or self._run.lacks_model(peer) or self.leaves_own(peer):
+                continue
+            times = self._times[peer]
+            free_s = now_s() if peer in self._idle else times.free_s(now_s())
+            if free_s is not None and times.newest_s:
+                yield free_s, max(times.newest_s)
+
+    def _chosen(self, step: OpenStep, waiting: WaitingTrainer) -> BatchNumber | None:
+        """The batch that a waiting trainer brings, if any: its own where it is in the step, else one of others."""
         free = step.free
+        if waiting.leaves_own and now_s() < waiting.until_s:
+            return None
+        if waiting.batch in free:  # since another one was dropped, perhaps
+            return waiting.batch
         unattended = {number for number in free if self._is_unattended(step, number)}
         return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
 
@@ -194,14 +230,16 @@ class LeaseTable:
         for number in free:
             left.setdefault(self._owner(step, number), []).append(number)
         for trainer, numbers in left.items():
-            took_s, granted_s = self._took_s.get(trainer), self._granted_s.get(trainer)
-            if took_s is not None and granted_s is not None:
-                yield Lane(numbers[-1], max(now_s(), granted_s + took_s) + len(numbers) * took_s)
+            times = self._times[trainer]
+            free_s = times.free_s(now_s())
+            if times.granted_s is not None and times.took_s is not None and free_s is not None:
+                yield Lane(numbers[-1], free_s + len(numbers) * times.took_s)
 
     def _is_unattended(self, step: OpenStep, number: BatchNumber) -> bool:
         owner = self._owner(step, number)
         idle = self._idle.get(owner)
-        return owner in self._gone or self._run.lacks_model(owner) or (idle is not None and number < idle.batch)
+        is_left = idle is not None and (number < idle.batch or idle.leaves_own)
+        return is_left or owner in self._gone or self._run.lacks_model(owner)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
         """The trainer in whose lane a batch is, as far as that is known here."""
@@ -241,6 +279,16 @@ class LeaseTable:
     def _is_beyond(self, step: OpenStep) -> bool:
         max_steps = self._run.manifest.max_steps
         return max_steps is not None and step.step >= max_steps
+
+    def _warn_of_slow(self, trainer: PeerId, times: BatchTimes) -> None:
+        if times.num_left >= _MANY_LEFT and trainer not in self._warned_slow:
+            self._warned_slow.add(trainer)
+            _log.warning(
+                "Trainer %s brings few batches: its newest one took %.2g s, and the others end a step sooner without "
+                "it. Raise `target_batch_size`, or lower the batch size of all trainers.",
+                trainer,
+                times.took_s,
+            )
 
     def _warn_of_large(self, request: GrantRequest) -> None:
         target = self._run.manifest.settings.target_batch_size
