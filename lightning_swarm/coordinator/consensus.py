@@ -229,7 +229,7 @@ def serve(
     may_propose: Callable[[PeerId], bool],
     # Whether the voter misses the coordinator, or that one hands over.
     may_succeed: Callable[[PeerId], Awaitable[bool]],
-    check_record: Callable[[Record], None],  # raises if the voter can tell that a record is wrong
+    check_record: Callable[[Record], Awaitable[None]],  # raises if the voter can tell that a record is wrong
 ) -> None:
     """Answer proposers who may be one; the term must be the caller's own."""
 
@@ -249,7 +249,7 @@ def serve(
     async def handle_propose(caller: PeerId, body: bytes) -> bytes:
         proposal = decode(body, Proposal)
         await check(caller, proposal.term)
-        check_record(proposal.record)
+        await check_record(proposal.record)
         return encode(voter.consider(proposal))
 
     transport.handle_call(PREPARE, handle_prepare)

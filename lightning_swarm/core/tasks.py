@@ -104,6 +104,22 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
         await ended(tasks)
 
 
+async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
+    """Run all at once and return the first result that there is, in their order where several end at once."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        running = tasks
+        while running:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                if task.done() and (found := task.result()) is not None:
+                    return found
+            running = [task for task in running if not task.done()]
+    finally:
+        await ended(tasks)
+    return None
+
+
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
     """Do as `gather`, with at most `limit` at once, started in order and `turns_apart` turns of the loop apart."""
     # With some turns, the first one's messages have left before the last one sends anything; with none all go together.

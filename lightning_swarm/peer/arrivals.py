@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,6 +51,7 @@ class Arrivals:
     _transport: Transport
     used: Used = UNSET  # in older generations
     _warned: set[PeerId] = field(default_factory=set)
+    _wall_s: Callable[[], float] = time.time
 
     def restore(self, known: Any) -> None:
         """Begin with the peers that a checkpoint remembers, so that a use stays used, and a ban holds."""
@@ -77,6 +79,10 @@ class Arrivals:
         found = {peer: server for peer, server in servers.items() if peer == self._transport.peer_id}
         for peer, permit in zip(asked, permits, strict=True):
             if permit is None:
+                continue
+            came_before = any(peer in one.peers for one in used)
+            if self._wall_s() >= permit.come_by_s and not came_before:
+                self._warn(peer, "it comes for the first time, and its invitation has expired")
                 continue
             if not has_room(used, peer, invited_by(permit)):
                 self._warn(peer, f"{permit.uses} other peers came by its invitation, which has no more uses")

@@ -19,7 +19,7 @@ from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import shorten
-from lightning_swarm.core.tasks import gather
+from lightning_swarm.core.tasks import first_found, gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId, Transport
@@ -182,11 +182,18 @@ class Lead:
         if not self._config.initial_peers or self._survivors is not None:
             return
         timeout = self._config.limits.leave_timeout
-        for coordinator in self._runtime.run(self._directory.find_runs()):
+
+        async def ask(coordinator: PeerId) -> PeerId | None:
             try:
-                self._runtime.run(self._transport.call(coordinator, VIEW, b"", timeout=timeout))
+                await self._transport.call(coordinator, VIEW, b"", timeout=timeout)
             except SwarmError:
-                continue  # an announcement that an earlier run left behind
+                return None  # an announcement that an earlier run left behind
+            return coordinator
+
+        async def is_under_way() -> bool:
+            return await first_found(map(ask, await self._directory.find_runs())) is not None
+
+        if self._runtime.run(is_under_way()):
             raise ConfigError(  # two would take each other's servers
                 f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
                 "start another one with another `run_id`."

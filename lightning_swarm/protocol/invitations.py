@@ -67,6 +67,13 @@ def check_invited(used: Used, record: Record) -> None:
     invited = {} if isinstance(record.invited, UnsetType) else record.invited
     new = {*record.enlisted, *(one.member.peer_id for one in record.newcomers)}
     expected = set() if isinstance(used, UnsetType) else new
+    known = {} if isinstance(used, UnsetType) else {one.number: one.uses for one in used}
+    for peer, by in invited.items():
+        if known.get(by.number, by.uses) != by.uses:
+            raise ProtocolError(
+                f"invitation {by.number.hex()}, by which {peer} comes, has {known[by.number]} uses; record "
+                f"{record.step} tells of {by.uses}"
+            )
     if invited.keys() != expected:
         raise ProtocolError(
             f"record {record.step} has to tell of {len(expected)} new members by which invitation they come, and tells "

@@ -73,7 +73,7 @@ class Leadership:
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
         transport.handle_call(TAKE_OVER, self._handle_take_over)
-        serve(self.voter, transport, self._membership.serves_with, self._may_succeed, self._check_record)
+        serve(self.voter, transport, self._membership.serves_with, self._may_succeed, self._check_proposed)
 
     async def enter_run(self, run: RunState) -> None:
         """Enter a run that begins, and follow the coordinator of its manifest."""
@@ -226,11 +226,19 @@ class Leadership:
             return not self._is_beginning(run, error)
         return not reply.coordinates or reply.successor == candidate
 
+    async def _check_proposed(self, record: Record) -> None:
+        """Refuse to vote for a record that cannot follow from the one before, which must be known here."""
+        run = self._membership.running
+        if slot_of(record) > (run.manifest.generation, run.version):
+            with contextlib.suppress(SwarmError):
+                await self._pull_next(run)
+        if slot_of(record) > (run.manifest.generation, run.version):
+            raise Busy(f"this voter is at version {run.version}: it has missed what record {record.step} follows from")
+        self._check_record(record)
+
     def _check_record(self, record: Record) -> None:
-        """Refuse to vote for a record that cannot follow from what is known here."""
+        """Refuse a record that cannot follow from what is known here."""
         run, closing = self._membership.running, record.closing
-        if slot_of(record) > (run.manifest.generation, run.version):  # this server has missed a record
-            return
         check_record(run, record)
         for signed in unrecorded(run.bans, record.bans):
             self._transport.ban(signed)
@@ -328,15 +336,20 @@ class Leadership:
 
     async def _catch_up(self, run: RunState) -> None:
         """Apply a record that did not reach this server, with the mean gradients held here of its round."""
-        peer = run.coordinator
-        request = PullRequest(generation=run.manifest.generation, step=run.version)
+        peer, step = run.coordinator, run.version
         try:
-            body = await self._transport.call(peer, PULL, encode(request), timeout=self._limits.silence_timeout)
-            await self._apply_next(run, decode(body, Record))
+            await self._pull_next(run)
         except SwarmError as error:
-            _log.info("Record %d could not be fetched from %s: %s", request.step, peer, error)
+            _log.info("Record %d could not be fetched from %s: %s", step, peer, error)
             self.behind.set()
             await asyncio.sleep(_RETRY_S)
+
+    async def _pull_next(self, run: RunState) -> None:
+        request = PullRequest(generation=run.manifest.generation, step=run.version)
+        body = await self._transport.call(run.coordinator, PULL, encode(request), timeout=self._limits.silence_timeout)
+        record = decode(body, Record)
+        check_record(run, record)
+        await self._apply_next(run, record)
 
     async def _apply_next(self, run: RunState, record: Record) -> None:
         if (record.closing.generation, record.step) == (run.manifest.generation, run.version):

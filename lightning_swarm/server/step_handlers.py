@@ -149,6 +149,12 @@ class StepHandlers:
                 "for a fit's end."
             ) from None
 
+    async def wait_for_next(self, version: int) -> None:
+        """Wait until all stages are at `version`, which must be the next one at most: the caller's data take memory."""
+        if version > self.version + 1:
+            raise ProtocolError(f"this peer is at version {self.version}, and waits for the next one; got {version}")
+        await self.wait_for_version(version)
+
     async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
         """Wait until the stages are beyond `version`, or have other written weights, or for so many seconds."""
         with contextlib.suppress(TimeoutError):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError
+from lightning_swarm.core.tasks import first_found
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.messages.membership import (
@@ -88,20 +89,27 @@ class Joiner:
 
     async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
         """Ask announced coordinators which peer coordinates the run by now; announcements outlive runs."""
-        for announced in await find():
+        others: list[int] = []  # versions of the protocol
+
+        async def ask(announced: PeerId) -> PeerId | None:
             try:
                 handshake = await queries.greet(self._transport, announced, timeout=self._timeout)
                 there = handshake.greeting.protocol_version
                 if there == PROTOCOL_VERSION:  # else its answer may not be readable here
                     return PeerId((await self._view(announced)).term[1])
+                others.append(there)
             except SwarmError as error:
                 # Not an error of this peer: anyone may announce itself, and refuse.
                 is_news = isinstance(error, AccessDenied) and announced not in self._refused_by
                 self._refused_by |= {announced} if is_news else set()
                 _log.log(logging.WARNING if is_news else logging.INFO, "No run at %s: %s", announced, error)
-                continue
+            return None
+
+        # All at once: those that announce themselves and then keep silent would hold this peer up, one by one.
+        found = await first_found(map(ask, await find()))
+        for there in others if found is None else ():
             check_protocol_version(there, there="in the run", here="here")
-        return None
+        return found
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)

@@ -70,7 +70,7 @@ class KeptLoops:
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         head = decode(message.body, KeptLoop)
         self._check(caller, head)
-        await self._steps.wait_for_version(head.version)  # its record may come here later than to the lead
+        await self._steps.wait_for_next(head.version)  # its record may come here later than to the lead
         self._check(caller, head)
         if head.version not in self._ordered():
             raise ProtocolError(f"nobody said that there is a snapshot of version {head.version}")
@@ -307,7 +307,7 @@ class Snapshots:
         """Keep a copy of another server's stage, as the record of its version ordered."""
         head = decode(message.body, Snapshot)
         self._membership.run.check_generation(head.generation)
-        await self._steps.wait_for_version(head.version)
+        await self._steps.wait_for_next(head.version)
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")

@@ -73,7 +73,7 @@ class Election:
         for voter, member in zip(self.voters, self.members, strict=True):
             self.transports.append(self.network.transport(member.peer_id))
             may_propose = (COORDINATOR, RIVAL, LATE).__contains__
-            serve(voter, self.transports[-1], may_propose, self.may_succeed, lambda _: None)
+            serve(voter, self.transports[-1], may_propose, self.may_succeed, self.check_record)
         self.run = RunState(
             Manifest(
                 protocol_version=PROTOCOL_VERSION,
@@ -106,6 +106,9 @@ class Election:
             events=self.events,
             check_record=lambda _: None,
         )
+
+    async def check_record(self, record: Record) -> None:
+        """No voter finds anything wrong."""
 
     async def may_succeed(self, candidate: PeerId) -> bool:
         return not self.coordinated

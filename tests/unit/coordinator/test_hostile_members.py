@@ -218,6 +218,10 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
     async def tempted(caller: PeerId, body: bytes) -> bytes:
         nonlocal num_refused
         proposal = decode(body, Proposal)
+        closing = proposal.record.closing
+        later = replaced(proposal.record, closing=replaced(closing, step=closing.step + 1))
+        with pytest.raises(Busy, match=f"it has missed what record {later.step} follows from"):
+            await vote(caller, encode(replaced(proposal, record=later)))
         for record in forged(proposal.record):
             with pytest.raises(ProtocolError):
                 await vote(caller, encode(replaced(proposal, record=record)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import StepError
-from lightning_swarm.core.tasks import TaskOwner, gather, gather_bounded
+from lightning_swarm.core.tasks import TaskOwner, first_found, gather, gather_bounded
 
 
 async def after(seconds: float, result: int) -> int:
@@ -41,6 +43,30 @@ def test_the_first_failure_is_raised_itself_and_ends_the_rest(loop: VirtualLoop)
         loop.run_until_complete(gather([fail(2.0, ValueError("second")), long(), fail(1.0, StepError("first"))]))
     assert ended == ["long"]
     assert loop.time() == 1.0
+
+
+def test_the_first_result_that_there_is(loop: VirtualLoop) -> None:
+    ended: list[str] = []
+
+    async def silent() -> int:
+        try:
+            return await after(1000.0, 0)
+        finally:
+            ended.append("silent")
+
+    async def nothing() -> None:
+        await asyncio.sleep(1.0)
+
+    async def find(*works: Coroutine[Any, Any, int | None]) -> int | None:
+        return await first_found(works)
+
+    assert loop.run_until_complete(find(silent(), after(3.0, 3), nothing(), after(2.0, 2))) == 2
+    assert (loop.time(), ended) == (2.0, ["silent"])
+    assert loop.run_until_complete(find(after(1.0, 5), after(1.0, 6))) == 5
+    assert loop.run_until_complete(find(nothing(), nothing())) is None
+    assert loop.run_until_complete(find()) is None
+    with pytest.raises(StepError):
+        loop.run_until_complete(find(silent(), fail(1.0, StepError("first"))))
 
 
 def test_a_failure_inside_nested_gathers_is_raised_itself(loop: VirtualLoop) -> None:

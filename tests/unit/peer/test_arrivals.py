@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 from msgspec import UNSET
@@ -90,6 +91,28 @@ def test_whom_an_invitation_has_no_use_for_is_left_out(make_swarm: MakeSwarm, ca
     assert members(found.swarm) == {A, B}
     (message,) = caplog.messages
     assert message.startswith("c announced itself, and the run begins without it: 3 other peers came by its invitation")
+
+
+def test_whose_invitation_has_expired_is_left_out_unless_it_came_before(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its certificate holds for longer: it may have been made with a time of long ago."""
+    found = starter(make_swarm, uses=4)
+    came = _came(make_swarm)
+    came.invitations = [UsedInvitation(number=INVITATION, uses=4, peers=[B])]
+    found.lead.restore_peers(known_peers(came, []))
+    certify = found.swarm.trainer.certify
+
+    async def late(peer: PeerId) -> Permit | None:
+        permit = await certify(peer)
+        return permit if permit is None or peer == A else replace(permit, come_by_s=0.0)
+
+    monkeypatch.setattr(found.swarm.trainer, "certify", late)
+    with caplog.at_level(logging.WARNING, logger=arrivals.__name__):
+        found.begin()
+    assert members(found.swarm) == {A, B}
+    (message,) = caplog.messages
+    assert message.endswith("it comes for the first time, and its invitation has expired")
 
 
 def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:

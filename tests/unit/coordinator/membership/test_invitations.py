@@ -21,6 +21,7 @@ from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Proposal, Record, Vote
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import PROPOSE
+from lightning_swarm.protocol.queries import HANDSHAKE
 from lightning_swarm.server.server import Server
 from lightning_swarm.trust.certificates import MAX_USES
 from tests.access import InvitedNetwork, OwnedNetwork
@@ -64,6 +65,25 @@ def entering(swarm: Swarm, joiner: Server, *coordinators: PeerId) -> asyncio.Tas
         return coordinators or [swarm.manifest.coordinator]
 
     return swarm.loop.create_task(joiner.joiner.enter(find))
+
+
+def test_who_announces_a_run_and_keeps_silent_holds_no_joiner_up(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    strangers = [PeerId(f"stranger {number}") for number in range(3)]
+
+    async def silent(caller: PeerId, body: bytes) -> bytes:
+        await asyncio.sleep(1e6)
+        return b""
+
+    for stranger in strangers:
+        swarm.network.transport(stranger).handle_call(HANDSHAKE, silent)
+    joiner = swarm.add_server("j")
+    begun_s = swarm.loop.time()
+    entering(swarm, joiner, *strangers, A)
+    swarm.run(asyncio.sleep(5.0))
+    swarm.run(swarm.step(rows(0)))
+    assert joiner.membership.is_member
+    assert swarm.loop.time() - begun_s < swarm.limits.call_timeout, "one after the other would have taken three times"
 
 
 async def step_on(swarm: Swarm, samples: Tensor, route: Sequence[PeerId]) -> Record:

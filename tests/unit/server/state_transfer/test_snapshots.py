@@ -230,6 +230,12 @@ def test_a_copy_that_came_damaged_is_not_kept(make_swarm: MakeSwarm) -> None:
     swarm.run(steps(swarm, 1))
     message = copied(swarm.servers[B].steps.stage(1), 0)
     swarm.servers[A].snapshots.store.keep_only(None)
+    head = decode(message.body, Snapshot)
+    future = Message(encode(replaced(head, version=head.version + 2)), message.tensors)
+    begun_s = swarm.loop.time()
+    with pytest.raises(ProtocolError, match="is at version 1, and waits for the next one; got 3"):
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, future, timeout=LIMITS.call_timeout))
+    assert swarm.loop.time() - begun_s < 1.0, "its tensors take memory"
     damaged = Message(message.body, tuple(tensor + 1 for tensor in message.tensors))
     with pytest.raises(ProtocolError, match="not what its sender took"):
         swarm.run(swarm.servers[B]._transport.stream(A, KEEP, damaged, timeout=1.0))
