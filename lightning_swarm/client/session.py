@@ -198,6 +198,8 @@ class Session:
             if self.local_layers is not None:
                 self.local_layers.check_clear()
         self.pipeline.marks.clear()
+        if self.local_layers is not None:
+            self.local_layers.begin_backward()
         self.pipeline.clears_gradients = False
         if logs is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)

@@ -145,9 +145,10 @@ class GradientElsewhere(Tensor):
         if func in _OF_MODULE:
             return args[0]
         raise ConfigError(
-            "gradients of the pipeline's weights are summed on the servers and never get here, got a use of `.grad`, "
-            "in a hook or after a `.backward()` of one's own. Clip by `gradient_clip_val`, change gradients in a "
-            "`register_step_pre_hook` of the optimizer, or keep the layer out of the pipeline by `configure_stages`."
+            "gradients of the pipeline's weights are summed on servers, and those of other layers are from the end of "
+            "their batch on: got a use of `.grad`, in a hook or after a `.backward()` of one's own. Clip by "
+            "`gradient_clip_val`, change gradients in a `register_step_pre_hook` of the optimizer, or use those of "
+            "layers outside of the pipeline in `on_after_backward`."
         )
 
 

@@ -52,11 +52,18 @@ class LocalLayers:
     until_held: Callable[[], None] | None = None  # waits until they are again; None: they never will be
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
-    _marks: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the buffers that the stage has
-    _known: dict[str, Tensor] = field(default_factory=dict)  # the values that the stage has, as far as is known here
+    # Values by name: those of the stage, as far as is known here; of statistics those that norms have written since.
+    _known: dict[str, Tensor] = field(default_factory=dict)
+    _known_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
+        self._spent = GradientMarks(list(self.parameters.values()))
+        names = {id(buffer): name for name, buffer in self._buffers().items()}
+        self._names_of_norms = {
+            id(norm): {own: names[id(buffer)] for own, buffer in norm.named_buffers(recurse=False)}
+            for norm in self._statistics.norms
+        }
         self.note_current()
 
     @property
@@ -66,16 +73,26 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Note inside what batch norms see of the batch in hand, which no statistics count yet."""
-        with self._statistics.kept(repeated=True) as self._seen:
+        """Note inside what batch norms see of the batch in hand. Their own statistics count it until a record does."""
+
+        def check(norm: nn.Module) -> None:
+            self._check_buffers({name: norm.get_buffer(own) for own, name in self._names_of_norms[id(norm)].items()})
+
+        def note(norm: nn.Module) -> None:
+            for own, name in self._names_of_norms[id(norm)].items():
+                self._known_buffers[name] = norm.get_buffer(own).detach().clone()
+
+        with self._statistics.watched(check, note) as self._seen:
             yield
 
     def add(self, key: CallKey, weight: float) -> None:
-        """Hand the batch's gradients over from ``grad`` to the stage's sum, and clear them."""
+        """Hand the batch's gradients over from ``grad`` to the stage's sum; from then on, a use of ``grad`` fails."""
         self.check_buffers()
+        self._spent.clear()  # of a batch before, if this one has no backward
         own = self.parameters
         gradients = {name: parameter.grad for name, parameter in own.items()}
         self.clear()
+        self._spent.set()
         if not self._checked_gradients:
             self._checked_gradients = True
             missing = [name for name, tensor in own.items() if tensor.requires_grad and gradients[name] is None]
@@ -91,12 +108,17 @@ class LocalLayers:
 
     def check_clear(self) -> None:
         """Refuse gradients of a backward before Lightning's own where plain Lightning would add both."""
+        self._spent.clear()
         found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
         if found:
             raise ConfigError(
                 "only the backward that Lightning runs adds to a step: within an accumulation window a `.backward()` "
                 f"of one's own left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
             )
+
+    def begin_backward(self) -> None:
+        """Expect gradients: what tells of those that were handed over goes."""
+        self._spent.clear()
 
     def clear(self) -> None:
         """Forget the batch's gradients."""
@@ -121,14 +143,14 @@ class LocalLayers:
 
     def enter_generation(self) -> None:
         """Take the module's weights as they are: they come with the snapshot that the run rolls back to."""
-        self._version, self._known = None, {}
+        self._version, self._known, self._known_buffers = None, {}, {}
         self.clear()
 
     # ------------------------------------------------------------------ what user code writes
 
     def note_current(self) -> None:
         """Know that the stage has what the module has."""
-        self._marks = {name: _mark(buffer) for name, buffer in self._buffers().items()}
+        self._known_buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         self._known = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def written(self) -> dict[str, Tensor]:
@@ -143,17 +165,17 @@ class LocalLayers:
 
     def check_buffers(self) -> None:
         """Refuse buffers that user code changed: each trainer would have its own."""
-        counted = set(map(id, self._statistics.buffers))
-        changed = [
-            name
-            for name, buffer in self._buffers().items()
-            if id(buffer) not in counted and self._marks.get(name) != _mark(buffer)
-        ]
+        self._check_buffers(self._buffers())
+
+    def _check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        known = self._known_buffers
+        # By value: what is written through `.data` leaves no other trace.
+        changed = [name for name, buffer in buffers.items() if name in known and not same(buffer, known[name])]
         if changed:
             raise ConfigError(
-                "where a model is not cut, batch norms are the only layers whose buffers may change while it trains, "
-                f"for each trainer would have others: got {some_of(changed)}. Keep it in an attribute that is no "
-                "buffer, or train with one device and without `role='both'`."
+                "outside of blocks, only the forwards of batch norms in `training_step` may change buffers, for each "
+                f"trainer would have others: got {some_of(changed)}. On one device, `Trainer(strategy='swarm', "
+                "devices=1)` without further arguments trains such a model as plain Lightning does."
             )
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -175,6 +197,7 @@ class LocalLayers:
                 "ends here; other trainers go on. Raise `Limits.silence_timeout`, or have the whole module in "
                 "`pipeline`, if peers fall silent for longer."
             )
+        self.check_buffers()
         if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
         self.runtime.run(self.stage.wait_for_version(version))  # the record may have come to its server late
@@ -190,12 +213,7 @@ class LocalLayers:
             for name, buffer in self._buffers().items():
                 buffer.copy_(weights[name])
         self._known.update((name, weights[name]) for name in own)
-        self._marks = {name: _mark(buffer) for name, buffer in self._buffers().items()}
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Make what changes if a tensor is replaced or written to."""
-    return tensor.data_ptr(), tensor._version
+        self._known_buffers.update((name, weights[name]) for name in self._buffers())
 
 
 def written_in_mid_step(names: Collection[str]) -> str:
