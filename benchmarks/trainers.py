@@ -151,7 +151,9 @@ def by_optimizer(together: Together, width: int, layers: int, batches: int, step
         rows = torch.randn(BATCH_SIZE, WIDTH_IN)
         at_s: list[float] = []
         together.exchange()
-        while len(at_s) <= steps:
+        begun_s = time.monotonic()
+        # One whose peer has ended finds no group any more, and may look for one for ever.
+        while len(at_s) <= steps and time.monotonic() < begun_s + TIMEOUT_S / 2:
             epoch = optimizer.local_epoch
             (model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
@@ -160,6 +162,8 @@ def by_optimizer(together: Together, width: int, layers: int, batches: int, step
                 at_s.append(time.monotonic())
         together.exchange()
         optimizer.shutdown()
+    if len(at_s) < 2:
+        raise RuntimeError(f"hivemind.Optimizer made {len(at_s)} steps in {TIMEOUT_S / 2:g} s")
     return batches * BATCH_SIZE * (len(at_s) - 1) / (at_s[-1] - at_s[0])
 
 

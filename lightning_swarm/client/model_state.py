@@ -204,6 +204,28 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
+def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Map each key of a module's state dict, whatever it is called, to the first name of the tensor that it is."""
+    first = first_names(module)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    by_place = {place: first[name] for name, tensor in tensors if (place := _place(tensor)) is not None}
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            place = _place(value)
+            name = first.get(key) if place is None else by_place.get(place)
+            if name is not None:
+                found[key] = name
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[object, ...] | None:
+    """Return what a tensor shares only with views of all of it; None: it has no memory."""
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 async def scatter_optimizer(
     transport: Transport,
     run: RunState,

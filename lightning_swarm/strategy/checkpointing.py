@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ConfigError
@@ -25,7 +26,7 @@ from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.model.unsaved_buffers import restore_buffers, unsaved_buffers
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.framework import FRAMEWORKS, callbacks_named
+from lightning_swarm.strategy.framework import FRAMEWORKS, OWN_PACKAGES, callbacks_named
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
 from lightning_swarm.strategy.rollback.loop_state import UNSAVED
 from lightning_swarm.strategy.weight_sync import ModuleWeights
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 
 _PEERS: Final = "swarm_peers"  # of a run of invited peers: who came by which invitation, and whom its owner banned
-_OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_swarm")
 
 
 class CheckpointFiles(Callback):
@@ -155,7 +155,7 @@ for _name in vars(Callback):
 
 def _is_lightnings(hook: object) -> bool:
     """True if a hook is defined in Lightning or in this package, and not in what users wrote."""
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in _OWN_PACKAGES
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in OWN_PACKAGES
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
@@ -164,6 +164,15 @@ def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
         return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in own})
     except Exception:  # noqa: BLE001 - of a user's own classes, which can be saved all the same
         return None
+
+
+def _has_made_tensors(module: nn.Module, state: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+    """True if a state dict has tensors that are neither the module's own nor states of metrics."""
+    made = [key for key, value in state.items() if isinstance(value, Tensor) and key not in names]
+    if not made:
+        return False
+    metrics = tuple(f"{name}." if name else "" for name, one in module.named_modules() if isinstance(one, Metric))
+    return any(not key.startswith(metrics) for key in made) if metrics else True
 
 
 def _reads(logger: object) -> bool:
@@ -205,19 +214,40 @@ class Checkpoints:
         strategy, module = self._strategy, self._strategy._own_module
         if not strategy.is_global_zero:
             return {}  # the lead saves, and keeps weights
-        with strategy.paused_access():
-            own: dict[str, Any] = module.state_dict()
-            unsaved = unsaved_buffers(module)
+        own, names = self._state_and_names()
+        if self._stale_weights is not None and strategy._access is not None and _has_made_tensors(module, own, names):
+            # Made of weights, perhaps, by the module's own `state_dict` or a hook of it.
+            if is_on_meta(module):
+                raise ConfigError(
+                    "the `state_dict` of a module on the meta device may rename tensors and leave some out, but it "
+                    f"makes {next(key for key in own if key not in names)!r} of others. Build the module with weights."
+                )
+            strategy._access.refresh()
+            own, names = self._state_and_names()
         states = strategy._rollback.states
         if states is not None and states.taking:
             written = strategy._access.pending if strategy._access is not None else {}
-            return states.without_weights(own, unsaved, model_state.first_names(module), written)
+            with strategy.paused_access():
+                unsaved = unsaved_buffers(module)
+            return states.without_weights(own, unsaved, names, written)
         if strategy._weights is None:
             return own
         if self._is_sharded:
-            return strategy._weights.without_stages(own) if strategy._weights.stale else own
-        strategy._weights.complete(own)
+            if renamed := [key for key in names if key not in model_state.first_names(module)]:
+                raise ConfigError(
+                    "servers write the weights of a sharded checkpoint under the names that the module's parameters "
+                    f"have, and its `state_dict` calls one {renamed[0]!r}. Use `state_dict_type='full'`."
+                )
+            return strategy._weights.without_stages(own, names) if strategy._weights.stale else own
+        strategy._weights.complete(own, names)
         return own
+
+    def _state_and_names(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The module's state dict, and by key the first name of each of its tensors in it."""
+        module = self._strategy._own_module
+        with self._strategy.paused_access():
+            own: dict[str, Any] = module.state_dict()
+            return own, model_state.names_of(module, own)
 
     def optimizer_state(
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]

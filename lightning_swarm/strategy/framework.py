@@ -11,6 +11,10 @@ from types import ModuleType
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.strategy.step_estimate import EstimatedSteps
+
+OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_swarm")
+"""Packages whose code is not the user's."""
 
 
 class ImportTree:
@@ -57,6 +61,9 @@ class ImportTree:
         for name in (strategy.strategy_name, f"{self.strategies}.{strategy.__name__}".lower()):
             description = "SWARM parallelism: pipeline stages on unequal, unreliable peers"
             self.strategy_registry.register(name, strategy, description=description, override=True)
+        estimate = vars(self.trainer)["estimated_stepping_batches"]
+        if not isinstance(estimate, EstimatedSteps):
+            self.trainer.estimated_stepping_batches = EstimatedSteps(estimate.fget, doc=estimate.__doc__)
 
     def take_messages(self) -> None:
         """Have both trees log and warn in the name of this tree, for which a script may have set levels and filters."""

@@ -209,14 +209,10 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
 
 def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
     """Make the user's optimizer for a peer without data, from the run's number of steps, if that is known."""
-    fit_loop = module.trainer.fit_loop
-    own = fit_loop.max_epochs, fit_loop.epoch_loop.max_steps
-    if total_steps is not None:
-        # `estimated_stepping_batches` must return what it does at the lead.
-        fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
+    strategy: SwarmStrategy = module.trainer.strategy  # type: ignore[assignment]
+    strategy.total_steps = total_steps  # `estimated_stepping_batches` must return what it does at the lead
     try:
-        strategy: SwarmStrategy = module.trainer.strategy  # type: ignore[assignment]
         configured: Any = strategy._peer_data.call(module.trainer, "make the optimizer", module.configure_optimizers)
     finally:
-        fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = own
+        strategy.total_steps = None
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])

@@ -34,6 +34,7 @@ from lightning_swarm.strategy.loop_counters import (
 )
 from lightning_swarm.strategy.metrics import Pending, SharedLogs, SharedMetrics
 from lightning_swarm.strategy.module_access import ModuleAccess
+from lightning_swarm.strategy.own_attributes import OwnAttributes
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
@@ -72,6 +73,7 @@ class SwarmOptimization:
         max_bytes = None if session.is_lead else config.limits.max_metric_bytes
         module = trainer.lightning_module
         self.logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
+        self._own_attributes = OwnAttributes(module)
         if session.is_lead:
             session.step_with(lambda: checks.hyperparameters(self._optimizer), lambda: trainer.current_epoch)
 
@@ -100,6 +102,8 @@ class SwarmOptimization:
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self._begun, self.stepped = True, False
+        if self._session.num_trainers > 1:
+            self._own_attributes.look()
         begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
         if self.pending_samples and begins_window:
             _log.warning(

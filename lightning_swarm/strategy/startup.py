@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.loop_counters import scaling_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
+from lightning_swarm.strategy.step_estimate import expected_steps
 from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync
 
 if TYPE_CHECKING:
@@ -100,6 +101,23 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
         made = part()
     strategy._rollback.loader_made(made)
     return made
+
+
+def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_windows: Callable[[], float]) -> float:
+    """Return the steps of a whole fit, where they are not the windows of batches that Lightning counts."""
+    if strategy.total_steps is not None:
+        return strategy.total_steps
+    steps = by_windows()  # this loads the data, too
+    target, combined = strategy.config.settings.target_batch_size, trainer.fit_loop._combined_loader
+    if target is None or trainer.max_epochs == -1 or combined is None:
+        return steps
+    data = strategy._data
+    shared = None if data is None else data.origin
+    if data is not None and shared is not None:
+        found = expected_steps(trainer, shared, data.num_batches(), target)
+    else:
+        found = expected_steps(trainer, combined.flattened[0], trainer.num_training_batches, target)
+    return steps if found is None else found
 
 
 def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:

@@ -207,6 +207,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
         self._data: SharedData | None = None  # of the run
         self._peer_data = PeerData(self)
+        self.total_steps: int | None = None  # of the run, while a peer without data makes its optimizer
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._inherited_stages: Sequence[StageManifest] = ()  # a run that was taken over stays cut as it is
         self._trains = False  # from a fit's setup to the end of its loop
@@ -346,6 +347,10 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._own_module.trainer
         return startup.share_loader(self, trainer, dataloader) if trainer.training else dataloader
+
+    def correct_estimated_steps(self, trainer: Trainer, by_windows: Callable[[], float]) -> float:
+        """Return the steps of a whole fit; `by_windows` is Lightning's estimate, by windows of batches."""
+        return startup.correct_estimated_steps(self, trainer, by_windows)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -77,19 +77,21 @@ class ModuleWeights:
         """The tensors that were gathered for the newest checkpoint, and that nothing else refers to."""
         return [tensor for reference in self._gathered if (tensor := reference()) is not None]
 
-    def complete(self, own: dict[str, Any]) -> None:
-        """Put the weights of the last step into the module's state dict, unless the module holds them."""
+    def complete(self, own: dict[str, Any], names: Mapping[str, str]) -> None:
+        """Put the weights of the last step into the module's state dict, unless the module holds them.
+
+        `names` are the first names of its tensors, by key.
+        """
         self._gathered.clear()
         if self.stale:
             weights = {**self._gather(model_state.gather_weights), **self._access.pending}
             self._gathered += map(weakref.ref, weights.values())
-            names = model_state.first_names(self._module)
-            own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
+            own.update({key: weights[names[key]] for key in own if names.get(key) in weights})
 
-    def without_stages(self, own: dict[str, Any]) -> dict[str, Any]:
-        """The module's state dict without what the stages hold."""
-        first, held = model_state.first_names(self._module), set().union(*self._saved_names)
-        return {name: value for name, value in own.items() if first.get(name) not in held}
+    def without_stages(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        """The module's state dict without what the stages hold; `names` as in `complete`."""
+        held = set().union(*self._saved_names)
+        return {key: value for key, value in own.items() if names.get(key) not in held}
 
     def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
         """Write a checkpoint that Lightning made `without_stages` as a folder to which servers write their stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_
 from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, loader, sentences
 
 
-def saved(folder: Path, *validation: Any, save: dict[str, Any], **options: Any) -> tuple[Both, list[str]]:
+def saved(
+    folder: Path, *validation: Any, save: dict[str, Any], model: type[Trained] | None = None, **options: Any
+) -> tuple[Both, list[str]]:
     """The names of the files that a ModelCheckpoint left; the swarm's are equal, and so are the weights in them."""
     both = fit_both(
-        Evaluated if validation else Trained,
+        model or (Evaluated if validation else Trained),
         *validation,
         enable_checkpointing=True,
         made={"callbacks": lambda name: [ModelCheckpoint(folder / name, **save)]},
@@ -315,3 +318,31 @@ def test_sharded(tmp_path: Path) -> None:
     found = ShardedCheckpoint(tmp_path / "swarm" / "step=8.ckpt")
     theirs = torch.load(tmp_path / "plain" / "step=8.ckpt", weights_only=True)["state_dict"]
     torch.testing.assert_close(found.read_weights(found.weights), dict(theirs), rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class Renamed(Trained):
+    """Calls its tensors otherwise in checkpoints, as modules do that were renamed."""
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"backbone.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        own = {name.removeprefix("backbone."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
+class Halved(Trained):
+    """Saves tensors that it makes of its own."""
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value / 2.0 for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+@feature("a `state_dict` of one's own, or hooks of it: other names, or tensors made of the module's", WORKS)
+@pytest.mark.parametrize("model", [Renamed, Halved])
+def test_own_state_dict(model: type[Trained], tmp_path: Path) -> None:
+    save = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}
+    saved(tmp_path, save=save, max_steps=STEPS, model=model)

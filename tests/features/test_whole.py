@@ -19,7 +19,7 @@ from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.parity.float16 import InFloat16
 from tests.parity.harness import QUIET, quiet_warnings, run_plain, run_swarm
 from tests.parity.harness import assert_exact as exact
-from tests.parity.models import digits, loader
+from tests.parity.models import Recipe, digits, loader
 from tests.parity.test_trainers_scale import assert_scales, precision
 from tests.parity.test_whole import WHOLE, Branches, Images
 from tests.parity.trainers import assert_exact, numbered, train
@@ -85,6 +85,27 @@ def test_batch_norm() -> None:
     assert [int(seen.weights[name]) for name in norms] == counted
 
 
+class PseudoLabels(Images):
+    """Batch norms in both modes, and in both orders, within one `training_step`."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        losses = []
+        for training in (False, True, False, True):
+            self.train(training)
+            losses.append(super().training_step([images, labels], batch_idx))
+        target = losses[0].detach()
+        return losses[1] + losses[3] + (losses[2] - target).square()
+
+
+@feature("`BatchNorm` in eval mode, or read, within a `training_step`, in a model that is not cut", WORKS)
+def test_batch_norm_in_both_modes() -> None:
+    recipe = Recipe(optimizer="sgd")
+    plain = run_plain(lambda: PseudoLabels(recipe), loader(digits()), max_steps=6)
+    exact(run_swarm(lambda: PseudoLabels(recipe), loader(digits()), num_servers=1, max_steps=6, **WHOLE), plain)
+
+
 class Counting(Branches):
     def __init__(self) -> None:
         super().__init__()
@@ -97,14 +118,99 @@ class Counting(Branches):
         return super().training_step(batch, batch_idx)
 
 
+class CountingUnseen(Counting):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.data.add_(1)  # which no version counter tells
+        return Branches.training_step(self, batch, batch_idx)
+
+
+class CountingAfterwards(Counting):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return Branches.training_step(self, batch, batch_idx)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += 1
+
+
 @feature(
     "other buffers that training changes, in a model that is not cut",
     PARTLY,
     "on one device without a swarm; with several trainers each would have its own, so it is refused by name",
 )
-def test_other_buffers() -> None:
-    with pytest.raises(ConfigError, match=r"buffers may change while it trains.*'seen'.*role='both'"):
-        run_swarm(Counting, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+@pytest.mark.parametrize("model", [Counting, CountingUnseen, CountingAfterwards])
+def test_other_buffers(model: type[Counting]) -> None:
+    with pytest.raises(ConfigError, match=r"only the forwards of batch norms.*may change buffers.*'seen'.*devices=1"):
+        run_swarm(model, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+
+
+class Reset(Images):
+    @override
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch:
+            self.twice.reset_running_stats()
+
+
+class Precise(Images):
+    @override
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.net(digits()[0][0].view(1, 1, 8, 8).expand(4, -1, -1, -1))
+
+
+@feature(
+    "running statistics of a `BatchNorm` that hooks write: a reset, or more forwards in train mode",
+    PARTLY,
+    "on one device without a swarm; refused by name otherwise, and so is `StochasticWeightAveraging` of such a model",
+)
+@pytest.mark.parametrize(("model", "name"), [(Reset, "twice.running_mean"), (Precise, "net.1.running_mean")])
+def test_written_statistics(model: type[Images], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"may change buffers.*'{name}'"):
+        run_swarm(model, loader(digits(), 8), num_servers=1, max_epochs=3, max_steps=-1, **WHOLE)
+
+
+class Norms(Branches):
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found = sum(one.grad.norm() for one in self.parameters() if one.grad is not None)
+
+
+@feature(
+    "gradients after the batch, in `on_train_batch_end` or `on_before_zero_grad`, of a model that is not cut",
+    REFUSED,
+    "they were handed over; `on_after_backward` has them",
+)
+def test_gradients_after_the_batch() -> None:
+    with pytest.raises(ConfigError, match=r"from the end of their batch on: got a use of `\.grad`.*on_after_backward"):
+        run_swarm(Norms, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+
+
+class Warming(Branches):
+    """Counts its own batches, and no other trainer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches = 0
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_batches += 1
+
+
+@feature(
+    "attributes that change from batch to batch, with several trainers",
+    PARTLY,
+    "each trainer has its own, and a warning names them; what is computed from `global_step` is equal on all",
+)
+def test_attributes_of_each_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    train(2, lambda seen: Warming(), max_steps=6, swarm=WHOLE)
+    (said,) = {one.getMessage() for one in caplog.records if "Attributes change" in one.getMessage()}
+    assert "'num_batches'" in said
+    caplog.clear()
+    train(2, lambda seen: Branches(), max_steps=6, swarm=WHOLE)
+    assert "Attributes change" not in caplog.text
 
 
 class Sparse(Branches):

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
+from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 
 class StridedDataset(IterableDataset[Any]):
@@ -135,6 +135,14 @@ class LaneSampler:
         return getattr(self.origin, name)
 
 
+def _not_one_each(loader: DataLoader[Any]) -> ConfigError:
+    return ConfigError(
+        "trainers share a loader that gives one batch for each of its batch sampler's lists of indices, and the "
+        f"`__iter__` of {type(loader).__name__} gives another number. Read from the dataset what belongs together, or "
+        "set `Trainer(use_distributed_sampler=False)`: then each trainer reads its own data."
+    )
+
+
 class SharedLoader:
     """A DataLoader whose batches have numbers."""
 
@@ -167,14 +175,27 @@ class SharedLoader:
 
     def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
         for batch in iter(self.loader) if made is None else made:
+            if not self._lane.unread:
+                raise _not_one_each(self.loader)
             number, num_left = self._lane.unread.popleft()
             self._on_batch(number, num_left)
             yield batch
 
     def fetch(self, indices: Sequence[Any]) -> Any:
-        """Read a batch in this process, out of the lane's order."""
-        loader = self.loader
-        return _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, loader.drop_last).fetch(indices)
+        """Read a batch out of the lane's order, as the user's class reads it."""
+        # In this process, unless the user's workers prepare the dataset.
+        prepare = self.loader.worker_init_fn if self.loader.num_workers else None
+        module = str(getattr(getattr(prepare, "func", prepare), "__module__", ""))
+        works = prepare is not None and module.partition(".")[0] not in OWN_PACKAGES
+        loader = copy.copy(self.loader)
+        alone = {"num_workers": 1} if works else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
+        # Its generator gives a seed for workers, which must not be drawn from the user's.
+        own = {"batch_sampler": [list(indices)], "generator": torch.Generator(), "_iterator": None}
+        vars(loader).update(alone, persistent_workers=False, **own)
+        batches = list(iter(loader))
+        if len(batches) != 1:
+            raise _not_one_each(loader)
+        return batches[0]
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes of the DataLoader."""

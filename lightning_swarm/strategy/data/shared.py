@@ -135,6 +135,11 @@ class SharedData:
         combined = self._trainer.fit_loop._combined_loader
         return combined is not None and len(combined.flattened) > 1
 
+    @property
+    def origin(self) -> DataLoader[Any] | None:
+        """The user's loader, if its batches have numbers."""
+        return self._origin if self.shares else None
+
     # ------------------------------------------------------------------ the batch in hand, and others
 
     def size(self, number: BatchNumber) -> int:
@@ -191,10 +196,10 @@ class SharedData:
     def _lane_length(self) -> int:
         """Batches of a whole epoch's lane. Lightning limits it by itself where the limit is a share."""
         limit = self._trainer.limit_train_batches
-        length = len(self._origin) if isinstance(limit, float) else self._num_batches()
+        length = len(self._origin) if isinstance(limit, float) else self.num_batches()
         return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
 
-    def _num_batches(self) -> int:
+    def num_batches(self) -> int:
         """Batches of an epoch of all trainers."""
         length, limit = len(self._origin), self._trainer.limit_train_batches
         return int(length * limit) if isinstance(limit, float) else min(length, limit)
@@ -270,7 +275,7 @@ class SharedData:
             return at, index
         progress: Any = self._trainer.fit_loop.epoch_progress.current
         if self._trainer.fit_loop.restarting and progress.ready > progress.processed:
-            return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self._num_batches())
+            return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self.num_batches())
         return epoch, 0
 
     def _list_anew(self, epoch: int) -> EpochPlan:
@@ -334,7 +339,7 @@ class SharedData:
         for sampler in {id(sampler): sampler for sampler in (batches, getattr(batches, "sampler", None))}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
-        num_batches = self._num_batches()
+        num_batches = self.num_batches()
         return EpochListing(
             batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin)
         )

@@ -1,0 +1,72 @@
+"""The steps that a Trainer expects of a whole fit, where a step is `target_batch_size` samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sized
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import BatchSampler, DataLoader
+from typing_extensions import override
+
+
+# A property stands in its class: it cannot be replaced on one Trainer.
+class EstimatedSteps(property):
+    """`Trainer.estimated_stepping_batches`, which a strategy may correct."""
+
+    @override
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        own = partial(super().__get__, trainer, owner)
+        correct = getattr(trainer.strategy, "correct_estimated_steps", None)
+        return own() if correct is None else correct(trainer, own)
+
+
+def expected_steps(trainer: Trainer, loader: object, num_batches: float, target_batch_size: int) -> int | None:
+    """Count the steps of all epochs of a loader's first `num_batches`; None: its batches tell no sizes."""
+    sizes = _sizes(loader)
+    if sizes is None or not math.isfinite(num_batches):
+        return None
+    size, last, length = sizes
+    steps = count_steps(
+        int(num_batches),
+        size,
+        last if num_batches == length else size,
+        num_epochs=max(trainer.max_epochs or 1, 1),
+        target_batch_size=target_batch_size,
+    )
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def count_steps(num_batches: int, size: float, last: float, *, num_epochs: int, target_batch_size: int) -> int:
+    """Count steps that take whole batches until they have their samples, and reach over the ends of epochs.
+
+    All batches of an epoch have one `size` but its `last`.
+    """
+    steps, have, of_a_step = 0, 0.0, math.ceil(target_batch_size / size)
+    for _ in range(num_epochs if num_batches else 0):
+        left = num_batches - 1
+        missing = math.ceil((target_batch_size - have) / size) if have else of_a_step
+        if left >= missing:
+            steps, left = steps + 1 + (left - missing) // of_a_step, (left - missing) % of_a_step
+            have = 0.0
+        have += left * size + last
+        if have >= target_batch_size:
+            steps, have = steps + 1, 0.0
+    return steps + (have > 0.0)
+
+
+def _sizes(loader: object) -> tuple[float, float, int] | None:
+    """Samples of a loader's batches and of its last one, and their number."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.batch_sampler, Sized):
+        return None
+    sampler, length = loader.batch_sampler, len(loader)
+    if isinstance(sampler, BatchSampler) and isinstance(sampler.sampler, Sized) and length:
+        size, rest = sampler.batch_size, len(sampler.sampler) % sampler.batch_size
+        return size, size if sampler.drop_last or not rest else rest, length
+    if isinstance(loader.dataset, Sized) and length:  # the mean, for the sampler lists its batches as it likes
+        return (mean := len(loader.dataset) / length), mean, length
+    return None
