@@ -6,16 +6,31 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from lightning_swarm.core.errors import AccessDenied, Uncertified
+from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.invitations import MAX_COUNTED, has_room, invited_by, is_full, used_after
 from lightning_swarm.protocol.messages.run import InvitedBy
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
+
+
+class WaitingList(Protocol):
+    """Peers that wait for the record that lets them in."""
+
+    @property
+    def waiting(self) -> Collection[PeerId]:
+        """The peers that wait."""
+        ...
+
+    def forget(self, peer: PeerId) -> None:
+        """Give up the place of a peer that is gone, if it has one."""
+        ...
 
 
 @dataclass(eq=False)
@@ -24,12 +39,37 @@ class InvitationUses:
 
     _transport: Transport
     _run: RunState
-    waiting: list[Callable[[], Collection[PeerId]]] = field(default_factory=list)  # each: peers that wait for a record
+    waiting_lists: list[WaitingList] = field(default_factory=list)
     _wall_s: Callable[[], float] = time.time
     _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)
 
+    async def forget_the_gone(self, peer: PeerId) -> None:
+        """Give up the places of peers that died while they waited, if a peer that asks needs one of their uses."""
+        used, permit = self._run.invitations, self._transport.permit_of(peer)
+        if isinstance(used, UnsetType) or permit is None:
+            return
+        by, pending = invited_by(permit), self._pending(peer)
+        if not has_room(used, peer, by) or has_room(used_after(used, pending), peer, by):
+            return
+        # One that downloads says nothing to the coordinator for long, so it is asked.
+        there = await alive_among(self._transport, pending)
+        for one in sorted(pending.keys() - there):
+            _log.info("%s is gone, and keeps no use of its invitation any more.", one)
+            for waiting in self.waiting_lists:
+                waiting.forget(one)
+
+    def _pending(self, peer: PeerId) -> dict[PeerId, InvitedBy]:
+        """Return by which invitations the peers come that wait for a record, without this one."""
+        waiting = {one for peers in self.waiting_lists for one in peers.waiting} - {peer}
+        return {one: its for one, its in self._asked.items() if one in waiting}
+
     def check(self, peer: PeerId) -> None:
-        """Note by which invitation a peer comes that asks; `AccessDenied` if that is used up."""
+        """Note by which invitation a peer comes that asks.
+
+        Raises:
+            AccessDenied: Its invitation is used up, or has expired.
+            Busy: The last uses are kept for peers that wait for a record. They may not come after all.
+        """
         used = self._run.invitations
         if isinstance(used, UnsetType):
             return
@@ -37,24 +77,27 @@ class InvitationUses:
         if permit is None:  # it has just expired
             raise Uncertified(f"the certificate of {peer} has expired. Join with a new invitation.")
         by = invited_by(permit)
-        waiting = {one for peers in self.waiting for one in peers()} - {peer}
-        self._asked = {one: its for one, its in self._asked.items() if one in waiting}
+        self._asked = self._pending(peer)
         if self._wall_s() >= permit.come_by_s and not any(peer in one.peers for one in used):
             raise AccessDenied(
                 f"who comes to a run for the first time comes before its invitation expires, and that of {peer} has "
                 "expired. Ask the run's owner for another one: `lightning-swarm invite`."
             )
-        counted = used_after(used, self._asked)
-        if not has_room(counted, peer, by):
-            if is_full(counted):
+        if not has_room(used, peer, by):
+            if is_full(used):
                 raise AccessDenied(
-                    f"a run counts up to {MAX_COUNTED} invited peers, and so many did, or are about to. "
+                    f"a run counts up to {MAX_COUNTED} invited peers, and so many came. "
                     "Peers that come back with the same key (`identity_path`) count once. To count anew, start the run "
                     "from a checkpoint without its entry `swarm_peers`, and ban again who is banned."
                 )
             raise AccessDenied(
                 f"an invitation lets in as many peers as it has uses: that of {peer} has {by.uses}, and as many others "
-                "came by it, or are about to. Ask the run's owner for another one: `lightning-swarm invite`."
+                "came by it. Ask the run's owner for another one: `lightning-swarm invite`."
+            )
+        if not has_room(used_after(used, self._asked), peer, by):
+            raise Busy(
+                f"a use of an invitation is kept for a peer that is about to join, and none is left for {peer} now. "
+                "It is free again if that peer does not come."
             )
         self._asked[peer] = by
 

@@ -127,7 +127,7 @@ class ServerMembership:
         self._balancer, self._on_restarted_lead = balancer, on_restarted_lead
         self._waiting, self._misses = joiners.waiting, joiners.backoff
         self._invitations = context.invitations
-        self._invitations.waiting.append(lambda: self._waiting)
+        self._invitations.waiting_lists.append(self)
         self._entering: set[PeerId] = set()  # by the record that is being decided
         self._leaving: dict[PeerId, None] = {}  # who asked first comes first; after a rollback they ask again
 
@@ -160,10 +160,17 @@ class ServerMembership:
         """The peers that want to join."""
         return list(self._waiting)
 
+    def forget(self, peer: PeerId) -> None:
+        """Give up the place of a joiner that is gone, unless the record that is being decided may let it in."""
+        if peer not in self._entering:
+            self._waiting.pop(peer, None)
+
     # ------------------------------------------------------------------ the joiners' calls
 
     async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, JoinRequest)
+        self._forget_the_silent(caller)
+        await self._invitations.forget_the_gone(caller)
         self._check_may_join(caller, request)
         self._invitations.check(caller)
         stage_index = self._stage_for(caller, request.stage_index)
@@ -206,7 +213,6 @@ class ServerMembership:
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
         """Choose the stage that a joiner shall hold: the one that it wants, or the one that needs it most."""
-        self._forget_the_silent(caller)
         num_stages = self._run.num_pipeline_stages
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:

@@ -199,7 +199,7 @@ class TrainerMembership:
         self._changes, self._events = context.changes, context.events
         self._misweighs, self._check_weighs = context.misweighs, context.check_weighs
         self._invitations = context.invitations
-        self._invitations.waiting.append(lambda: self.waiting)
+        self._invitations.waiting_lists.append(self)
         self._lease_expiry, self._epoch = lease_expiry, epoch
         self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
         self._silence_s = context.limits.silence_timeout
@@ -223,6 +223,10 @@ class TrainerMembership:
         """The peers that want to train, and do not yet."""
         since_s = now_s() - self._hold_s
         return [peer for peer, at_s in self._asked_s.items() if at_s >= since_s and peer not in self._run.trainers]
+
+    def forget(self, peer: PeerId) -> None:
+        """Give up the place of a peer that wanted to train and is gone."""
+        self._asked_s.pop(peer, None)
 
     def changes(self) -> tuple[list[PeerId], list[PeerId]]:
         """Return the peers that begin to train with the next record, and those that end."""
@@ -267,6 +271,8 @@ class TrainerMembership:
 
     async def _handle_enlist(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, EnlistRequest)
+        if caller not in self._run.trainers:
+            await self._invitations.forget_the_gone(caller)
         self._changes.check()
         self._check_may_train(caller, request)
         if request.generation is not None:

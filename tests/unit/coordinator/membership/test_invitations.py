@@ -107,15 +107,57 @@ def test_no_more_servers_join_than_an_invitation_has_uses(make_swarm: MakeSwarm)
     second = swarm.add_server("h")
 
     async def go() -> None:
-        await denied(entering(swarm, second))  # the first one waits for a record
+        waits = entering(swarm, second)
+        await asyncio.sleep(5.0)
+        assert not waits.done(), "the first one waits for a record, and may not come"
         record = await swarm.step(rows(0))
         assert record.invited == {G: InvitedBy(number=OURS, uses=1)}
+        await denied(waits)
         await denied(entering(swarm, second))  # the first one is in
 
     swarm.run(go())
     assert first.membership.is_member
     assert used(swarm) == [G]
     assert used(swarm, FIRST) == [A, B, LEAD]
+
+
+def test_a_joiner_that_died_keeps_no_use_of_its_invitation(make_swarm: MakeSwarm) -> None:
+    """As one that has no key of its own, and is started again."""
+    swarm = invited_swarm(make_swarm, "a", "b", uses=1)
+    swarm.join("g")
+    second = swarm.add_server("h")
+
+    async def go() -> None:
+        swarm.network.kill(G)
+        await swarm.servers.pop(G).close()
+        coming = entering(swarm, second)
+        await asyncio.sleep(5.0)
+        record = await swarm.step(rows(0))
+        assert record.invited == {H: InvitedBy(number=OURS, uses=1)}
+        await coming
+
+    swarm.run(go())
+    assert second.membership.is_member
+    assert used(swarm) == [H]
+
+
+def test_a_trainer_that_died_before_it_came_keeps_no_use_of_its_invitation(make_swarm: MakeSwarm) -> None:
+    run = Run(lambda *rosters, **options: invited_swarm(make_swarm, *rosters, uses=1, **options))
+    swarm = run.swarm
+
+    async def go() -> None:
+        gone = asyncio.create_task(run.enter(run.transport()))
+        await asyncio.sleep(1.0)
+        gone.cancel()
+        swarm.network.kill(NEW)
+        coming = asyncio.create_task(run.enter(run.transport(NEWER)))
+        await asyncio.sleep(1.0)
+        record = await run.step(run.lead, run.lead)
+        assert record.enlisted == [NEWER]
+        await coming
+
+    swarm.run(go())
+    assert used(swarm) == [NEWER]
 
 
 def test_who_comes_for_the_first_time_comes_before_the_invitation_expires(make_swarm: MakeSwarm) -> None:
@@ -211,13 +253,15 @@ def test_no_more_trainers_come_than_an_invitation_has_uses(make_swarm: MakeSwarm
     async def go() -> None:
         coming = asyncio.create_task(run.enter(run.transport()))
         await asyncio.sleep(1.0)
-        await denied(entering(swarm, joiner))
-        with pytest.raises(AccessDenied, match="that of newer has 1, and as many others came by it"):
-            await run.enter(run.transport(NEWER))
+        waits, newer = entering(swarm, joiner), asyncio.create_task(run.enter(run.transport(NEWER)))
+        await asyncio.sleep(1.0)
         record = await run.step(run.lead, run.lead)
         assert record.enlisted == [NEW]
         assert record.invited == {NEW: InvitedBy(number=OURS, uses=1)}
         new = await coming
+        await denied(waits)
+        with pytest.raises(AccessDenied, match="that of newer has 1, and as many others came by it"):
+            await newer
         assert used(swarm) == [NEW]
         await run.step(run.lead, new)
         await denied(entering(swarm, joiner))
@@ -287,12 +331,11 @@ def test_a_run_counts_no_more_peers_than_it_can_show(make_swarm: MakeSwarm, monk
     second = swarm.add_server("h")
 
     async def go() -> None:
-        for _ in range(2):  # the first one waits for a record; and is in
-            with pytest.raises(
-                AccessDenied, match=r"a run counts up to .* a checkpoint without its entry `swarm_peers`"
-            ):
-                await entering(swarm, second)
-            await swarm.step(rows(0))
+        waits = entering(swarm, second)  # the first one waits for a record
+        await asyncio.sleep(1.0)
+        await swarm.step(rows(0))
+        with pytest.raises(AccessDenied, match=r"a run counts up to .* a checkpoint without its entry `swarm_peers`"):
+            await waits
 
     swarm.run(go())
     assert first.membership.is_member
