@@ -19,7 +19,15 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.peer.discovery import ServerAnnouncement
 from lightning_swarm.protocol.bans import heed
-from lightning_swarm.protocol.invitations import Used, check_used, has_room, invited_by, used_after
+from lightning_swarm.protocol.invitations import (
+    MAX_COUNTED,
+    Used,
+    check_used,
+    has_room,
+    invited_by,
+    is_full,
+    used_after,
+)
 from lightning_swarm.protocol.messages.run import UsedInvitation, UsedInvitations
 from lightning_swarm.protocol.messages.wire import WireMessage
 from lightning_swarm.protocol.run_state import RunState
@@ -85,7 +93,9 @@ class Arrivals:
                 self._warn(peer, "it comes for the first time, and its invitation has expired")
                 continue
             if not has_room(used, peer, invited_by(permit)):
-                self._warn(peer, f"{permit.uses} other peers came by its invitation, which has no more uses")
+                every = f"{MAX_COUNTED} invited peers came to the run, which counts no more"
+                its = f"{permit.uses} other peers came by its invitation, which has no more uses"
+                self._warn(peer, every if is_full(used) else its)
                 continue
             used = self._after(peer, permit, used)
             found[peer] = servers[peer]

@@ -15,6 +15,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.peer import arrivals
 from lightning_swarm.peer.arrivals import known_peers
+from lightning_swarm.protocol import invitations
 from lightning_swarm.protocol.messages.run import UsedInvitation
 from lightning_swarm.protocol.run_state import RunState
 from tests.access import INVITATION, FakeCredentials, InvitedNetwork, ban_of, certificate_of
@@ -108,11 +109,20 @@ def test_whose_invitation_has_expired_is_left_out_unless_it_came_before(
         return permit if permit is None or peer == A else replace(permit, come_by_s=0.0)
 
     monkeypatch.setattr(found.swarm.trainer, "certify", late)
+
+
+def test_whom_a_full_run_leaves_out_is_told_so(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(invitations, "MAX_COUNTED", 3)
+    found = starter(make_swarm, uses=4)
     with caplog.at_level(logging.WARNING, logger=arrivals.__name__):
         found.begin()
     assert members(found.swarm) == {A, B}
     (message,) = caplog.messages
     assert message.endswith("it comes for the first time, and its invitation has expired")
+
+    assert message.startswith("c announced itself, and the run begins without it: 4096 invited peers came to the run,")
 
 
 def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
