@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _NOTICE_S: Final = 86400.0
 _ANOTHER: Final = "Ask the run's owner for another one"
+_WRITTEN: Final = "Name the file that `lightning-swarm invite` wrote"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Entry:
     role: Role
     by: Owner | AnyInvitation
     certificate_file: Path | None = None  # where the certificate is kept for the next start
+    is_kept: bool = False  # it is the one of an earlier start
 
     @property
     def may_lead(self) -> bool:
@@ -56,12 +58,14 @@ class Entry:
             certificate = self.by.certify(peer, now_s=now_s)
         else:
             certificate = self.by
-        if self.certificate_file is not None:
+        if self.certificate_file is not None and not self.is_kept:
             _keep(self.certificate_file, certificate)
         return RunCredentials(self.run_id, self.owner, encode(certificate))
 
     def check_children(self, number: int) -> None:
         """Refuse to start other peers on this machine if this one has no invitation for all of them."""
+        if self.is_kept and all(map(is_there, self._certificates_of_children(number))):
+            return
         if isinstance(self.by, Certificate):
             raise ConfigError(
                 f"`devices` above 1 starts {number} more peers, which have to be invited, too, and this one comes by "
@@ -75,8 +79,15 @@ class Entry:
                 f"Ask the run's owner for one made with `--uses {number + 1}`, or use `devices={uses}`."
             )
 
-    def for_children(self, number: int, *, train: bool, now_s: float) -> str:
-        """Return an invitation for the other peers of this machine."""
+    def _certificates_of_children(self, number: int) -> list[Path]:
+        assert self.certificate_file is not None
+        key = str(self.certificate_file.with_suffix(""))
+        return [_certificate_file(further_identity(key, rank)) for rank in range(1, number + 1)]
+
+    def for_children(self, number: int, *, train: bool, now_s: float) -> str | None:
+        """Return an invitation for the other peers of this machine; None: they have certificates of earlier starts."""
+        if self.is_kept:
+            return None
         if isinstance(self.by, Owner):
             role = Role.TRAINER if train else Role.SERVER
             return to_text(self.by.invite(role, uses=number, expires_at_s=now_s + OWN_S, stay_s=OWN_S))
@@ -106,21 +117,70 @@ def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -
     """
     if not config.is_invited:
         return None
-    kept_at = Path(f"{config.identity_path}.certificate") if config.identity_path is not None else None
+    kept_at = None if config.identity_path is None else _certificate_file(config.identity_path)
     if config.invite is not None:
-        source = config.invite
-        invitation = from_text(_read(Path(source), source), source)
-        _check(invitation, config, source, now_s=now_s)
-        return _entry(invitation, kept_at)
+        return _entry_by_file(config, config.invite, kept_at, now_s=now_s)
     if config.initial_peers and kept_at is not None and is_there(kept_at):
-        kept = from_text(_read(kept_at, str(kept_at)), str(kept_at))
-        _check(kept, config, str(kept_at), now_s=now_s)
-        return _entry(kept, None)
+        return _entry_by_kept(config, kept_at, now_s=now_s)
     path = owner_file(folder(), config.run_id)
     if config.initial_peers and not is_there(path):
         raise ConfigError(_missing(config))
     owner = Owner.load(config.run_id, path)
     return owner_entry(owner)
+
+
+def further_identity(identity_path: str, rank: int) -> str:
+    """Return the file of the key of a further peer of this machine, which is beside that of the first one."""
+    return f"{identity_path}.{rank}"
+
+
+def _certificate_file(identity_path: str) -> Path:
+    return Path(f"{identity_path}.certificate")
+
+
+def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, now_s: float) -> Entry:
+    text, why = _text_of(Path(source))
+    found: AnyInvitation | None = None
+    remedy = _WRITTEN
+    if why is None:
+        found = from_text(text, source)
+        _check_run(found, config, source)
+        why, remedy = _untimely(found, now_s=now_s), _ANOTHER
+        if why is None:
+            _check_use(found, config, source)
+            return _entry(found, kept_at)
+    # Who came may stay for longer than others may come, and a service starts it again by the same command.
+    kept = _kept_for(found, config, kept_at, now_s=now_s)
+    if kept is None:
+        refuse(source, why, remedy)
+    _log.warning(
+        "This peer comes by its certificate in %s, for the invitation in %s will not do: %s.", kept_at, source, why
+    )
+    return kept
+
+
+def _kept_for(
+    invitation: AnyInvitation | None, config: SwarmConfig, kept_at: Path | None, *, now_s: float
+) -> Entry | None:
+    """Return the entry by the certificate of an earlier start, if that holds, and is of the same owner's run."""
+    if kept_at is None or not is_there(kept_at):
+        return None
+    try:
+        kept = _entry_by_kept(config, kept_at, now_s=now_s)
+    except ConfigError as error:
+        _log.info("The certificate that this peer has kept will not do, either: %s", error)
+        return None
+    is_of_owner = invitation is None or invitation.invitation.owner == kept.owner
+    return kept if is_of_owner else None
+
+
+def _entry_by_kept(config: SwarmConfig, kept_at: Path, *, now_s: float) -> Entry:
+    source = str(kept_at)
+    kept = from_text(_read(kept_at, source), source)
+    _check_run(kept, config, source)
+    _check_time(kept, source, now_s=now_s)
+    _check_use(kept, config, source)
+    return replace(_entry(kept, kept_at), is_kept=isinstance(kept, Certificate))
 
 
 def owner_entry(owner: Owner) -> Entry:
@@ -150,11 +210,13 @@ def _entry(by: AnyInvitation, certificate_file: Path | None) -> Entry:
     return Entry(invitation.run_id, PeerId(invitation.owner), invitation.role, by, certificate_file)
 
 
-def _check(found: AnyInvitation, config: SwarmConfig, source: str, *, now_s: float) -> None:
-    """Refuse what the run's peers would refuse, and a role that does not do for what this peer is to do."""
+def _check_run(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
     if (problem := mismatch(found.invitation, run_id=config.run_id)) is not None:
         refuse(source, problem, "Name the invitation to this run, or set `run_id` to the name of that one")
-    _check_time(found, source, now_s=now_s)
+
+
+def _check_use(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
+    """Refuse another peer's certificate, and a role that does not do for what this peer is to do."""
     if isinstance(found, Certificate):
         _check_own(found.peer, config, source)
     needed = Role.SERVER if config.only_serves else Role.TRAINER
@@ -168,9 +230,12 @@ def _check(found: AnyInvitation, config: SwarmConfig, source: str, *, now_s: flo
 
 
 def _check_time(found: AnyInvitation, source: str, *, now_s: float) -> None:
-    admission = found.invitation if isinstance(found, SecretInvitation) else found
-    if (problem := untimely(admission, now_s=now_s)) is not None:
+    if (problem := _untimely(found, now_s=now_s)) is not None:
         refuse(source, problem, _ANOTHER)
+
+
+def _untimely(found: AnyInvitation, *, now_s: float) -> str | None:
+    return untimely(found.invitation if isinstance(found, SecretInvitation) else found, now_s=now_s)
 
 
 def _check_own(peer: str, config: SwarmConfig, source: str) -> None:
@@ -186,12 +251,19 @@ def _check_own(peer: str, config: SwarmConfig, source: str) -> None:
 
 
 def _read(path: Path, source: str) -> str:
+    text, why = _text_of(path)
+    if why is not None:
+        refuse(source, why, _WRITTEN)
+    return text
+
+
+def _text_of(path: Path) -> tuple[str, str | None]:
+    """Return the text in a file, and why there is none."""
     try:
         with path.open("rb") as file:
-            return file.read(MAX_TEXT_BYTES).decode()
+            return file.read(MAX_TEXT_BYTES).decode(), None
     except (OSError, UnicodeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else "it is no text"
-        refuse(source, why, "Name the file that `lightning-swarm invite` wrote")
+        return "", error.strerror if isinstance(error, OSError) and error.strerror else "it is no text"
 
 
 def _keep(path: Path, certificate: Certificate) -> None:

@@ -16,7 +16,7 @@ from typing import Final, cast
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
-from lightning_swarm.peer.entry import Entry
+from lightning_swarm.peer.entry import Entry, further_identity
 
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
@@ -203,11 +203,12 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     )
     if local_rank == 0:
         return config
-    # The first peer's place and key are taken.
+    # The first peer's place and key are taken. A key of its own makes a further peer the same one at each start.
+    identity_path = None if config.identity_path is None else further_identity(config.identity_path, local_rank)
     return replace(
         config,
         role="both" if os.environ.get(_TRAINS) else "server",
         listen=config.listen.further(local_rank),
         announce=tuple(place.further(local_rank) for place in config.announce),
-        identity_path=None,
+        identity_path=identity_path,
     )

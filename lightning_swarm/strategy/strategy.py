@@ -97,12 +97,13 @@ class SwarmStrategy(extra_trainers.RankHooks):
             Further peers of this machine take the following ports.
         announce: Address and port at which other peers reach this one, if they differ from those it listens on.
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
-            With it a restarted peer keeps its id.
+            With it a restarted peer keeps its id. Further peers of this machine have files beside it, with their
+            number at the end.
         trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, the user who starts
             the run; ``"open"``: anyone who reaches this peer's port. None: ``"invited"`` if other machines reach this
             peer, by `listen` or `announce`, or if it has an invitation; otherwise nothing is checked.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
-            has been in the run needs none if its `identity_path` is the same.
+            has been in the run needs none if its `identity_path` is the same, whatever has become of the file.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder

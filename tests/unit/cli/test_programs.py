@@ -150,7 +150,7 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption, told.invite
     assert found == (HERE, "0.0.0.0:5", "key", "server", "aws", "invite")
     child = process.apply_environment(config, 1)
-    assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", None, "server")
+    assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", "key.1", "server")
 
 
 def test_an_invitation_on_standard_input_reaches_the_program_in_a_file_without_a_name(

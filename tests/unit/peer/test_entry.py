@@ -20,7 +20,7 @@ from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.entry import Entry, entry_of, visitor_entry
 from lightning_swarm.peer.peer import hivemind_peer
-from lightning_swarm.peer.process import owners_folder
+from lightning_swarm.peer.process import apply_environment, owners_folder
 from lightning_swarm.trust.certificates import STAY_S, SecretInvitation, encode
 from lightning_swarm.trust.invitation_text import AnyInvitation, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
@@ -60,6 +60,13 @@ def permit(entry: Entry, by: Entry) -> Permit:
     """What one peer's credentials say of another one's certificate."""
     shown = entry.credentials(PEER, now_s=NOW_S).certificate
     return by.credentials(Identity.generate().peer_id, now_s=NOW_S).verify(PEER, shown, now_s=NOW_S)
+
+
+def handed(entry: Entry, number: int, *, train: bool = False) -> str:
+    """The invitation for the other peers of a machine."""
+    line = entry.for_children(number, train=train, now_s=NOW_S)
+    assert line is not None
+    return line
 
 
 def refusal(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> str:
@@ -146,6 +153,81 @@ def test_a_peer_that_came_before_needs_no_invitation(tmp_path: Path) -> None:
     assert "it was made for another peer" in refusal(joiner(identity_path=key), tmp_path)
     # In a run of one's own it means nothing.
     assert entered(config(identity_path=key), tmp_path / "keys").is_owner
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_peer_that_came_before_is_started_again_by_the_same_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_gone: bool
+) -> None:
+    key, path = str(tmp_path / "peer.key"), written(tmp_path, invitation())
+    same = joiner(invite=path, identity_path=key)
+    own = load_identity(Path(key)).peer_id
+    issued = entered(same, tmp_path).credentials(own, now_s=NOW_S).certificate
+    later_s = NOW_S + WEEK_S + 86400.0
+    if is_gone:
+        Path(path).unlink()
+    with caplog.at_level(logging.WARNING):
+        again = entered(same, tmp_path, now_s=later_s)
+    assert again.credentials(own, now_s=later_s).certificate == issued
+    (message,) = caplog.messages
+    assert message.startswith(f"This peer comes by its certificate in {key}.certificate, for the invitation in {path} ")
+    assert message.endswith("No such file or directory." if is_gone else "it expired 1 day ago.")
+
+
+def test_a_kept_certificate_that_will_not_do_is_not_taken(tmp_path: Path) -> None:
+    key, others = str(tmp_path / "peer.key"), str(tmp_path / "others.key")
+    own = load_identity(Path(key)).peer_id
+    kept = tmp_path / "peer.key.certificate"
+    expired = written(tmp_path, invitation(lasts_s=-86400.0))
+
+    def said(made: AnyInvitation | None, source: str = expired, **changes: Any) -> str:
+        kept.unlink(missing_ok=True)
+        if made is not None:
+            kept.write_text(to_text(made))
+        return refusal(joiner(invite=source, **{"identity_path": key, **changes}), tmp_path)
+
+    holds = invitation(lasts_s=86400.0).certify(own, now_s=NOW_S)
+    for made in (
+        None,
+        invitation(lasts_s=86400.0).certify(load_identity(Path(others)).peer_id, now_s=NOW_S),
+        invitation(run_id="another").certify(own, now_s=NOW_S),
+        invitation().certify(own, now_s=NOW_S - STAY_S - 1.0),
+        Owner("swarm", Identity.generate())
+        .invite(Role.SERVER, uses=1, expires_at_s=NOW_S + 9.0)
+        .certify(own, now_s=NOW_S),
+    ):
+        assert "it expired 1 day ago" in said(made)
+    assert "it expired 1 day ago" in said(holds, role="both"), "it is for a server"
+    # An invitation for something else, or one that was damaged, is a mistake of today.
+    wrong = written(tmp_path, invitation(run_id="another"))
+    assert "this invitation is for run 'another', not 'swarm'" in said(holds, wrong)
+    Path(wrong).write_text(to_text(invitation())[:-3])
+    assert "it was cut or changed on its way" in said(holds, wrong)
+    assert "No such file" in said(None, str(tmp_path / "none"))
+
+
+def test_further_peers_of_a_machine_come_again_by_their_own_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path = str(tmp_path / "peer.key"), written(tmp_path, invitation())
+    same = joiner(invite=path, identity_path=key)
+    monkeypatch.setenv("SWARM_JOIN", SOMEBODY)
+
+    def peers(now_s: float) -> list[Entry]:
+        return [entered(apply_environment(same, rank), tmp_path, now_s=now_s) for rank in range(3)]
+
+    ids = [load_identity(tmp_path / name).peer_id for name in ("peer.key", "peer.key.1", "peer.key.2")]
+    issued = [entry.credentials(peer, now_s=NOW_S).certificate for peer, entry in zip(ids, peers(NOW_S), strict=True)]
+    later_s = NOW_S + 2 * WEEK_S
+    first, *further = peers(later_s)
+    first.check_children(2)
+    assert first.for_children(2, train=False, now_s=later_s) is None
+    again = [
+        entry.credentials(peer, now_s=later_s).certificate for peer, entry in zip(ids, [first, *further], strict=True)
+    ]
+    assert again == issued
+    with pytest.raises(ConfigError, match="`devices` above 1 starts 3 more peers"):
+        first.check_children(3)
 
 
 def test_a_certificate_that_cannot_be_kept_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +317,7 @@ def test_roles_include_those_before_them() -> None:
 def test_an_owner_invites_the_peers_of_its_machine(tmp_path: Path, train: bool, role: Role) -> None:
     entry = entered(config(), tmp_path)
     entry.check_children(3)
-    made = from_text(entry.for_children(3, train=train, now_s=NOW_S), "the launcher")
+    made = from_text(handed(entry, 3, train=train), "the launcher")
     assert (made.invitation.role, made.invitation.uses, made.invitation.owner) == (role, 3, entry.owner)
     assert made.invitation.expires_at_s > NOW_S + 365 * 86400, "a run may be long"
     child = entered(joiner(invite=written(tmp_path, made)), tmp_path)
@@ -247,7 +329,7 @@ def test_who_was_invited_passes_its_invitation_on(tmp_path: Path) -> None:
     secret = invitation()
     entry = entered(joiner(invite=written(tmp_path, secret)), tmp_path)
     entry.check_children(2)
-    assert from_text(entry.for_children(1, train=False, now_s=NOW_S), "the launcher") == secret
+    assert from_text(handed(entry, 1), "the launcher") == secret
 
 
 def test_an_invitation_with_too_few_uses_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert (str(child.listen), str(child.announce[0]), child.identity_path) == (
         "0.0.0.0:31339",
         "192.0.2.1:31339",
-        None,
+        "key.2",
     )
 
 
