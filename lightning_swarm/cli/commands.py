@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
     )
 
-    invite_module.add_visitor_argument(check)
+    invite_module.add_visitor_arguments(check)
 
     status = add("status", "Show a live swarm: stages, peers, step, rates.", _STATUS)
     status.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
     )
 
-    invite_module.add_visitor_argument(status)
+    invite_module.add_visitor_arguments(status)
 
     invitation = add("invite", "Write an invitation to a run that this machine started.", invite_module.DESCRIPTION)
     invite_module.add_arguments(invitation)
@@ -243,9 +243,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _simulate(arguments)
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
-    for finding in doctor.examine(
-        host=arguments.host, port=arguments.port, addresses=addresses, certify=invite_module.visitor(arguments)
-    ):
+    looks = addresses or arguments.invite is not None
+    visitor = invite_module.visitor_of(arguments) if looks else doctor.ANYONE
+    for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses, visitor=visitor):
         # Other peers have sent some of it.
         line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
         print(line if finding.ok else f"{line}\n       -> {finding.remedy}", flush=True)  # noqa: T201 - a command
@@ -255,15 +255,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show_status(arguments: argparse.Namespace) -> int:
-    reports = survey.watch(
-        Address.parse(arguments.address),
-        every_s=arguments.watch,
-        timeout=arguments.timeout,
-        certify=invite_module.visitor(arguments),
-    )
-    with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
-        for look in reports:
-            print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command
+    address = Address.parse(arguments.address)
+    with invite_module.looking(arguments, str(address)) as visitor:
+        reports = survey.watch(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
+        with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
+            for look in reports:
+                print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command
     return 0
 
 

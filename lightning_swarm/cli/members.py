@@ -7,20 +7,20 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.cli.invite import add_owner_arguments, add_visitor_argument, owner_path, say, visitor
+from lightning_swarm.cli.invite import add_owner_arguments, add_visitor_arguments, as_owner, looking, owner_path, say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import is_there
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.monitor import members
+from lightning_swarm.monitor.doctor import Visitor
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.identity import public_key
-from lightning_swarm.peer.entry import invitation_in, owner_entry
+from lightning_swarm.peer.entry import invitation_in
+from lightning_swarm.protocol.bans import MAX_BANS
 from lightning_swarm.trust.certificates import MAX_REASON, encode
 from lightning_swarm.trust.owner import Owner
 
@@ -61,30 +61,31 @@ _TIMEOUT_S: Final = 10.0
 
 def add_members_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what `members` takes."""
-    _add_common(parser)
+    _add_address(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    add_visitor_argument(parser)
+    add_visitor_arguments(parser)
 
 
 def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what `ban` and `unban` take."""
-    _add_common(parser)
+    _add_address(parser)
+    add_owner_arguments(parser)
     parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
     parser.add_argument("--invitation", action="store_true", help="besides the peer, all that come by its invitation")
     parser.add_argument("--reason", default="", help=f"for people, at most {MAX_REASON} characters")
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
-    add_owner_arguments(parser)
 
 
 def show_members(arguments: argparse.Namespace) -> int:
     """Show who came to a run; returns the exit status."""
-    address, certify = Address.parse(arguments.address), visitor(arguments)
-    if certify is None and is_there(path := owner_path(arguments)):
-        certify = _as_owner(Owner.load(arguments.run_id, path))
-    with members.asking(address, timeout=_TIMEOUT_S, certify=certify) as run:
+    address = Address.parse(arguments.address)
+    with (
+        looking(arguments, str(address)) as visitor,
+        members.asking(address, timeout=_TIMEOUT_S, visitor=visitor) as run,
+    ):
         found = run.members()
     if arguments.json:
         for member in found:
@@ -105,7 +106,7 @@ def ban(arguments: argparse.Namespace) -> int:
             "run was started, name its `--run-id`, or the key's file by `--owner`."
         )
     owner = Owner.load(arguments.run_id, path)
-    with members.asking(address, timeout=_TIMEOUT_S, certify=_as_owner(owner)) as run:
+    with members.asking(address, timeout=_TIMEOUT_S, visitor=Visitor(as_owner(owner))) as run:
         subjects = _subjects(arguments, run)
         told = [
             run.tell(encode(owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())))
@@ -116,10 +117,6 @@ def ban(arguments: argparse.Namespace) -> int:
     for number in still:
         say(f"It came by the invitation {number[:8]}, which is still banned: call `unban` with `--invitation`, too.")
     return status
-
-
-def _as_owner(owner: Owner) -> Certify:
-    return partial(owner_entry(owner).credentials, now_s=time.time())
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -139,6 +136,11 @@ def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
     if public_key(arguments.subject) is None:
         return [invitation_in(arguments.subject, run_id=arguments.run_id).number.hex()]
     if not arguments.invitation:
+        if not run.has_seen(PeerId(arguments.subject)):
+            say(
+                f"The run has never seen {arguments.subject}, and what you say of it takes one of {MAX_BANS} places. "
+                "If it is mistyped, call again with an id that `lightning-swarm members` shows."
+            )
         return [arguments.subject]
     numbers = run.invitations_of(PeerId(arguments.subject))
     if not numbers:

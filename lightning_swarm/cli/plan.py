@@ -211,7 +211,7 @@ def _value(text: str) -> object:
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
-    invite.add_visitor_argument(live)
+    invite.add_visitor_arguments(live)
     for option, default, unit, meaning in (
         ("--over", 10.0, "SECONDS", "time to see its rates in"),
         ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
@@ -266,14 +266,11 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 
 def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
-    looks = survey.look_repeatedly(
-        Address.parse(arguments.swarm),
-        every_s=arguments.over,
-        timeout=arguments.timeout,
-        certify=invite.visitor(arguments),
-    )
-    with contextlib.closing(looks):
-        before, now = next(looks), next(looks)
+    address = Address.parse(arguments.swarm)
+    with invite.looking(arguments, str(address)) as visitor:
+        looks = survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
+        with contextlib.closing(looks):
+            before, now = next(looks), next(looks)
     observed = {PeerId(peer.peer_id): peer for peer in survey.summarize(now, before).peers}
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
     throughputs = {

@@ -128,6 +128,10 @@ class Obstacle(Enum):
         "it is a libp2p peer, but none of lightning_swarm that this one understands",
         "Install the same version of lightning_swarm here and there.",
     )
+    DENIED = (
+        "it does not take the invitation that it was shown",
+        "Ask the run's owner for another one: `lightning-swarm invite`.",
+    )
 
     def __init__(self, what: str, remedy: str) -> None:
         self.what = what

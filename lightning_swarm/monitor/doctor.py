@@ -11,22 +11,26 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.core.errors import AccessDenied, DeadlineExceeded, SwarmError
+from lightning_swarm.core.errors import AccessDenied, DeadlineExceeded, SwarmError, Uncertified, Untrusted
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.monitor import checks
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
-from lightning_swarm.network import Transport
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, HostPort
+from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.queries import GreetingResult, installed_version
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
-_BY_INVITATION: Final = "reachable; its run takes peers by invitation, and it tells others nothing of itself"
+_BY_INVITATION: Final = (
+    "reachable; its run takes peers by invitation, and it tells others nothing of itself. `--invite FILE` shows it one"
+)
 _SOCKETS: Final = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
 _MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # what libp2p peers say first, with its length before it
 
@@ -58,14 +62,34 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
     return None if received == _MULTISTREAM else Obstacle.PROTOCOL
 
 
+@dataclass(frozen=True)
+class Visitor:
+    """A peer that looks at a run, and takes no part in it."""
+
+    certify: Certify | None = None  # None: it has no certificate to show
+    is_guess: bool = False  # nobody said that the run is by invitation, nor which run it is
+
+    async def introduce(self, transport: BaseTransport, peer: PeerId) -> None:
+        """Show a peer the certificate, if it may be the one to show, or find that the peer's run takes any peer."""
+        if not self.is_guess:
+            return
+        try:
+            await transport.certify(peer)
+        except Untrusted:
+            transport.set_credentials(None)
+
+
+ANYONE: Final = Visitor()
+
+
 @contextlib.contextmanager
-def visit(name: str, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
+def visit(name: str, visitor: Visitor = ANYONE, **options: Any) -> Iterator[tuple[Runtime, BaseTransport]]:
     """Be on the network for a while, in no run; `options` are those of `hivemind.start`."""
     from lightning_swarm.core.event_loop import ThreadRuntime
     from lightning_swarm.network import hivemind  # a second, and only needed here
 
     with contextlib.closing(ThreadRuntime(name)) as runtime:
-        transport, directory = runtime.run(hivemind.start(**options))
+        transport, directory = runtime.run(hivemind.start(certify=visitor.certify, **options))
         try:
             yield runtime, transport
         finally:
@@ -73,23 +97,26 @@ def visit(name: str, **options: Any) -> Iterator[tuple[Runtime, Transport]]:
             runtime.run(transport.close())
 
 
-def meet(
-    addresses: Sequence[Address], certify: Certify | None = None
-) -> Iterator[tuple[DialResult, GreetingResult | None]]:
+def meet(addresses: Sequence[Address], visitor: Visitor = ANYONE) -> Iterator[tuple[DialResult, GreetingResult | None]]:
     """Connect to addresses where libp2p answers, and ask the peers there who they are."""
-    with visit("doctor", certify=certify, startup_timeout=_TIMEOUT_S) as (runtime, transport):
+    with visit("doctor", visitor, startup_timeout=_TIMEOUT_S) as (runtime, transport):
         for address in addresses:
-            yield runtime.run(_meet(transport, address))
+            yield runtime.run(_meet(transport, address, visitor))
 
 
-async def _meet(transport: Transport, address: Address) -> tuple[DialResult, GreetingResult | None]:
+async def _meet(
+    transport: BaseTransport, address: Address, visitor: Visitor = ANYONE
+) -> tuple[DialResult, GreetingResult | None]:
     at, obstacle = str(address.place), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER
+        await visitor.introduce(transport, address.peer_id)
         return DialResult(at), await queries.greet(transport, address.peer_id, timeout=_TIMEOUT_S)
-    except AccessDenied:
-        return DialResult(at, detail=_BY_INVITATION), None
+    except AccessDenied as error:
+        if isinstance(error, Uncertified) or visitor.is_guess:
+            return DialResult(at, detail=_BY_INVITATION), None
+        return DialResult(at, Obstacle.DENIED, str(error)), None
     except DeadlineExceeded as error:
         return DialResult(at, Obstacle.SILENCE, str(error)), None
     except SwarmError as error:
@@ -101,7 +128,7 @@ def examine(
     host: str = "127.0.0.1",
     port: int = 0,
     addresses: Sequence[Address] = (),
-    certify: Certify | None = None,  # for peers that answer only who is invited
+    visitor: Visitor = ANYONE,  # some peers answer only who is invited
 ) -> Iterator[Finding]:
     """Check this machine, where it is to listen (port 0: any), and the way to running peers; cheap checks first."""
     yield checks.check_python(platform.python_version())
@@ -124,10 +151,10 @@ def examine(
         daemon_starts = checks.check_daemon(*try_daemon(host, port))
         yield daemon_starts
         startable = daemon_starts.ok
-    yield from _examine_peers(addresses, certify, with_daemon=startable)
+    yield from _examine_peers(addresses, visitor, with_daemon=startable)
 
 
-def _examine_peers(addresses: Sequence[Address], certify: Certify | None, *, with_daemon: bool) -> Iterator[Finding]:
+def _examine_peers(addresses: Sequence[Address], visitor: Visitor, *, with_daemon: bool) -> Iterator[Finding]:
     answering = []
     for address in addresses:
         dialed = knock(address)
@@ -138,7 +165,7 @@ def _examine_peers(addresses: Sequence[Address], certify: Certify | None, *, wit
     if not answering:
         return
     here = queries.own_greeting(0.0)
-    for dialed, meeting in meet(answering, certify):
+    for dialed, meeting in meet(answering, visitor):
         yield checks.check_reach(dialed, meeting.round_trip_s if meeting else None)
         if meeting is not None:
             there = meeting.greeting

@@ -14,10 +14,10 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import printable, shorten, table_lines
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor import survey
-from lightning_swarm.monitor.doctor import visit
-from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.access import Certify
+from lightning_swarm.monitor.doctor import Visitor, visit
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.bans import BAN, bans_in
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.queries import ask_view
@@ -41,10 +41,13 @@ class RunMember:
 class Members:
     """Asks the peers of a run about its members, and tells them bans."""
 
-    def __init__(self, runtime: Runtime, transport: Transport, address: Address, timeout: float) -> None:
+    def __init__(
+        self, runtime: Runtime, transport: BaseTransport, address: Address, visitor: Visitor, timeout: float
+    ) -> None:
         self._runtime, self._transport, self._first, self._timeout = runtime, transport, address.peer_id, timeout
         try:
             runtime.run(transport.connect([address.maddr]))
+            runtime.run(visitor.introduce(transport, address.peer_id))
             looking = survey.look(transport, address.peer_id, address.maddr, timeout=timeout)
             self._sightings: Sequence[survey.Sighting] = runtime.run(looking)
         except AccessDenied:
@@ -75,6 +78,12 @@ class Members:
             )
         return members_of(view, self._roles)
 
+    def has_seen(self, peer: PeerId) -> bool:
+        """Return whether a peer ever came to the run, was banned from it, or announces itself now."""
+        view = self.view
+        found = [] if view is None else members_of(view, {})
+        return peer in {*self._roles, *(one.peer_id for one in found)}
+
     def invitations_of(self, peer: PeerId) -> list[str]:
         """Return the numbers of the invitations by which a peer came, in hex."""
         return [one.invitation for one in self.members() if one.peer_id == peer and one.invitation is not None]
@@ -104,10 +113,10 @@ class Members:
 
 
 @contextmanager
-def asking(address: Address, *, timeout: float, certify: Certify | None) -> Iterator[Members]:
+def asking(address: Address, *, timeout: float, visitor: Visitor) -> Iterator[Members]:
     """Be on the network for a while, and ask the peers of the run that has a peer at `address`."""
-    with visit("members", certify=certify, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
-        yield Members(runtime, transport, address, timeout)
+    with visit("members", visitor, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
+        yield Members(runtime, transport, address, visitor, timeout)
 
 
 def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMember]:

@@ -25,9 +25,8 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.readable import printable, short_name, shorten, table_lines
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
-from lightning_swarm.monitor.doctor import knock, visit
+from lightning_swarm.monitor.doctor import ANYONE, Visitor, knock, visit
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -315,18 +314,18 @@ def _duration(seconds: float) -> str:
 
 
 def watch(
-    address: Address, *, every_s: float | None, timeout: float, certify: Certify | None = None
+    address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[SwarmReport]:
     """Reports of the swarm that a peer belongs to; see `look_repeatedly`."""
     before: Sequence[Sighting] = ()
-    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout, certify=certify)) as sightings:
+    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout, visitor=visitor)) as sightings:
         for now in sightings:
             yield summarize(now, before)
             before = now
 
 
 def look_repeatedly(
-    address: Address, *, every_s: float | None, timeout: float, certify: Certify | None = None
+    address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[Sequence[Sighting]]:
     """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once."""
     for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
@@ -334,13 +333,14 @@ def look_repeatedly(
             raise ConfigError(
                 f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
             )
-    with visit("status", certify=certify, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
+    with visit("status", visitor, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
         while True:
             try:
                 runtime.run(transport.connect([address.maddr]))
             except PeerError as error:
                 raise Unreachable(_explain(address, timeout)) from error
             try:
+                runtime.run(visitor.introduce(transport, address.peer_id))
                 now = runtime.run(look(transport, address.peer_id, address.maddr, timeout=timeout))
             except AccessDenied:
                 raise

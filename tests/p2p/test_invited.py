@@ -103,10 +103,12 @@ def test_only_who_is_invited_trains_along(
     anna = users.join("anna", invitation)
     run.wait_for("waiting for an onlooker")
     capsys.readouterr()
-    assert command("status", address) == 1
+    assert command("status", address, "--run-id", "another") == 1
     refused = capsys.readouterr().err
     assert "answers only peers with a certificate of its run" in refused
-    assert "Join with an invitation of the run's owner: `lightning-swarm join --invite FILE`" in refused
+    assert f"Show an invitation: `lightning-swarm status {address} --invite FILE`" in refused
+    assert command("status", address) == 0  # by the owner's key
+    capsys.readouterr()
     assert command("status", address, "--invite", tmp_path / "observer.invite", "--json") == 0
     seen = json.loads(capsys.readouterr().out)
     (out / "seen").touch()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from lightning_swarm import cli
 from lightning_swarm.cli import commands
 from lightning_swarm.core import private_file
+from lightning_swarm.core.errors import AccessDenied, Uncertified, Unreachable
+from lightning_swarm.monitor import doctor, members, survey
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity, load_identity
 from lightning_swarm.trust.certificates import Certificate, SecretInvitation
@@ -160,8 +164,8 @@ def test_who_looks_at_a_run_shows_an_invitation(
 ) -> None:
     told: list[Any] = []
 
-    def look(*_: object, certify: Any, **__: object) -> Any:
-        told.append(certify)
+    def look(*_: object, visitor: Any, **__: object) -> Any:
+        told.append(visitor)
         yield from ()
 
     monkeypatch.setattr(getattr(commands, module), name, look)
@@ -170,12 +174,100 @@ def test_who_looks_at_a_run_shows_an_invitation(
     (folder / "look.invite").write_text(line)
     assert command(monkeypatch, *arguments) == 0
     assert command(monkeypatch, *arguments, "--invite", "look.invite") == 0
-    without, certify = told
-    assert without is None
-    credentials = certify(ID)
-    assert isinstance(credentials, RunCredentials)
-    assert credentials.verify(ID, credentials.certificate, now_s=3e9).role is Role.OBSERVER  # type: ignore[arg-type]
+    monkeypatch.setenv("SWARM_INVITE_FILE", "look.invite")
+    assert command(monkeypatch, *arguments) == 0
+    without, *invited = told
+    assert without.certify is None
+    for visitor in invited:
+        assert role_of(visitor) is Role.OBSERVER
+        assert not visitor.is_guess, "a run that takes any peer is not what the user means"
     assert command(monkeypatch, *arguments, "--invite", line) == 2
     err = capsys.readouterr().err
     assert "got an invitation itself" in err
     assert line[20:60] not in err
+
+
+def role_of(visitor: Any) -> Role:
+    """What the certificate permits that a visitor shows to peers of its own run."""
+    credentials = visitor.certify(ID)
+    assert isinstance(credentials, RunCredentials)
+    role: Role = credentials.verify(ID, credentials.certificate, now_s=time.time()).role  # type: ignore[arg-type]
+    return role
+
+
+LOOKS: list[Any] = [
+    (["status", HERE], survey, "watch"),
+    (["plan", "--swarm", HERE], survey, "look_repeatedly"),
+    (["members", HERE], members, "asking"),
+    (["doctor", "--peer", HERE], doctor, "examine"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "module", "name"), LOOKS)
+def test_who_started_a_run_looks_at_it_as_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    arguments: list[str],
+    module: Any,
+    name: str,
+) -> None:
+    told: list[Any] = []
+
+    def look(*_: object, visitor: Any, **__: object) -> Any:
+        told.append(visitor)
+        raise Unreachable("nobody is there")
+
+    monkeypatch.setattr(module, name, look)
+    owner = Owner.load("theirs", folder / "config" / "lightning-swarm" / "theirs.owner")
+    for more in ([], ["--run-id", "theirs"], ["--owner", "config/lightning-swarm/theirs.owner"], ["--owner", "none"]):
+        command(monkeypatch, *arguments, *more)
+    another, of_run, named = told
+    assert another.certify is None
+    assert of_run.certify(ID).owner == named.certify(ID).owner == owner.key.peer_id
+    assert (role_of(of_run), of_run.is_guess, named.is_guess) == (Role.KEEPER, True, False)
+    assert "`--owner` must be the file of an owner's key, got 'none', which is not there" in capsys.readouterr().err
+    assert not (folder / "config" / "lightning-swarm" / "swarm.owner").exists(), "who looks makes no key"
+
+
+def test_a_user_without_a_home_looks_at_a_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    told: list[Any] = []
+    monkeypatch.setattr(survey, "watch", lambda *_, visitor, **__: (told.append(visitor) for _ in range(1)))
+    monkeypatch.setattr(commands.survey, "table", str)
+    assert command(monkeypatch, "status", HERE) == 0
+    assert [visitor.certify for visitor in told] == [None]
+
+
+@pytest.mark.parametrize(("arguments", "module", "name"), LOOKS[:3])
+def test_who_is_refused_is_told_the_option_of_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    arguments: list[str],
+    module: Any,
+    name: str,
+) -> None:
+    def refuse(*_: object, visitor: Any, **__: object) -> Any:
+        raise Uncertified("Join.") if visitor.certify is None else AccessDenied("b refuses the certificate of a.")
+
+    monkeypatch.setattr(module, name, refuse)
+    remedy = f"Show an invitation: `lightning-swarm {' '.join(arguments)} --invite FILE`, or set SWARM_INVITE_FILE."
+    assert command(monkeypatch, *arguments) == 1
+    err = capsys.readouterr().err
+    assert f"{HERE} answers only peers with a certificate of its run, and this command has none to show." in err
+    assert remedy in err
+    assert "Join" not in err
+    Owner.load("swarm", folder / "config" / "lightning-swarm" / "swarm.owner")
+    assert command(monkeypatch, *arguments) == 1
+    err = capsys.readouterr().err
+    assert (
+        "it was shown what the owner's key of run 'swarm' permits, and b refuses the certificate of a. Show an" in err
+    )
+    assert remedy in err
+    assert "if `--run-id` is the run's: it is 'swarm'" in err

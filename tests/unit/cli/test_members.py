@@ -34,6 +34,9 @@ class _Run(Members):
     def members(self) -> list[RunMember]:
         return [RunMember(PEER, "server", number, (1, 1), (), None) for number in (FIRST, SECOND)]
 
+    def has_seen(self, peer: PeerId) -> bool:
+        return any(one.peer_id == peer for one in self.members())
+
     def banned_invitations_of(self, peer: PeerId) -> list[str]:
         return [number for number in self.invitations_of(peer) if number in self.banned]
 
@@ -94,3 +97,16 @@ def test_a_peer_that_heeds_only_a_part_is_named(
     err = capsys.readouterr().err
     assert "did not hear it: it is older" in err
     assert "1 of 2 peers heard it. The others hear it from these, or with the run's next record." in err
+
+
+def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
+    run: _Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ban", "unban"):
+        for peer, is_told in ((OTHER, True), (PEER, False)):
+            assert call(monkeypatch, name, peer) == 0
+            assert run.said[-1].subject == peer
+            assert (
+                f"The run has never seen {peer}, and what you say of it takes one of 128 places"
+                in (capsys.readouterr().err)
+            ) is is_told

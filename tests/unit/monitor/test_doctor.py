@@ -17,9 +17,10 @@ from lightning_swarm import cli
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.monitor import checks, doctor
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
+from lightning_swarm.monitor.doctor import Visitor
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.protocol import queries
 from tests.access import credentials_of
 
@@ -318,3 +319,46 @@ def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> Non
     finding = checks.check_reach(dialed)
     assert finding.ok
     assert finding.found.startswith("reachable; its run takes peers by invitation")
+    assert "`--invite FILE`" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("run", "is_guess", "ok", "words"),
+    [
+        (b"run", False, True, "round trip"),
+        (b"run", True, True, "round trip"),
+        (b"another", True, True, "reachable; its run takes peers by invitation"),
+        (b"another", False, False, "it does not take the invitation that it was shown (b refuses the certificate"),
+    ],
+)
+def test_an_invitation_that_was_named_has_to_be_the_right_one(
+    loop: VirtualLoop, run: bytes, is_guess: bool, ok: bool, words: str
+) -> None:
+    network = MemoryNetwork()
+    peer, own = network.transport("b"), network.transport("a")
+    peer.set_credentials(credentials_of(peer.peer_id))
+    own.set_credentials(credentials_of(own.peer_id, run=run))
+    finding = met(loop, peer, own, Visitor(is_guess=is_guess))
+    assert finding.ok is ok
+    assert words in finding.found
+
+
+@pytest.mark.parametrize(
+    ("is_guess", "words"), [(True, "round trip"), (False, "takes any peer and has no certificate")]
+)
+def test_a_run_that_takes_any_peer_is_looked_at_without_the_key_of_another_run(
+    loop: VirtualLoop, is_guess: bool, words: str
+) -> None:
+    network = MemoryNetwork()
+    peer, own = network.transport("b"), network.transport("a")
+    own.set_credentials(credentials_of(own.peer_id))
+    finding = met(loop, peer, own, Visitor(is_guess=is_guess))
+    assert finding.ok is is_guess
+    assert words in finding.found
+
+
+def met(loop: VirtualLoop, peer: MemoryTransport, own: MemoryTransport, visitor: Visitor) -> Finding:
+    queries.answer_greetings(peer)
+    address = Address("127.0.0.1", 1, peer.peer_id)
+    dialed, meeting = loop.run_until_complete(doctor._meet(own, address, visitor))
+    return checks.check_reach(dialed, meeting.round_trip_s if meeting else None)

@@ -309,7 +309,7 @@ ADDRESS = "127.0.0.1:1/12D3KooWBTrNL8qKG3wsXQvHv2sPhqYSpyrkXJ4ZNpzF9KkVTKw1"
 def looks(*reports: PeerReport | None) -> Any:
     """In place of peers: twice the same answer."""
 
-    def look(address: Address, *, every_s: float | None, timeout: float, certify: object) -> Generator[list[Sighting]]:
+    def look(address: Address, *, every_s: float | None, timeout: float, visitor: object) -> Generator[list[Sighting]]:
         found = [
             Sighting(PeerId(f"12D3KooWBTrN-{name}"), "1.2.3.4:5", one, None if one else "hung up")
             for name, one in zip("abcdef", reports, strict=False)

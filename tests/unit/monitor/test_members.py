@@ -1,0 +1,26 @@
+"""Which peers a run knows, as a command sees it."""
+
+from __future__ import annotations
+
+from unittest.mock import PropertyMock
+
+import pytest
+
+from lightning_swarm.monitor.members import Members
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import UsedInvitation
+from tests.unit.conftest import MakeSwarm
+
+A, B, C, D = map(PeerId, "abcd")
+
+
+def test_a_run_has_seen_who_ever_came_and_who_announces_itself(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came = [UsedInvitation(number=bytes(16), uses=3, peers=[A, B])]
+    view = make_swarm("a", invitations=came).servers[A].membership.run.view()
+    run = Members.__new__(Members)
+    run._roles = {C: None}  # it announces itself
+    for shown, known in ((view, [A, B, C]), (None, [C])):  # none: no run has begun
+        monkeypatch.setattr(Members, "view", PropertyMock(return_value=shown))
+        assert [peer for peer in (A, B, C, D) if run.has_seen(peer)] == known
