@@ -61,6 +61,7 @@ class Gatekeeper:
         credentials: Credentials,
         *,
         on_certified: Callable[[PeerId], None] = lambda _: None,
+        on_cut_off: Callable[[PeerId], None] = lambda _: None,
         on_banned: Callable[[Ban], None] = lambda _: None,
         on_refused: Callable[[int], None] = lambda _: None,
         wall_s: Callable[[], float] = time.time,
@@ -68,6 +69,7 @@ class Gatekeeper:
         self.own = own
         self.credentials = credentials
         self._on_certified = on_certified
+        self._on_cut_off = on_cut_off  # called when the certificate of a known peer permits nothing any more
         self._on_banned = on_banned  # called when this peer itself is banned
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
         # The peers used last come last. One that is forgotten shows its certificate again, so members lose nothing.
@@ -101,16 +103,30 @@ class Gatekeeper:
         return known
 
     def _cut(self, peer: PeerId, ban: Ban | None) -> None:
-        self._permits.pop(peer, None)
+        known = self._permits.pop(peer, None)
         self._cut_off[peer] = ban
         _keep_newest(self._cut_off, peer, _MAX_PERMITS)
+        if known is not None:
+            self._on_cut_off(peer)
 
     def check_not_cut_off(self, peer: PeerId) -> None:
         """Raise `Unreachable` for a peer whose certificate permits nothing any more: it counts as gone."""
-        if self._find(peer) is None and peer in self._cut_off:
-            ban = self._cut_off[peer]
-            reason = "its certificate has expired" if ban is None else f"it {banned(ban)}"
+        if reason := self._why_cut_off(peer):
             raise Unreachable(f"{peer} is not asked any more: {reason}")
+
+    def check_answered(self, caller: PeerId) -> None:
+        """Refuse an answer to a caller whose certificate permits nothing any more."""
+        if reason := self._why_cut_off(caller):
+            self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
+
+    def _why_cut_off(self, peer: PeerId) -> str:
+        """Say why a peer's certificate permits nothing any more; empty: as far as is known, it does."""
+        if self._find(peer) is not None:
+            return ""
+        ban = self._standing_ban(peer) or self._cut_off.get(peer)  # also one that has shown no certificate yet
+        if ban is not None:
+            return f"it {banned(ban)}"
+        return "its certificate has expired" if peer in self._cut_off else ""
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether another peer has shown a certificate that holds."""
@@ -121,7 +137,7 @@ class Gatekeeper:
         known = self._find(peer)
         if known is not None and known.certificate == certificate:
             return
-        if (ban := self._bans.get(peer)) is not None and not ban.is_lifted:
+        if (ban := self._standing_ban(peer)) is not None:
             self._cut(peer, ban)
             raise AccessDenied(f"{peer} {banned(ban)}")
         at_s = self._wall_s()
@@ -190,8 +206,11 @@ class Gatekeeper:
                 self._on_banned(ban)
 
     def _ban_of(self, peer: PeerId, permit: Permit) -> Ban | None:
-        found = (self._bans.get(subject) for subject in (peer, permit.invitation.hex()))
-        return next((ban for ban in found if ban is not None and not ban.is_lifted), None)
+        return self._standing_ban(peer) or self._standing_ban(permit.invitation.hex())
+
+    def _standing_ban(self, subject: str) -> Ban | None:
+        ban = self._bans.get(subject)
+        return None if ban is None or ban.is_lifted else ban
 
     # ------------------------------------------------------------------ the rules
 

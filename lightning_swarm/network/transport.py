@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -36,7 +36,7 @@ from lightning_swarm.network import (
     Transport,
     framing,
 )
-from lightning_swarm.network.access import Ban, Credentials, Permit
+from lightning_swarm.network.access import MAY, Ban, Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import CERTIFY, Certification
 from lightning_swarm.network.framing import Head, Kind
@@ -105,7 +105,10 @@ class BaseTransport(Transport):
         self._stream_handlers: dict[str, tuple[StreamHandler, int, Admit | None]] = {}
         self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # of callers that a method admitted
         self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
-        self._deadlines: dict[asyncio.Timeout, None] = {}  # ordered, so that a run repeats exactly
+        # Of exchanges with other peers, and of the handlers at work for other peers. Ordered, so that a run repeats
+        # exactly.
+        self._deadlines: dict[asyncio.Timeout, PeerId] = {}
+        self._answering: dict[asyncio.Timeout, PeerId] = {}
         self._serving: set[asyncio.Task[Any]] = set()
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
@@ -197,6 +200,7 @@ class BaseTransport(Transport):
                 self._peer_id,
                 credentials,
                 on_certified=self._on_certified,
+                on_cut_off=self._on_cut_off,
                 on_banned=self._on_banned,
                 on_refused=self._on_refused,
             )
@@ -252,6 +256,11 @@ class BaseTransport(Transport):
 
     def _on_certified(self, peer: PeerId) -> None:
         """Enter that a peer has shown a certificate."""
+
+    def _on_cut_off(self, peer: PeerId) -> None:
+        """End what is under way, in both directions, with a peer whose certificate permits nothing any more."""
+        under_way = (*self._answering.items(), *self._deadlines.items())
+        self._end_now(limit for limit, other in under_way if other == peer)
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
@@ -318,9 +327,31 @@ class BaseTransport(Transport):
 
     def _find(self, caller: PeerId, head: Head) -> ServedMethod:
         served = self._served(caller, head)
-        if self.tap is None:
+        if self.tap is not None:
+            served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
+        if self._gate is None or caller == self._peer_id or MAY[head.method] is None:
             return served
-        return served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
+        return served._replace(respond=partial(self._answer_until_cut_off, self._gate, caller, served.respond))
+
+    async def _answer_until_cut_off(
+        self, gate: Gatekeeper, caller: PeerId, respond: Responder, message: Message
+    ) -> Message:
+        """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
+        gate.check_answered(caller)  # Its tensors may have taken a while to come.
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._answering[limit] = caller
+                answer = await respond(message)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            gate.check_answered(caller)
+            raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
+        finally:
+            self._answering.pop(limit, None)
+        gate.check_answered(caller)  # No timer tells when a certificate ends.
+        return answer
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
         if self._gate is not None and caller != self._peer_id:
@@ -406,7 +437,7 @@ class BaseTransport(Transport):
         watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
-                self._deadlines[limit] = None
+                self._deadlines[limit] = peer
                 with watching:
                     yield
         except TimeoutError as error:
@@ -414,6 +445,8 @@ class BaseTransport(Transport):
                 raise
             if self._closed:
                 raise Unreachable(f"The transport was closed during `{method}` to {peer}.") from None
+            if self._gate is not None:
+                self._gate.check_not_cut_off(peer)
             if exchange.silent_s is not None:
                 raise Unreachable(
                     f"{peer} gave no sign of life for {exchange.silent_s:.3g} s during `{method}`."
@@ -448,13 +481,12 @@ class BaseTransport(Transport):
             task.cancel()
         if self._loop is not None and not self._loop.is_closed():
             # A test may kill a peer while no loop runs, but only a running loop can move deadlines.
-            self._loop.call_soon(self._end_deadlines)
+            self._loop.call_soon(self._end_now, self._deadlines)
 
-    def _end_deadlines(self) -> None:
-        at_s = now_s()
-        for limit in self._deadlines:
+    def _end_now(self, limits: Iterable[asyncio.Timeout]) -> None:
+        for limit in limits:
             if not limit.expired():
-                limit.reschedule(at_s)
+                limit.reschedule(now_s())
 
     async def _wait_until_served(self) -> None:
         """Await the tasks that `_break_off` cancelled, except a handler that closes its own transport."""

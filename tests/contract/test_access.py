@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_swarm.core.errors import AccessDenied, ProtocolError, Uncertified, Unreachable, Untrusted
+from lightning_swarm.core.errors import (
+    AccessDenied,
+    ProtocolError,
+    SwarmError,
+    Uncertified,
+    Unreachable,
+    Untrusted,
+)
 from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, Message, PeerId
 from lightning_swarm.network.access import MAY, Permit, Role
+from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.certification import CERTIFY
-from tests.access import FakeCredentials, certificate_of, credentials_of
+from tests.access import INVITATION, FakeCredentials, ban_of, certificate_of, credentials_of
 from tests.contract.world import HivemindWorld, Peer, World
 
 EVENTUALLY_S = 20.0
@@ -37,6 +46,10 @@ class Handled:
 
     def __init__(self, peer: Peer) -> None:
         self.calls: list[tuple[PeerId, str]] = []
+        self.may_answer = asyncio.Event()  # cleared: the handlers wait
+        self.may_answer.set()
+        self.has_come = asyncio.Event()
+        self.cancelled: list[PeerId] = []
         transport: Any = peer.transport
         self._tables = transport._call_handlers, transport._stream_handlers
         for method in METHODS:
@@ -45,7 +58,19 @@ class Handled:
 
     async def _enter(self, method: str, caller: PeerId, request: Any) -> Any:
         self.calls.append((caller, method))
+        self.has_come.set()
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(caller)
+            raise
         return request
+
+    async def holds(self, number: int) -> None:
+        """Wait until so many requests have come, in all."""
+        while len(self.calls) < number:
+            self.has_come.clear()
+            await self.has_come.wait()
 
     def remove(self) -> None:
         for table in self._tables:
@@ -259,6 +284,95 @@ def test_a_certificate_ends_while_its_peer_calls(world: World, handled: Handled)
     assert len(handled.calls) == 1
 
 
+# ------------------------------------------------------------------ what is under way when a peer is cut off
+
+
+async def ask_small(caller: Peer, peer: Peer) -> object:
+    return await caller.transport.call(peer.id, TRAINED, b"hi", timeout=EVENTUALLY_S)
+
+
+async def ask_large(caller: Peer, peer: Peer) -> object:
+    return await caller.transport.stream(peer.id, TRAINED, big(), timeout=EVENTUALLY_S)
+
+
+each_ask = pytest.mark.parametrize("ask", [ask_small, ask_large])
+Ask = Callable[[Peer, Peer], Coroutine[Any, Any, object]]
+
+
+@each_ask
+@pytest.mark.parametrize("subject", ["peer", "invitation"])
+def test_a_ban_ends_what_its_peer_waits_for(world: World, handled: Handled, ask: Ask, subject: str) -> None:
+    introduced(world)
+    other = world.another(world.a, world.b)
+    trust(other, FakeCredentials(certificate_of(other.id, invitation=bytes(16))))
+
+    async def go() -> None:
+        handled.may_answer.clear()
+        async with asyncio.TaskGroup() as tasks:
+            asking, others = (tasks.create_task(expected(ask(one, world.b))) for one in (world.a, other))
+            await handled.holds(2)
+            world.b.transport.ban(ban_of(world.a.id if subject == "peer" else INVITATION.hex()))
+            assert re.search(r"answers .* no more: it .*banned from this run by its owner", str(await asking))
+            assert type(await asking) is AccessDenied
+            assert handled.cancelled == [world.a.id]
+            handled.may_answer.set()
+            assert await others is None
+        assert isinstance(await expected(ask(world.a, world.b)), AccessDenied | Unreachable)
+        assert await expected(ask(other, world.b)) is None
+
+    world.run(go())
+    assert [caller for caller, _ in handled.calls].count(world.a.id) == 1
+
+
+async def expected(asking: Coroutine[Any, Any, object]) -> SwarmError | None:
+    """The error of a request."""
+    try:
+        await asking
+    except SwarmError as error:
+        return error
+    return None
+
+
+@each_ask
+def test_a_ban_ends_what_its_peer_is_asked_for(world: World, handled: Handled, ask: Ask) -> None:
+    introduced(world)
+
+    async def go() -> None:
+        handled.may_answer.clear()
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(expected(ask(world.a, world.b)))
+            await handled.holds(1)
+            world.a.transport.ban(ban_of(world.b.id))
+            assert re.search("is not asked any more: it was banned from this run", str(await asking))
+            assert type(await asking) is Unreachable
+
+    world.run(go())
+
+
+@each_ask
+@pytest.mark.parametrize("notices", ["the answer", "a ping"])
+def test_a_certificate_ends_while_its_peer_waits(world: World, handled: Handled, ask: Ask, notices: str) -> None:
+    soon_s = time.time() + 1000.0
+    trust(world.a, FakeCredentials(certificate_of(world.a.id, expires_at_s=soon_s)))
+    trust(world.b, credentials_of(world.b.id))
+
+    async def go() -> None:
+        handled.may_answer.clear()
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(expected(ask(world.a, world.b)))
+            await handled.holds(1)
+            world.b.transport._gate._wall_s = lambda: soon_s  # type: ignore[attr-defined]
+            if notices == "a ping":
+                await world.a.transport.ping(world.b.id)
+            else:
+                handled.may_answer.set()
+            assert re.search("answers .* no more: its certificate has expired", str(await asking))
+            assert type(await asking) is AccessDenied
+
+    world.run(go())
+    assert handled.cancelled == ([world.a.id] if notices == "a ping" else [])
+
+
 def test_a_member_calls_on_while_a_stranger_floods(world: World, handled: Handled) -> None:
     introduced(world)
     call(world)
@@ -373,3 +487,51 @@ def test_a_strangers_streams_take_no_members_place(daemons: World, monkeypatch: 
     assert len(there._slots.of((stranger.id, protocols[0]))) == 1, "it stays a member's"
     with pytest.raises((ProtocolError, Unreachable)):
         daemons.run(stranger.transport.call(daemons.b.id, "no.method", b"", timeout=EVENTUALLY_S))
+
+
+def test_a_peer_that_is_cut_off_is_hung_up_on(daemons: World, handled: Handled) -> None:
+    """Its streams, also those of which it makes no use, and those to it. Another peer keeps its own."""
+    introduced(daemons)
+    there: Any = daemons.b.transport
+    other = daemons.another(daemons.a, daemons.b)
+    trust(other, credentials_of(other.id))
+    at_a = Handled(daemons.a)
+    protocols = ("lightning_swarm.call", "lightning_swarm.stream")
+
+    def slots(peer: Peer) -> list[StreamSlot]:
+        return [slot for one in protocols for slot in there._slots.of((peer.id, one))]
+
+    async def go() -> None:
+        for one in (daemons.a, other):
+            await ask_small(one, daemons.b)
+            await ask_large(one, daemons.b)
+        await ask_small(daemons.b, daemons.a)
+        await ask_large(daemons.b, daemons.a)
+        own: Any = daemons.a.transport
+        num_open = len(slots(daemons.a))
+        streams = [await own._daemon.open_stream(daemons.b.id, one) for one in protocols for _ in range(2)]
+        while len(slots(daemons.a)) < num_open + 4:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+        others, to_it = slots(other), there._calls._streams[daemons.a.id].result()
+        assert daemons.a.id in there._pool._idle.values()
+        there.ban(ban_of(daemons.a.id))
+        assert to_it.ended
+        assert daemons.a.id not in there._pool._idle.values()
+        async with asyncio.timeout(EVENTUALLY_S):  # less than the patience with a stream that is idle
+            for stream in streams:
+                with pytest.raises((EOFError, OSError)):
+                    await stream.channel.readexactly(1)
+                stream.close()
+        assert not slots(daemons.a)
+        await ask_small(other, daemons.b)
+        await ask_large(other, daemons.b)
+        assert slots(other)[0] is others[0]
+        async with asyncio.timeout(EVENTUALLY_S):
+            while isinstance(error := await expected(ask_small(daemons.a, daemons.b)), Unreachable):
+                pass  # It hears of the end of its own stream a moment later.
+        assert "was banned from this run" in str(error)
+
+    try:
+        daemons.run(go())
+    finally:
+        at_a.remove()

@@ -59,6 +59,12 @@ class OutgoingCalls:
             raise Unreachable(str(error)) from error
         return await opening.result().exchange(request)
 
+    def hang_up(self, peer: PeerId) -> None:
+        """Close the stream to a peer, if there is one."""
+        opening = self._streams.get(peer)
+        if opening is not None and not opening.cancel() and not _has_ended(opening):
+            opening.result().close()
+
     async def _open(self, peer: PeerId) -> _PeerStream:
         async with self._openings:
             try:
@@ -100,6 +106,9 @@ class _PeerStream:
     def ended(self) -> bool:
         """Return whether the stream broke, or was idle for so long that the other side may close it."""
         return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
+
+    def close(self) -> None:
+        self._stream.close()
 
     async def exchange(self, request: bytes) -> bytes:
         exchange_id = framing.exchange_id_of(request)

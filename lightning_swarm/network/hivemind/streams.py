@@ -336,6 +336,11 @@ class StreamPool:
         for stream in tuple(self._idle):
             self._drop(stream)
 
+    def hang_up(self, peer: PeerId) -> None:
+        """Close the idle streams to a peer."""
+        for stream in [stream for stream, other in self._idle.items() if other == peer]:
+            self._drop(stream)
+
     async def _open(self, peer: PeerId) -> Stream:
         if self._num_busy + len(self._idle) > _MAX_OPEN:
             self._drop(next(iter(self._idle)))

@@ -18,6 +18,7 @@ from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
 from lightning_swarm.network.admission import StreamSlot, StreamSlots
 from lightning_swarm.network.framing import Kind
+from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
 from lightning_swarm.network.hivemind.daemon import exited, steady
@@ -37,6 +38,7 @@ _MAX_STREAMS_IN_ALL: Final = 2048
 _STRANGER_STREAMS: Final = 2
 _STRANGERS_STREAMS: Final = 256  # members of a large run that come back to a peer at once, each for a round trip
 _STRANGER_S: Final = 10.0
+_FAREWELL_S: Final = 1.0  # until a peer that is cut off is hung up on, so that it gets its refusals
 _CONNECT_TIMEOUT_S: Final = 30.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 
@@ -212,3 +214,18 @@ class HivemindTransport(BaseTransport):
                 self._strangers.close(slot)
                 if not self._slots.enter(slot, at_most=at_most):
                     slot.hang_up()
+
+    @override
+    def _on_cut_off(self, peer: PeerId) -> None:
+        """Also close the streams to the peer, and soon those that it opened."""
+        super()._on_cut_off(peer)
+        self._calls.hang_up(peer)
+        self._pool.hang_up(peer)
+        asyncio.get_running_loop().call_later(_FAREWELL_S, self._hang_up_on, peer, self._gate)
+
+    def _hang_up_on(self, peer: PeerId, gate: Gatekeeper | None) -> None:
+        if gate is None or gate is not self._gate or gate.knows(peer):  # its ban was lifted meanwhile
+            return
+        for slot in [slot for protocol in _MAX_STREAMS for slot in self._slots.of((peer, protocol))]:
+            self._slots.close(slot)
+            slot.hang_up()

@@ -10,19 +10,23 @@ import logging
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lightning_swarm
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import AccessDenied, Busy, SwarmError, Uncertified
+from lightning_swarm.core.errors import AccessDenied, Busy, SwarmError, Uncertified, Unreachable
 from lightning_swarm.network import Message, PeerId, gatekeeper
 from lightning_swarm.network.access import ANSWERS, MAY, Role
+from lightning_swarm.network.certification import CERTIFY
+from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, RefusalLog
-from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from tests.access import HOUR_S, INVITATION, FakeCredentials, ban_of, certificate_of, credentials_of
 from tests.unit.conftest import MakeSwarm
 
@@ -76,14 +80,47 @@ def forms(role: Role) -> dict[str, bytes | None]:
         "none": None,
         "banned": certificate_of(A, role),
         "invitation banned": certificate_of(A, role),
+        "certified, then expired": certificate_of(A, role),
+        "certified, then banned": certificate_of(A, role),
+        "certified, then invitation banned": certificate_of(A, role),
     }
 
 
 BANNED = {"banned": A, "invitation banned": INVITATION.hex()}
+KINDS = ("call", "small stream", "large stream")
+
+
+async def send(caller: MemoryTransport, peer: PeerId, kind: str, method: str) -> None:
+    """Send a request of a caller that has no credentials, so that nothing but the other side's gate refuses it."""
+    if kind == "call":
+        await caller.call(peer, method, b"", timeout=10.0)
+    elif kind == "small stream":
+        await caller.stream(peer, method, Message(), timeout=10.0, max_bytes=0)
+    else:
+        await caller.stream(peer, method, Message(b"", (torch.ones(100_000),)), timeout=10.0)
+
+
+async def show(caller: MemoryTransport, served: MemoryTransport, form: str, certificate: bytes | None) -> None:
+    """Have a caller show what it has, and then lose it where the form says so."""
+    first, _, then = form.rpartition(", then ")
+    served.set_credentials(credentials_of(served.peer_id))  # so that it knows nobody
+    if form in BANNED:
+        served.ban(ban_of(BANNED[form]))
+    if certificate is not None:
+        with nullcontext() if "certified" in (form, first) else pytest.raises(AccessDenied):
+            await caller.call(served.peer_id, CERTIFY, certificate, timeout=10.0)
+    gate = served._gate
+    assert gate is not None
+    assert gate.knows(A) == ("certified" in (form, first))
+    if first and then in BANNED:
+        served.ban(ban_of(BANNED[then]))
+    elif first:
+        gate._wall_s = lambda: time.time() + 2 * HOUR_S
 
 
 @pytest.mark.parametrize("role", Role)
 def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, role: Role) -> None:
+    """Whatever a caller has shown, its request comes to the gate, which alone decides."""
     network = MemoryNetwork()
     served = network.transport("served")
     entered: list[tuple[str, str]] = []
@@ -102,29 +139,49 @@ def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, rol
     own = {"transport.ping", "transport.certify"}
 
     async def go() -> None:
+        caller = network.transport(A)
         for form, certificate in forms(role).items():
-            served.set_credentials(credentials_of(served.peer_id))  # so that it knows nobody
-            if form in BANNED:
-                served.ban(ban_of(BANNED[form]))
-            caller = network.transport(A)
-            caller.set_credentials(None if certificate is None else FakeCredentials(certificate))
-            for method, least in MAY.items():
-                expected = least is None or (form == "certified" and role.includes(least))
-                for kind in ("call", "stream"):
-                    if kind == "call" and method in own:
-                        continue
-                    entered.clear()
-                    try:
-                        if kind == "call":
-                            await caller.call(served.peer_id, method, b"", timeout=10.0)
-                        else:
-                            await caller.stream(served.peer_id, method, Message(), timeout=10.0)
-                    except (AccessDenied, Busy):
-                        assert not expected, (form, kind, method)
-                    assert entered == ([(kind, method)] if expected else []), (form, kind, method)
-            await caller.close()
+            await show(caller, served, form, certificate)
+            for (method, least), kind in itertools.product(MAY.items(), KINDS):
+                if (kind == "call" and method in own) or (kind == "large stream" and least is None):
+                    continue  # The transport answers it, or no peer has it.
+                entered.clear()
+                refusal: type[Exception] | None = None
+                try:
+                    await send(caller, served.peer_id, kind, method)
+                except SwarmError as error:
+                    refusal = type(error)
+                case = (form, kind, method)
+                if least is None or (form == "certified" and role.includes(least)):
+                    assert (entered, refusal) == ([(kind.split()[-1], method)], None), case
+                else:
+                    assert (entered, refusal) == ([], AccessDenied if form == "certified" else Uncertified), case
 
     loop.run_until_complete(go())
+
+
+def test_a_peer_that_is_banned_while_its_tensors_come_enters_nothing(loop: VirtualLoop) -> None:
+    served = MemoryNetwork().transport("served")
+    served.set_credentials(credentials_of(served.peer_id))
+    entered: list[PeerId] = []
+
+    async def enter(caller: PeerId, message: Message) -> Message:
+        entered.append(caller)
+        return message
+
+    served.handle_stream("stage.forward", enter)
+
+    async def go() -> None:
+        gate = served._gate
+        assert gate is not None
+        gate.certify(A, certificate_of(A))
+        respond = served._find(A, Head(Kind.STREAM, 1, "stage.forward", b"", (), 0)).respond
+        served.ban(ban_of(A))
+        with pytest.raises(AccessDenied, match="served answers a no more: it was banned"):
+            await respond(Message())
+
+    loop.run_until_complete(go())
+    assert entered == []
 
 
 def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:
@@ -174,6 +231,35 @@ def test_a_permit_ends_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
     assert said.startswith("The certificate of a has expired")
     gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
     assert gate.permit_of(A) is not None
+
+
+def test_who_is_cut_off_is_told_once() -> None:
+    """And only of a peer that was known: a stranger has nothing open but what ends by itself."""
+    clock_s, cut_off = [NOW_S], list[PeerId]()
+    gate = Gatekeeper(B, credentials_of(B), on_cut_off=cut_off.append, wall_s=lambda: clock_s[-1])
+    for name in "acde":
+        gate.certify(
+            PeerId(name), certificate_of(PeerId(name), expires_at_s=NOW_S + HOUR_S, invitation=name.encode() * 16)
+        )
+    for _ in range(2):
+        gate.ban(ban_of(A))
+        gate.ban(ban_of("stranger"))
+        gate.ban(ban_of((b"c" * 16).hex()))
+        with pytest.raises(AccessDenied, match="was banned"):
+            gate.certify(A, certificate_of(A, expires_at_s=NOW_S + HOUR_S))
+    assert cut_off == [A, "c"]
+    clock_s.append(NOW_S + HOUR_S)
+    assert not any(gate.knows(PeerId(name)) for name in "aced")
+    assert cut_off == [A, "c", "e", "d"]
+
+
+def test_a_banned_peer_counts_as_gone_also_where_it_has_shown_nothing() -> None:
+    gate = Gatekeeper(B, credentials_of(B))
+    gate.check_not_cut_off(A)
+    gate.ban(ban_of(A))
+    with pytest.raises(Unreachable, match="a is not asked any more: it was banned"):
+        gate.check_not_cut_off(A)
+    gate.check_not_cut_off(PeerId("c"))
 
 
 def test_the_peers_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
