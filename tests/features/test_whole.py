@@ -157,7 +157,7 @@ class Precise(Images):
     @override
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
-            self.net(digits()[0][0].view(1, 1, 8, 8).expand(4, -1, -1, -1))
+            self.net(digits().tensors[0][:4].view(4, 1, 8, 8).to(self.dtype))
 
 
 @feature(

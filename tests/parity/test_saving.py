@@ -26,7 +26,7 @@ from tests.parity.models import digits, loader
 @pytest.fixture
 def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of tests may run before a file is there."""
-    monkeypatch.setattr(checkpointing, "_OWN_PACKAGES", (*checkpointing._OWN_PACKAGES, "tests"))
+    monkeypatch.setattr(checkpointing, "OWN_PACKAGES", (*checkpointing.OWN_PACKAGES, "tests"))
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ class LeaseTable:
         if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
             return GrantReply(wait=WaitForRecord(step=step.step - 1))
         scaling = self._run.scaling
-        if scaling is not None and request.gradient_scale != scaling.scale:
+        # While the step's record is applied, this peer has the next step's scale already: who asks now has to wait.
+        if scaling is not None and request.gradient_scale != scaling.scale and not step.closing:
             raise ProtocolError(
                 f"all trainers of a run scale their losses alike, by {scaling.scale:g} in step {step.step}; got "
                 f"{request.gradient_scale:g}"

@@ -71,11 +71,9 @@ class Cycle(DigitsMLP):
 
 @pytest.mark.parametrize("swarm", [{}, {"num_stages": 1, "microbatch_size": None}], ids=["cut", "whole"])
 def test_a_schedule_runs_over_all_steps(swarm: dict[str, Any]) -> None:
-    data = loader(digits(), 12)
-    size = data.batch_size
-    assert size is not None
-    plain = run_plain(Cycle, data, max_epochs=2, max_steps=-1, accumulate_grad_batches=3)
-    found = run_swarm(Cycle, data, num_servers=2, max_epochs=2, max_steps=-1, target_batch_size=3 * size, **swarm)
+    data = loader(digits(), 13)  # four batches
+    plain = run_plain(Cycle, data, max_epochs=2, max_steps=-1, accumulate_grad_batches=2)
+    found = run_swarm(Cycle, data, num_servers=2, max_epochs=2, max_steps=-1, target_batch_size=26, **swarm)
     assert found.trainer is not None
     assert plain.trainer is not None
     assert found.trainer.lightning_module.expected == plain.trainer.lightning_module.expected
