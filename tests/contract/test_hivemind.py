@@ -182,6 +182,7 @@ def test_the_directory_decodes_names_bytes_and_dictionaries_of_records_and_nothi
             loads(other)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("protocol", "at_most"), [("lightning_swarm.call", 4), ("lightning_swarm.stream", 96)])
 def test_idle_streams_of_a_stranger_are_bounded_and_hold_nobody_up(
     world: HivemindWorld, protocol: str, at_most: int

@@ -85,7 +85,7 @@ class TestProject:
         strategy = SwarmStrategy(num_stages=2, microbatch_size=5, **PROJECTS[project])
         assert_same(run(project, strategy=strategy, devices=1), plain(project))
 
-    @pytest.mark.parametrize("num_servers", [2, 4])
+    @pytest.mark.parametrize("num_servers", [2, pytest.param(4, marks=pytest.mark.thorough)])
     def test_servers(self, project: ModuleType, num_servers: int) -> None:
         strategy = InMemoryStrategy(num_stages=2, microbatch_size=5, **PROJECTS[project])
         assert_same(run(project, strategy=strategy, devices=num_servers), plain(project))

@@ -67,7 +67,7 @@ def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch)
     check(case, seed=0)
 
 
-@pytest.mark.first_cells(6)
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
@@ -78,7 +78,7 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
-@pytest.mark.first_cells(9)
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("faults", list(caused()), ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults, seed=0)

@@ -113,7 +113,7 @@ def test_averages(make: Any, tmp_path: Path) -> None:
     assert all(stage.generation.evaluation_weights is None for stage in stages)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("make", [averaging, swa])
 @pytest.mark.parametrize(("first", "then"), [(run_plain, run_swarm), (run_swarm, run_plain)])
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

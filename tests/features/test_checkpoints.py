@@ -148,7 +148,7 @@ def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 goes_on.set()
 
     monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", slow)
-    monkeypatch.setattr(checkpointing, "_OWN_PACKAGES", (*checkpointing._OWN_PACKAGES, "tests"))
+    monkeypatch.setattr(checkpointing, "OWN_PACKAGES", (*checkpointing.OWN_PACKAGES, "tests"))
     assert saved_by_swarm(tmp_path, every_n_train_steps=5, callbacks=[Notes()]) == [5]
 
 

@@ -51,6 +51,7 @@ class OnBoth(DigitsMLP):
         return torch.stack(losses).sum()
 
 
+@pytest.mark.first_cells(1)
 @feature(
     "several training datasets: a dict of loaders, `CombinedLoader`",
     WORKS,

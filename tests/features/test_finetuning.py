@@ -60,7 +60,7 @@ def reselections(run: SwarmRun) -> dict[int, int]:
     }
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @feature("`BackboneFinetuning`", WORKS, "the weights are gathered in the trainer's module at each epoch's start")
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_backbone_finetuning(num_stages: int) -> None:
@@ -101,7 +101,7 @@ def in_phases(_: str = "") -> list[L.Callback]:
     return [Phases()]
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @feature("`BaseFinetuning`", WORKS, "the servers learn at the beginning of a step which parameters train")
 @pytest.mark.parametrize("options", [{}, {"num_stages": 3, "num_servers": 6}, {"role": "trainer"}])
 def test_phases(options: dict[str, Any]) -> None:

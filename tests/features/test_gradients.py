@@ -89,7 +89,7 @@ def frozen_attack(self: Free, images: Tensor, labels: Tensor) -> Tensor:
     return self.cost(images, labels) + regularizer  # which adds no gradient
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @feature("`torch.autograd.grad` by the pipeline's input: adversarial training, saliency, a Jacobian", WORKS)
 @pytest.mark.parametrize("loss", [adversarial, virtual_adversarial, several_of_one_call, jacobian])
 def test_gradients_by_the_input(loss: Loss) -> None:

@@ -170,6 +170,7 @@ def test_all_gather() -> None:
     assert "gathered" in fit_both(Gathers, max_steps=STEPS).logged()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "make",
     [

@@ -74,7 +74,7 @@ def eight_bits(kind: str, base: type[L.LightningModule] = Trained, *, in_32_bits
     return EightBits
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @feature("8-bit optimizers of bitsandbytes: `Adam8bit`, `AdamW8bit`, `LAMB8bit`, `Lion8bit`", WORKS)
 @pytest.mark.parametrize("kind", ["Adam8bit", "AdamW8bit", "LAMB8bit", "Lion8bit"])
 def test_8_bit_optimizers(kind: str) -> None:
@@ -278,6 +278,7 @@ def test_clipping_by_norm() -> None:
     assert both.swarm.num_clipped == STEPS
 
 
+@pytest.mark.first_cells(1)
 @feature("`Trainer(gradient_clip_algorithm='value')`", WORKS)
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
 def test_clipping_by_value(accumulate_grad_batches: int) -> None:

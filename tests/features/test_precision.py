@@ -97,6 +97,7 @@ def test_float16() -> None:
     assert plain.run.losses[-1] < 0.9 * plain.run.losses[0], "nothing was learned"
 
 
+@pytest.mark.first_cells(1)
 @feature("`precision='16-mixed'` with `gradient_clip_val`", WORKS, "clips the unscaled gradient, by norm or by value")
 @pytest.mark.parametrize(("algorithm", "tolerance"), [("norm", 1e-2), ("value", 1e-6)])
 def test_float16_clipped(algorithm: str, tolerance: float) -> None:

@@ -170,6 +170,7 @@ def assert_logged(seen: Seen, lines: Lines) -> None:
     assert lines.column("of another") == approx([mean([one for one in counted if one[2] == 1])])
 
 
+@pytest.mark.first_cells(1)
 @feature(
     "`self.log(sync_dist=True)` of numbers in `training_step`",
     WORKS,

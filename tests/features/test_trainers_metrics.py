@@ -175,6 +175,7 @@ def assert_steps(seen: Seen, lines: Lines) -> None:
         assert lines.column(f"{name}_step") == pytest.approx([one[name] for one in steps], rel=1e-12), name
 
 
+@pytest.mark.first_cells(1)
 @feature(
     "`self.log(sync_dist=True)` of metrics in `training_step`, `log_dict` of a `MetricCollection`",
     WORKS,

@@ -57,7 +57,7 @@ def asked() -> Iterator[list[str]]:
         yield found
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("target_batch_size", [None, 8])
 def test_one_call_a_batch(window: int, target_batch_size: int | None) -> None:
@@ -75,6 +75,7 @@ def test_one_call_a_batch(window: int, target_batch_size: int | None) -> None:
     assert RECORD not in calls
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("window", [1, 2])
 def test_steps_that_are_late_wait_for_one_call_a_batch(window: int) -> None:
     """Beside its first microbatches the lead says that it trains."""

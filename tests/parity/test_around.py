@@ -69,6 +69,7 @@ def both(
 # ---------------------------------------------------------------------- the same curve
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,7 +187,7 @@ class DropsOut(NanoGPT):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(
     "make", [Finetuned, OnlyItsHead, NoGradient, NowAndThen, Looped, Penalised, DropsOut], ids=lambda one: one.__name__

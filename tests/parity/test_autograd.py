@@ -108,6 +108,7 @@ class UnderInferenceMode(Digits):
         return F.cross_entropy(output, labels) + 0.1 * F.mse_loss(output, target.clone())
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("module", [Detached, UnderNoGrad, UnderInferenceMode])
 def test_a_call_that_is_not_backpropagated(module: type[Digits]) -> None:
     _, swarm = run_both(module)
@@ -443,7 +444,7 @@ def around_alone(self: LayersAround, images: Tensor, labels: Tensor) -> Tensor:
     return images.grad
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("adversarial", [by_grad, by_backward, around_alone])
 def test_gradients_through_layers_around_the_pipeline(adversarial: Any) -> None:
     plain = run_plain(lambda: LayersAround(adversarial), loader(digits()), max_steps=STEPS)

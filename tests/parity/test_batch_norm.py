@@ -92,7 +92,7 @@ def assert_counted(run: Run, num: int) -> None:
     assert len(counts) == 5
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(("num_stages", "num_servers"), [(1, 1), (2, 2), (2, 4), (3, 4), (4, 7)])
 def test_running_statistics_are_those_of_a_plain_loop(plain: Run, num_stages: int, num_servers: int) -> None:
     run = swarm(num_stages=num_stages, num_servers=num_servers)
@@ -100,6 +100,7 @@ def test_running_statistics_are_those_of_a_plain_loop(plain: Run, num_stages: in
     assert_counted(run, NUM_MICROBATCHES)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_servers", [1, 4])
 def test_cumulative_averages(num_servers: int) -> None:
     """`momentum=None` weighs all microbatches alike, so their number counts."""

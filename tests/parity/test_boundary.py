@@ -94,7 +94,7 @@ def inserted(module: Any, boundary: Boundary = HALF, after: list[str] = AFTER) -
     return module
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("boundary", [HALF, Bottleneck(ratio=4), Maxout(ratio=2), Maxout(ratio=4)], ids=str)
 @pytest.mark.parametrize(
     ("model", "after", "swarm"),

@@ -47,7 +47,7 @@ def run_both(compression: Compression, **swarm: Any) -> tuple[Run, SwarmRun]:
     return plain, trained
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_servers", [2, 4])
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "8bit", "6bit", "4bit"])
 def test_activations_and_gradients_are_what_the_codecs_make_of_them(codec: CodecName, num_servers: int) -> None:

@@ -88,7 +88,7 @@ class Auxiliary(Net):
         return self.logged(loss + 0.1 * self.net[2].penalty.mean())
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("make", [Adversarial, Attacked, Imitating, Auxiliary])
 @pytest.mark.parametrize("window", [1, 2])
 def test_gradients_in_training_step_are_one_step_late(make: type[Net], window: int) -> None:

@@ -124,6 +124,7 @@ def loader() -> DataLoader[Any]:
 run = partial(run_swarm, Translator, max_steps=STEPS, max_epochs=-1, shared=("causal",), gradient_clip_val=0.5)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(("num_stages", "num_servers"), [(2, 2), (3, 3), (4, 6)])
 def test_it_trains_as_on_one_machine(num_stages: int, num_servers: int) -> None:
     plain = run_plain(Translator, loader(), max_steps=STEPS, max_epochs=-1, gradient_clip_val=0.5)

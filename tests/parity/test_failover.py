@@ -37,7 +37,7 @@ def assert_same(swarm: Swarm, plain: Run | None = None) -> None:
     torch.testing.assert_close(swarm.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("at", [1, 4, 8])
 def test_the_lead_dies_in_the_middle_of_an_epoch(at: int) -> None:
     """Epochs have 7 batches."""

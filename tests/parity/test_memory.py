@@ -36,7 +36,7 @@ def train(model: Callable[..., Net], limits: Limits | None = None, dropout: floa
     )
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("cache_bytes", [0, MIDDLING_BYTES])
 @pytest.mark.parametrize("model", DATA)
 def test_what_was_dropped_is_computed_again(model: Callable[..., Net], cache_bytes: int) -> None:

@@ -25,7 +25,7 @@ def with_dropout() -> DigitsMLP:
     return DigitsMLP(dropout=0.4)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("num_servers", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3), (4, 4)])
 def test_the_curve_does_not_depend_on_who_computes_what(num_servers: int, seed: int) -> None:
     reference = run_swarm(with_dropout, loader(digits()), num_stages=2, num_servers=2, max_steps=STEPS)

@@ -213,7 +213,7 @@ class Evaluated(DigitsMLP):
         raise AssertionError("nobody trains")
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("from_file", [True, False])
 def test_validate_test_and_predict_equal_the_plain_trainers(

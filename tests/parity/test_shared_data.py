@@ -124,6 +124,7 @@ def test_a_faster_trainer_brings_more_of_each_step() -> None:
     assert num_batches[0] > num_batches[1] > 0
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_trainers", [2, 4])
 def test_steps_are_the_same_whoever_brings_them(alone: Seen, num_trainers: int) -> None:
     weights = Weights()
@@ -227,6 +228,7 @@ def test_one_is_killed_and_another_one_comes_in_mid_epoch(alone: Seen, comes: in
 ANOTHER_CALLBACK = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 
+@pytest.mark.first_cells(1)
 @ANOTHER_CALLBACK
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
 def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_path: Path) -> None:
@@ -245,6 +247,7 @@ def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_p
     assert_each_once(begun, 3)
 
 
+@pytest.mark.first_cells(1)
 @ANOTHER_CALLBACK
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_run_goes_on_between_two_epochs(alone: Seen, before: int, after: int, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class Counts(lightning_callbacks.WeightAveraging):
         """No swap."""
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
 def test_what_a_subclass_decides_is_done(accumulate_grad_batches: int) -> None:
     callbacks: list[Counts] = []

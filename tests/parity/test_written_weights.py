@@ -86,6 +86,7 @@ def test_what_a_hook_writes_after_a_step_is_what_the_next_one_computes_with(
     assert num_written(run) == (2 if do is one_tensor else STEPS - 1)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("at", ["on_fit_start", "on_train_start", "on_train_batch_start", "on_train_epoch_start"])
 def test_weights_are_loaded_in_a_hook(at: str) -> None:
     assert num_written(both(make, load, at, num_servers=4)) >= 1
@@ -161,7 +162,7 @@ class Momentum(Net):
         return torch.optim.AdamW(self.net.parameters(), lr=3e-3)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("at", ["training_step", "on_train_batch_end", "on_before_zero_grad"])
 def test_a_target_follows_by_momentum(at: str, accumulate: int) -> None:

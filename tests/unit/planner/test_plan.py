@@ -712,6 +712,7 @@ def test_a_bare_list_says_nothing_of_it(tmp_path: Path) -> None:
     assert read_compression(file) == WireSettings()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("measured", [False, True])
 def test_the_model_of_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: bool

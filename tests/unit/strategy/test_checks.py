@@ -268,6 +268,7 @@ def test_a_second_starter_is_refused_before_anyone_is_told_of_it() -> None:
     assert strategy.known == {}
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_run_that_breaks_off_says_how_to_go_on(tmp_path: Path, saves: bool) -> None:
     class Killer(L.Callback):
