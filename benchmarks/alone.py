@@ -1,5 +1,7 @@
 """What a swarm of one process costs: the start of `fit`, and the time of a step, beside the plain Trainer.
 
+`SwarmStrategy()` alone is no swarm: with one device and no argument that concerns others, Lightning's own loop trains.
+
 The model is tiny, so that next to all of the time is the swarm's own. The ways take turns.
 """
 
@@ -10,6 +12,7 @@ import logging
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 
 import lightning as L
 import torch
@@ -39,8 +42,8 @@ class _Small(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-def fit(num_stages: int, num_steps: int) -> float:
-    """Train for some steps, in a swarm of some stages or, with none, by the plain Trainer; return the seconds."""
+def fit(strategy: SwarmStrategy | str, num_steps: int) -> float:
+    """Train for some steps, and return the seconds."""
     data = DataLoader(TensorDataset(torch.randn(num_steps * _BATCH, _WIDTH)), batch_size=_BATCH)
     trainer = L.Trainer(
         max_steps=num_steps,
@@ -50,8 +53,7 @@ def fit(num_stages: int, num_steps: int) -> float:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        # One stage without a word on microbatches would be no swarm.
-        strategy=SwarmStrategy(num_stages=num_stages, microbatch_size=_BATCH) if num_stages else "auto",
+        strategy=strategy,
     )
     start_s = time.perf_counter()
     trainer.fit(_Small(), data)
@@ -66,14 +68,25 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    ways = {"plain Trainer": 0, "1 stage": 1, "2 stages": 2, "4 stages": 4}
+
+    def stages(number: int) -> SwarmStrategy:
+        return SwarmStrategy(num_stages=number, microbatch_size=_BATCH)
+
+    ways: dict[str, Callable[[], SwarmStrategy | str]] = {
+        "plain Trainer": lambda: "auto",
+        "SwarmStrategy()": SwarmStrategy,
+        "a swarm without a cut": lambda: SwarmStrategy(num_stages=1, run_id="alone"),
+        "1 stage": lambda: stages(1),
+        "2 stages": lambda: stages(2),
+        "4 stages": lambda: stages(4),
+    }
     starts, steps = defaultdict(list), defaultdict(list)
-    for num_stages in ways.values():
-        fit(num_stages, 2)  # imports
+    for make in ways.values():
+        fit(make(), 2)  # imports
     for _ in range(arguments.repeats):
-        for way, num_stages in ways.items():
-            starts[way].append(fit(num_stages, 2))
-            steps[way].append((fit(num_stages, arguments.steps) - starts[way][-1]) / (arguments.steps - 2))
+        for way, make in ways.items():
+            starts[way].append(fit(make(), 2))
+            steps[way].append((fit(make(), arguments.steps) - starts[way][-1]) / (arguments.steps - 2))
     rows: list[list[object]] = [["way", "a fit of two steps, s", "a further step, ms", "times the plain Trainer's"]]
     for way in ways:
         ratio = median([own / plain for own, plain in zip(steps[way], steps["plain Trainer"], strict=True)])

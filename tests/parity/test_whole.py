@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_swarm.protocol.compression import Compression
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.parity.harness import QUIET, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
@@ -196,3 +197,43 @@ def test_one_device_goes_on_from_what_stages_wrote(tmp_path: Path) -> None:
     plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
     for name, weight in module.state_dict().items():
         torch.testing.assert_close(weight, plain.weights[name], rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("before", "after"), [(WHOLE, {"num_stages": 3}), ({"num_stages": 2}, WHOLE)])
+def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path: Path) -> None:
+    """In the middle of an epoch, with the optimizer's state."""
+    saving = Saving(tmp_path / "saved.ckpt", 5)
+    run_swarm(DigitsMLP, loader(digits()), num_servers=3, max_steps=5, callbacks=[saving], **before)
+    found = run_swarm(DigitsMLP, loader(digits()), num_servers=3, max_steps=12, ckpt_path=saving.path, **after)
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=12)
+    assert found.trainer is not None
+    assert found.trainer.global_step == 12
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"offload_optimizer": True}, 1e-9),
+        ({"compression": "float16"}, 0.01),
+        ({"compression": "8bit"}, 0.1),
+        ({"compression": Compression(averaging="4bit", error_feedback=True)}, 0.2),
+        ({"compression": Compression(averaging="powersgd", rank=8)}, 0.5),
+    ],
+    ids=["offloaded", "float16", "8 bits", "4 bits", "PowerSGD"],
+)
+def test_the_recipe_of_volunteers(options: dict[str, Any], share: float) -> None:
+    """Each sample counts once, all replicas have the same weights, and these are near those without compression."""
+    recipe = Recipe(optimizer="sgd")
+    seen = train(2, lambda seen: Branches(recipe), max_steps=20, swarm={**WHOLE, **options})
+    read = [number for places in seen.steps for place in places for number in seen.batches[place][1]]
+    assert sorted(read[: len(digits())]) == list(range(len(digits())))
+    exact = train(1, lambda seen: Branches(recipe), max_steps=20, swarm=WHOLE)
+    begun = dict(Branches(recipe).double().state_dict())
+    way = sum(float((exact.weights[name] - begun[name]).square().sum()) for name in exact.weights) ** 0.5
+    off = sum(float((exact.weights[name] - seen.weights[name]).square().sum()) for name in exact.weights) ** 0.5
+    assert way > 0.0
+    assert off < share * way
