@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -98,6 +99,11 @@ def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
         strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)
+    if blocks.are_none and strategy._compiler is not None:
+        rank_zero_warn(
+            "`torch.compile` of a whole LightningModule compiles the stages of a swarm, and this model is not cut: it "
+            "runs as if it were not compiled. Compile its layers, as in `self.net = torch.compile(self.net)`."
+        )
     strategy._ranges = _ranges(strategy, module, blocks)
     if config.boundary is not None:  # a model that has boundary layers already is cut where they stand
         if not boundary_layers(module):

@@ -17,10 +17,12 @@ from typing_extensions import override
 from lightning_swarm.client.pipeline.row_check import NUM_PROBES
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.strategy import model_setup
 from tests.features.both import STEPS, Evaluated, Trained, approx, fit_both, trainers
-from tests.features.mark import REFUSED, WORKS, feature
+from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.parity.harness import WEIGHT_TOLERANCE, assert_exact, quiet_warnings, run_plain, run_swarm
-from tests.parity.models import DigitsMLP, NanoGPT, TinyGPT, TinyGPTWithLosses, digits, loader, sentences
+from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, TinyGPT, TinyGPTWithLosses, digits, loader, sentences
+from tests.parity.test_whole import WHOLE, Branches, Images
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 
@@ -83,6 +85,43 @@ def test_compiled_stages(make_module: Any, data: Any) -> None:
     plain, swarm, _ = compiled_runs(make_module, loader(data()))
     swarm.weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in swarm.weights.items()}
     assert_exact(swarm, plain)
+
+
+class CompiledBranches(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+
+class CompiledImages(Images):
+    """With a batch norm in what is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(optimizer="sgd"))
+        self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+
+@feature("compiled layers, in a model that is not cut", WORKS)
+@pytest.mark.parametrize("model", [CompiledBranches, CompiledImages])
+def test_compiled_layers(model: type[Net]) -> None:
+    """The last batch of an epoch is smaller, and compiled anew."""
+    plain = run_plain(model, loader(digits()), max_steps=10)
+    assert_exact(run_swarm(model, loader(digits()), num_servers=1, max_steps=10, **WHOLE), plain)
+
+
+@feature(
+    "`trainer.fit(torch.compile(module, ...))` of a model that is not cut",
+    PARTLY,
+    "on one device without a swarm; else a warning says that it runs uncompiled. Compile its layers",
+)
+def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(model_setup, "rank_zero_warn", said.append)
+    backend = Counting()
+    run_swarm(lambda: torch.compile(Branches(), backend=backend), loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+    (warning,) = said
+    assert "it runs as if it were not compiled. Compile its layers" in warning
+    assert backend.ran["forward"] == 0
 
 
 @pytest.mark.thorough

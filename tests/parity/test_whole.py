@@ -26,6 +26,9 @@ from tests.parity.trainers import assert_exact as assert_same
 WHOLE: dict[str, Any] = {"num_stages": 1, "microbatch_size": None}
 
 
+UNCUT: dict[str, Any] = {**WHOLE, "role": "both", "target_batch_size": 8}  # a model, too, that could be cut
+
+
 class Branches(Net):
     """No chain of blocks: two branches, and a parameter that belongs to the module itself."""
 
@@ -200,12 +203,13 @@ def test_one_device_goes_on_from_what_stages_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("before", "after"), [(WHOLE, {"num_stages": 3}), ({"num_stages": 2}, WHOLE)])
+@pytest.mark.parametrize(("before", "after"), [(UNCUT, {"num_stages": 3}), ({"num_stages": 2}, UNCUT)])
 def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path: Path) -> None:
     """In the middle of an epoch, with the optimizer's state."""
     saving = Saving(tmp_path / "saved.ckpt", 5)
     run_swarm(DigitsMLP, loader(digits()), num_servers=3, max_steps=5, callbacks=[saving], **before)
     found = run_swarm(DigitsMLP, loader(digits()), num_servers=3, max_steps=12, ckpt_path=saving.path, **after)
+    assert found.status.is_whole == (after is UNCUT)
     plain = run_plain(DigitsMLP, loader(digits()), max_steps=12)
     assert found.trainer is not None
     assert found.trainer.global_step == 12

@@ -16,6 +16,7 @@ from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
+from lightning_swarm.model.statistics_watch import StatisticsWatch
 from lightning_swarm.model.watched import same
 from lightning_swarm.protocol.messages.calls import CallKey
 
@@ -57,13 +58,14 @@ class LocalLayers:
     _known_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
+        statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
         self._spent = GradientMarks(list(self.parameters.values()))
         names = {id(buffer): name for name, buffer in self._buffers().items()}
         self._names_of_norms = {
             id(norm): {own: names[id(buffer)] for own, buffer in norm.named_buffers(recurse=False)}
-            for norm in self._statistics.norms
+            for norm in statistics.norms
         }
+        self._watch = StatisticsWatch(statistics.norms, self._check_norm, self._note_norm)
         self.note_current()
 
     @property
@@ -74,16 +76,19 @@ class LocalLayers:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Note inside what batch norms see of the batch in hand. Their own statistics count it until a record does."""
-
-        def check(norm: nn.Module) -> None:
-            self._check_buffers({name: norm.get_buffer(own) for own, name in self._names_of_norms[id(norm)].items()})
-
-        def note(norm: nn.Module) -> None:
-            for own, name in self._names_of_norms[id(norm)].items():
-                self._known_buffers[name] = norm.get_buffer(own).detach().clone()
-
-        with self._statistics.watched(check, note) as self._seen:
+        with self._watch.batch() as self._seen:
             yield
+
+    def _check_norm(self, norm: nn.Module) -> None:
+        self._check_buffers({name: norm.get_buffer(own) for own, name in self._names_of_norms[id(norm)].items()})
+
+    def _note_norm(self, norm: nn.Module) -> None:
+        for own, name in self._names_of_norms[id(norm)].items():
+            self._known_buffers[name] = norm.get_buffer(own).detach().clone()
+
+    def release(self) -> None:
+        """Leave the module as it was: the run is over."""
+        self._watch.release()
 
     def add(self, key: CallKey, weight: float) -> None:
         """Hand the batch's gradients over from ``grad`` to the stage's sum; from then on, a use of ``grad`` fails."""
