@@ -187,6 +187,10 @@ class Session:
         """Inside, refuse uses of gradients of the trainer's own layers, of which the step has more than are here."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_elsewhere()
 
+    def gradients_spent(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, refuse uses of gradients of the batch before, of the trainer's own layers."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
+
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
         """Let what is backpropagated count. Once all is, the batch counts with `logs`, even if this trainer dies."""
         batch = self.pipeline.batch
@@ -198,8 +202,6 @@ class Session:
             if self.local_layers is not None:
                 self.local_layers.check_clear()
         self.pipeline.marks.clear()
-        if self.local_layers is not None:
-            self.local_layers.begin_backward()
         self.pipeline.clears_gradients = False
         if logs is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)

@@ -34,7 +34,7 @@ class RunningStatistics:
     def __init__(self, stage: StageModule) -> None:
         norms = [norm for norm in stage.counted_modules() if isinstance(norm, _BatchNorm)]
         self._norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]
-        self._sizes = [mean_of(norm).numel() for norm in self._norms]
+        self._sizes = [_mean(norm).numel() for norm in self._norms]
         self._seen: dict[int, dict[Receipt, Tensor]] = {}  # by step
         self.length = 2 * len(self._norms) + 2 * sum(self._sizes)
 
@@ -63,17 +63,45 @@ class RunningStatistics:
             return
         with contextlib.ExitStack() as stack:
             for norm in norms:
-                stack.enter_context(writing_what_it_sees(norm))
+                stack.enter_context(_writing_what_it_sees(norm))
             yield seen
             found = self._read(seen=True)
         num = len(self._norms)
-        found[-num:] = found.new_tensor([momentum_of(norm) for norm in self._norms])
+        found[-num:] = found.new_tensor([_momentum(norm) for norm in self._norms])
         seen.values = found
         if any(count > 1 for count in found[:num].tolist()):
             raise ConfigError(
                 "a `BatchNorm` in a block must be used once for each sample, got one that is used several times in one "
                 "forward. Give each place a norm of its own."
             )
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[BatchStatistics]:
+        """Inside, let norms write their own statistics as always; afterwards the yielded object has what they saw.
+
+        A norm may be used several times, one after the other.
+        """
+        # From what they wrote, not by hooks: a compiled module may run none.
+        seen = BatchStatistics()
+        if not self._norms:
+            yield seen
+            return
+        before = self._read()
+        yield seen
+        after, num = self._read(), len(self._norms)
+        uses, momenta = after[:num] - before[:num], after[-num:]
+        if not uses.any():
+            return
+        if bool((uses < 0).any()):
+            raise ConfigError(
+                "a `BatchNorm` that is used in `training_step` must count on from its last batch, got one whose "
+                "`num_batches_tracked` was set back there. Leave out `reset_running_stats()`."
+            )
+        kept = torch.where(momenta < 0.0, before[:num] / after[:num].clamp(min=1.0), (1.0 - momenta) ** uses)
+        owners = self._owners.to(kept.device)
+        old, new = kept[owners], (1.0 - kept)[owners]
+        found = (after[num:-num] - old * before[num:-num]) / torch.where(new > 0.0, new, 1.0)
+        seen.values = torch.cat([uses, torch.where(new > 0.0, found, 0.0), momenta])
 
     @property
     def _owners(self) -> Tensor:
@@ -114,7 +142,7 @@ class RunningStatistics:
         for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
             # Not of the tensors themselves: a graph that waits for its backward would take them for changed.
             assert norm.running_var is not None
-            mean_of(norm).data.copy_(mean)
+            _mean(norm).data.copy_(mean)
             norm.running_var.data.copy_(var)
             if norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.data.copy_(count)
@@ -126,7 +154,7 @@ class RunningStatistics:
 
     def _read(self, *, seen: bool = False) -> Tensor:
         """Return what the norms hold; with `seen`, nothing of those in eval mode."""
-        means = [mean_of(norm) for norm in self._norms]
+        means = [_mean(norm) for norm in self._norms]
         variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
         uncounted = means[0].new_zeros(())
         counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self._norms]
@@ -135,11 +163,11 @@ class RunningStatistics:
         found = [
             (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts
         ]
-        return torch.cat([*found, found[0].new_tensor([momentum_of(norm) for norm in self._norms])])
+        return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self._norms])])
 
 
 @contextlib.contextmanager
-def writing_what_it_sees(norm: _BatchNorm) -> Iterator[None]:
+def _writing_what_it_sees(norm: _BatchNorm) -> Iterator[None]:
     """Inside, have a norm in train mode write what it sees to statistics that begin at zero; then put back its own."""
     own = [(buffer, buffer.data) for buffer in norm.buffers(recurse=False)]
     momentum = norm.momentum
@@ -154,13 +182,11 @@ def writing_what_it_sees(norm: _BatchNorm) -> Iterator[None]:
         norm.momentum = momentum
 
 
-def momentum_of(norm: _BatchNorm) -> float:
-    """Return a norm's momentum; -1: it averages."""
+def _momentum(norm: _BatchNorm) -> float:
     return -1.0 if norm.momentum is None else norm.momentum
 
 
-def mean_of(norm: _BatchNorm) -> Tensor:
-    """Return a norm's running mean, which it must have."""
+def _mean(norm: _BatchNorm) -> Tensor:
     assert norm.running_mean is not None
     return norm.running_mean
 

@@ -229,7 +229,7 @@ class Checkpoints:
             written = strategy._access.pending if strategy._access is not None else {}
             with strategy.paused_access():
                 unsaved = unsaved_buffers(module)
-            return states.without_weights(own, unsaved, names, written)
+            return states.without_weights(own, unsaved, {**model_state.first_names(module), **names}, written)
         if strategy._weights is None:
             return own
         if self._is_sharded:

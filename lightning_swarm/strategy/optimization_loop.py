@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,6 +200,9 @@ class SwarmOptimization:
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """Run the batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
+        zero_grad = closure._zero_grad_fn
+        if zero_grad is not None:
+            closure._zero_grad_fn = partial(self._zero_grad, zero_grad)
         self._session.pipeline.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
             with self._session.counting():
@@ -229,6 +233,11 @@ class SwarmOptimization:
             # All batches of a step, on its device, are too much to keep for a double fault.
             self._completed.keep_no_batches()
         return {} if result.loss is None else result.asdict()
+
+    def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
+        """Have Lightning call `on_before_zero_grad`, where plain Lightning has gradients of the batch before."""
+        with self._session.gradients_spent():
+            zero_grad()
 
     def _finish_batch(self, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics) -> bool:
         """Tell the servers that the batch is complete, and what it logged. True if its step closes now."""

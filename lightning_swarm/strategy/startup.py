@@ -246,8 +246,6 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     data = _data_of(strategy, trainer)
     data.open(session)
     strategy._undo.callback(data.close)
-    if session.local_layers is not None:
-        strategy._undo.callback(session.local_layers.release)
     assert strategy._access is not None
     strategy._loop = SwarmOptimization(trainer, session, data, strategy.config, strategy._access)
     strategy._loop.take_over()

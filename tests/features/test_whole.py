@@ -172,8 +172,13 @@ def test_written_statistics(model: type[Images], name: str) -> None:
 
 
 class Norms(Branches):
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
+    """Looks at gradients in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self.look)
+
+    def look(self, *_: Any) -> None:
         self.found = sum(one.grad.norm() for one in self.parameters() if one.grad is not None)
 
 
@@ -182,9 +187,10 @@ class Norms(Branches):
     REFUSED,
     "they were handed over; `on_after_backward` has them",
 )
-def test_gradients_after_the_batch() -> None:
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_zero_grad", "on_train_batch_start"])
+def test_gradients_after_the_batch(hook: str) -> None:
     with pytest.raises(ConfigError, match=r"from the end of their batch on: got a use of `\.grad`.*on_after_backward"):
-        run_swarm(Norms, loader(digits()), num_servers=1, max_steps=2, **WHOLE)
+        run_swarm(lambda: Norms(hook), loader(digits()), num_servers=1, max_steps=2, **WHOLE)
 
 
 class Warming(Branches):

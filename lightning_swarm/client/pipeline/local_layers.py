@@ -16,7 +16,6 @@ from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
-from lightning_swarm.model.statistics_watch import StatisticsWatch
 from lightning_swarm.model.watched import same
 from lightning_swarm.protocol.messages.calls import CallKey
 
@@ -53,19 +52,18 @@ class LocalLayers:
     until_held: Callable[[], None] | None = None  # waits until they are again; None: they never will be
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
+    _has_added: bool = False  # the gradients of a batch
     # Values by name: those of the stage, as far as is known here; of statistics those that norms have written since.
     _known: dict[str, Tensor] = field(default_factory=dict)
     _known_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
+        self._statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
         self._spent = GradientMarks(list(self.parameters.values()))
         names = {id(buffer): name for name, buffer in self._buffers().items()}
-        self._names_of_norms = {
-            id(norm): {own: names[id(buffer)] for own, buffer in norm.named_buffers(recurse=False)}
-            for norm in statistics.norms
-        }
-        self._watch = StatisticsWatch(statistics.norms, self._check_norm, self._note_norm)
+        self._names_of_norms = [
+            [names[id(buffer)] for buffer in norm.buffers(recurse=False)] for norm in self._statistics.norms
+        ]
         self.note_current()
 
     @property
@@ -76,28 +74,23 @@ class LocalLayers:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Note inside what batch norms see of the batch in hand. Their own statistics count it until a record does."""
-        with self._watch.batch() as self._seen:
+        self._spent.clear()  # a `.backward()` of one's own would add to what stands for them
+        self.check_buffers()
+        with self._statistics.watched() as self._seen:
             yield
-
-    def _check_norm(self, norm: nn.Module) -> None:
-        self._check_buffers({name: norm.get_buffer(own) for own, name in self._names_of_norms[id(norm)].items()})
-
-    def _note_norm(self, norm: nn.Module) -> None:
-        for own, name in self._names_of_norms[id(norm)].items():
-            self._known_buffers[name] = norm.get_buffer(own).detach().clone()
-
-    def release(self) -> None:
-        """Leave the module as it was: the run is over."""
-        self._watch.release()
+        if self._seen.values is not None:
+            own, uses = self._buffers(), self._seen.values.tolist()
+            written = [name for used, names in zip(uses, self._names_of_norms, strict=False) if used for name in names]
+            self._known_buffers.update((name, own[name].detach().clone()) for name in written)
 
     def add(self, key: CallKey, weight: float) -> None:
         """Hand the batch's gradients over from ``grad`` to the stage's sum; from then on, a use of ``grad`` fails."""
         self.check_buffers()
-        self._spent.clear()  # of a batch before, if this one has no backward
         own = self.parameters
         gradients = {name: parameter.grad for name, parameter in own.items()}
         self.clear()
         self._spent.set()
+        self._has_added = True
         if not self._checked_gradients:
             self._checked_gradients = True
             missing = [name for name, tensor in own.items() if tensor.requires_grad and gradients[name] is None]
@@ -113,7 +106,6 @@ class LocalLayers:
 
     def check_clear(self) -> None:
         """Refuse gradients of a backward before Lightning's own where plain Lightning would add both."""
-        self._spent.clear()
         found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
         if found:
             raise ConfigError(
@@ -121,9 +113,15 @@ class LocalLayers:
                 f"of one's own left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
             )
 
-    def begin_backward(self) -> None:
-        """Expect gradients: what tells of those that were handed over goes."""
-        self._spent.clear()
+    @contextlib.contextmanager
+    def gradients_spent(self) -> Iterator[None]:
+        """Inside, refuse uses of gradients of the batch before, which were handed over."""
+        if self._has_added:
+            self._spent.set()
+        try:
+            yield
+        finally:
+            self._spent.clear()
 
     def clear(self) -> None:
         """Forget the batch's gradients."""
