@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler, random_split
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
@@ -409,6 +409,25 @@ def test_a_sampler_that_gives_others_something_else_is_named() -> None:
     assert seen.errors.keys() == {1}
     assert isinstance(seen.errors[1], ConfigError)
     assert "the 13 batches of list in epoch 0 are not those of the lead" in str(seen.errors[1])
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_a_split_that_each_trainer_draws_for_itself_is_refused(is_seeded: bool) -> None:
+    """Their batches have the same indices, of other samples."""
+    seeds = iter(range(2))
+
+    def data() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3 if is_seeded else next(seeds))
+        train, _ = random_split(numbered(digits()), [40, NUM_SAMPLES - 40], generator=generator)
+        return DataLoader(train, batch_size=4)
+
+    seen = run(2, data=data, max_epochs=1, raises=False)
+    if is_seeded:
+        assert not seen.errors
+        assert len(set(counted(seen))) == len(counted(seen)) == 40
+    else:
+        assert "are not those of the lead" in str(seen.errors[1])
+        assert "seed a `random_split`" in str(seen.errors[1])
     assert_each_once(seen, 3)
 
 

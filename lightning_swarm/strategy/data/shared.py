@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from msgspec.structs import replace as replaced
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 from typing_extensions import TypeIs
 
 from lightning_swarm.client.session import Session
@@ -39,7 +39,9 @@ from lightning_swarm.strategy.framework import framework_of
 class EpochListing:
     """The first batches of indices that a batch sampler gives in an epoch, and a digest of them."""
 
-    def __init__(self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False) -> None:
+    def __init__(
+        self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False, subset: bytes = b""
+    ) -> None:
         drawn = iter(batches)
         listed = [list(batch) for batch in islice(drawn, num_batches)]
         if ends:  # loaders with workers ask for one more
@@ -60,7 +62,13 @@ class EpochListing:
         self._flat: Any = flat if numbers is None else numbers
         self._starts = np.cumsum([0, *lengths])
         content = repr(flat).encode() if numbers is None else numbers.tobytes()
-        self.digest = hashlib.sha256(repr(self.sizes).encode() + b"\0" + content).digest()
+        content = repr(self.sizes).encode() + b"\0" + content
+        self.digest = hashlib.sha256(content + subset).digest()
+        self._former_digest = hashlib.sha256(content).digest()  # of checkpoints by versions that looked at no subset
+
+    def is_of(self, plan: EpochPlan) -> bool:
+        """Return whether a plan is of the same batches."""
+        return self.sizes == plan.sizes and plan.digest in (self.digest, self._former_digest)
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -72,6 +80,15 @@ class EpochListing:
             raise IndexError(index)
         part = self._flat[self._starts[index] : self._starts[index + 1]]
         return part.tolist() if isinstance(part, np.ndarray) else list(part)
+
+
+def _subset_digest(dataset: object) -> bytes:
+    """Digest what a dataset takes of another one, as `random_split` makes it; empty: all, as far as is known."""
+    found = b""
+    while isinstance(dataset, Subset):
+        found += hashlib.sha256(np.asarray(dataset.indices).tobytes()).digest()
+        dataset = dataset.dataset
+    return found
 
 
 STATE: Final = "swarm_data"
@@ -321,7 +338,7 @@ class SharedData:
         if len(own) == len(plan.random.own):
             with drawing_from(plan.random, own):
                 listing = self._list(plan.epoch)
-        if listing is None or (listing.digest, listing.sizes) != (plan.digest, plan.sizes):
+        if listing is None or not listing.is_of(plan):
             sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
             what = f"{len(own)} generators" if listing is None else f"{len(listing)} batches"
             theirs = len(plan.random.own) if listing is None else plan.num_batches
@@ -329,7 +346,8 @@ class SharedData:
                 "trainers bring the batches of one order, which each lists with the same random numbers: the "
                 f"{what} of {type(sampler).__name__} in epoch {plan.epoch} are not {others}, of which there are "
                 f"{theirs}. Use the same dataset, batch size and sampler, and let the sampler draw from the generators "
-                "of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
+                "of torch, numpy or random; seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
+                "`use_distributed_sampler=False` in all trainers."
             )
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
         self._forget_old_epochs()
@@ -340,9 +358,8 @@ class SharedData:
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         num_batches = self.num_batches()
-        return EpochListing(
-            batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin)
-        )
+        ends = self._origin.num_workers > 0 and num_batches == len(self._origin)
+        return EpochListing(batches, num_batches, ends=ends, subset=_subset_digest(self._origin.dataset))
 
     def _forget_old_epochs(self) -> None:
         """Forget epochs of which no batch is left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core import process
-from lightning_swarm.core.process import ProcessSettings
+from lightning_swarm.core.process import ProcessSettings, max_files
 from lightning_swarm.peer import peer
 
 BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thread's piece
@@ -28,6 +29,20 @@ def _nothing_frozen() -> Iterator[None]:
     gc.freeze()  # as all tests have it
     gc.callbacks[:] = others
     gc.enable()
+
+
+def test_as_many_files_may_be_open_as_the_system_permits() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        settings = ProcessSettings(keeps_memory=False)
+        try:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+            assert max_files() == (sys.maxsize if hard == resource.RLIM_INFINITY else hard)
+        finally:
+            settings.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.usefixtures("_nothing_frozen")
