@@ -51,13 +51,17 @@ class Standin:
         self._num_noted = 0
         self.held: set[Receipt] = set()
         self.weight = 1.0
-        serve(Voter(member.boot_id), transport, lambda peer: peer == coordinator, self._may_succeed, lambda _: None)
+        voter = Voter(member.boot_id)
+        serve(voter, transport, lambda peer: peer == coordinator, self._may_succeed, self._check_record)
         transport.handle_call(ADMIT, self._agree)
         transport.handle_stream(LOAD, self._take)
         transport.handle_stream(KEEP, self._take)
         transport.handle_call(FREEZE, self._freeze)
         transport.handle_call(AVERAGE, self._average)
         transport.handle_call(APPLY, self._apply)
+
+    async def _check_record(self, record: Record) -> None:
+        """Find nothing wrong."""
 
     async def _may_succeed(self, _: PeerId) -> bool:
         return True
