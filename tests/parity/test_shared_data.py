@@ -409,6 +409,7 @@ def test_a_sampler_that_gives_others_something_else_is_named() -> None:
     assert seen.errors.keys() == {1}
     assert isinstance(seen.errors[1], ConfigError)
     assert "the 13 batches of list in epoch 0 are not those of the lead" in str(seen.errors[1])
+    assert_each_once(seen, 3)
 
 
 @pytest.mark.parametrize("is_seeded", [False, True])
@@ -428,7 +429,6 @@ def test_a_split_that_each_trainer_draws_for_itself_is_refused(is_seeded: bool) 
     else:
         assert "are not those of the lead" in str(seen.errors[1])
         assert "seed a `random_split`" in str(seen.errors[1])
-    assert_each_once(seen, 3)
 
 
 # ---------------------------------------------------------------------- frozen, and going back
