@@ -75,7 +75,7 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
     return both
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "make",
     [

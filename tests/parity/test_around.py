@@ -415,6 +415,7 @@ def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], cap
     assert_exact(swarm, plain)
 
 
+@pytest.mark.first_cells(1)
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
     # The closing would strike the batch.

@@ -180,7 +180,7 @@ def test_a_warning_says_which_forwards_do_not_count(caplog: pytest.LogCaptureFix
 
 
 # Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("plan", "num_gone"),
     [
@@ -229,6 +229,7 @@ class Frozen(ResNet):
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.05)
 
 
+@pytest.mark.thorough
 def test_a_stage_that_trains_nothing_keeps_its_statistics() -> None:
     plain = run_plain(partial(Frozen, MICROBATCH), loader(digits()), **options())
     run = run_swarm(Frozen, loader(digits()), num_servers=4, **options(microbatch_size=MICROBATCH, split=["2"]))

@@ -162,6 +162,7 @@ def test_one_curve_through_a_swarm_one_machine_and_a_swarm_of_fewer_stages(tmp_p
         torch.testing.assert_close(model.double()(*tokens), plain.module(*tokens), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_whoever_joins_has_the_layers_of_the_run() -> None:
     joining = Joining(count=2)
     options: dict[str, Any] = {"max_steps": 12, "max_epochs": -1}
@@ -183,6 +184,7 @@ def test_whoever_joins_has_the_layers_of_the_run() -> None:
     assert run.strategy.refusals == []
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_back_has_the_same_layers() -> None:
     killing = Killing([6], [[1]])
     data = loader(sentences())
@@ -219,6 +221,7 @@ def test_halves_are_compiled_with_their_stages(boundary: Boundary) -> None:
     assert_exact(run, run_plain(lambda: inserted(gpt_with_losses(), boundary, after), loader(sentences()), max_steps=4))
 
 
+@pytest.mark.thorough
 def test_several_trainers_train_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     # Layers are made from the process's seed, which is all trainers' here, as they are threads.
     monkeypatch.setattr(extra_trainers, "reseed", lambda rank: None)

@@ -147,6 +147,7 @@ def test_the_same_bits(reference: SwarmRun, wired: Callable[[], dict[str, Any]])
     assert different(run, reference) == []
 
 
+@pytest.mark.thorough
 def test_other_bits_without_it() -> None:
     """The proof above can fail."""
     runs = [train(exact_sums=False, **wired()) for wired in WIRED[:5]]

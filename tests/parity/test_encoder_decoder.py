@@ -133,6 +133,7 @@ def test_it_trains_as_on_one_machine(num_stages: int, num_servers: int) -> None:
     assert swarm.module.head.weight is swarm.module.embed.token.weight  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough
 def test_a_server_dies() -> None:
     plain = run_plain(Translator, loader(), max_steps=STEPS, max_epochs=-1, gradient_clip_val=0.5)
     plan = FaultPlan().kill("peer-4", at=Phase.BACKWARD_DONE, step=2)

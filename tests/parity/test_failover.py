@@ -142,6 +142,7 @@ def test_other_kinds_of_steps(options: dict[str, Any]) -> None:
         assert all(map(torch.equal, swarm.weights.values(), calm.weights.values()))
 
 
+@pytest.mark.thorough
 def test_layers_around_the_pipeline_are_inherited() -> None:
     """Servers keep them as soon as somebody could take the run over."""
 

@@ -561,6 +561,7 @@ def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
     assert_right(seen, alone)
 
 
+@pytest.mark.thorough
 def test_one_that_holds_no_stage_comes_again(alone: Seen) -> None:
     """`role="trainer"`: nobody tells it that the run goes back, with another lead."""
     roles = {2: {"role": "trainer"}}

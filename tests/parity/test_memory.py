@@ -46,7 +46,7 @@ def test_what_was_dropped_is_computed_again(model: Callable[..., Net], cache_byt
     assert_recomputed(swarm, everything=cache_bytes == 0)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_bytes", [0, MIDDLING_BYTES])
 def test_it_meets_the_same_dropout_masks(cache_bytes: int) -> None:
     ample = train(DigitsMLP, dropout=0.3)
@@ -77,7 +77,7 @@ def test_a_busy_server_is_no_fault(num_servers: int, max_pending_calls: int) -> 
     assert swarm.rerouted["busy"] > 0
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_pending_calls", [1, 3])
 def test_what_was_dropped_is_computed_again_by_the_same_peer_even_if_it_is_busy(max_pending_calls: int) -> None:
     plain = run_plain(DigitsMLP, loader(digits()), max_steps=STEPS)

@@ -178,6 +178,7 @@ def test_one_stage_at_a_time_is_in_the_starters_memory(monkeypatch: pytest.Monke
     assert len(made) == 5 + 4 * len(list(Block(2).state_dict(keep_vars=True)))
 
 
+@pytest.mark.thorough
 def test_newcomers_and_boundary_layers() -> None:
     plain = run_plain(in_memory, loader(digits()), max_steps=STEPS)
     joined = run_swarm(
@@ -288,6 +289,7 @@ def test_it_goes_back_when_a_stage_is_lost(make: Callable[[], Net], monkeypatch:
     assert all(in_files), "the trainer held the whole model"
 
 
+@pytest.mark.thorough
 def test_several_trainers_have_what_they_compute_themselves(tmp_path: Path) -> None:
     def make(seen: Seen) -> NanoGPT:
         with seen.trainers[len(seen.modules)].init_module(empty_init=True):

@@ -148,7 +148,7 @@ def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
     assert next((peer, stage) for _, peer, stage in moved(run.records)) == (MOVER, 0)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", [Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.FOLLOW_DONE])
 def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
     plan, timeline = FaultPlan().kill(None, at=phase, of=MOVER), Timeline()  # whoever answers it
@@ -190,7 +190,7 @@ SHED = 4
 """By this step's record the first server gives up stage 0, which two others have then."""
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [SHED, SHED + 1])
 @pytest.mark.parametrize("phase", [Phase.BACKWARD_DONE, Phase.CLOSE_DONE, Phase.AVERAGE, Phase.APPLY])
 def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: int) -> None:
@@ -227,6 +227,7 @@ def led(*callbacks: L.Callback, **options: Any) -> SwarmRun:
     return swarm(STEPS, *callbacks, **{**settings, **options})
 
 
+@pytest.mark.thorough
 def test_who_coordinates_hands_that_over_and_moves() -> None:
     timeline = Timeline()
     run = led(timeline)
@@ -238,7 +239,7 @@ def test_who_coordinates_hands_that_over_and_moves() -> None:
     assert run.rerouted["strike"] == 0
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("peer", "phase"), [("peer-1", Phase.PREPARE_DONE), ("peer-3", Phase.PREPARE)])
 def test_a_death_while_coordination_is_handed_over_changes_nothing(peer: str, phase: Phase) -> None:
     plan, timeline = FaultPlan().kill(peer, at=phase), Timeline()

@@ -9,7 +9,7 @@ from tests.parity.harness import assert_same_curve, run_plain, run_swarm
 from tests.parity.models import MODELS, Net, Recipe, loader
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("precision", "tolerance", "learning_rate"), [("32-true", 5e-6, 3e-3), ("bf16-mixed", 1e-2, 1e-3)]
 )

@@ -44,6 +44,7 @@ def test_the_seed_of_the_script_decides_the_draws() -> None:
     assert first.losses[0] != pytest.approx(other.losses[0], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_seed_of_the_network_replays_a_run() -> None:
     def routes(run: SwarmRun) -> list[list[dict[PeerId, set[Receipt]]]]:
         """For each step and stage, which replica held which microbatch."""

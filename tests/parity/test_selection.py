@@ -107,7 +107,7 @@ class Head(NanoGPT):
         self.transformer["wpe"].requires_grad_(self.current_epoch != 2)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("role", ["auto", "trainer"])
 def test_blocks_frozen_under_a_head_on_the_trainer(role: str) -> None:
     swarm = {"pipeline": "transformer.h", "role": role}

@@ -265,6 +265,7 @@ def test_a_run_goes_on_between_two_epochs(alone: Seen, before: int, after: int, 
     assert_each_once(seen, 3)
 
 
+@pytest.mark.thorough
 @ANOTHER_CALLBACK
 def test_a_run_goes_on_where_an_epoch_ended_with_a_step(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1)
@@ -470,6 +471,7 @@ def test_what_a_frozen_trainer_held_is_brought_by_others_and_not_again(alone: Se
     assert_each_once(seen, 3)
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_back_reads_on_where_its_weights_are(alone: Seen) -> None:
     killing = Killing([4], [["peer-1"]])
     seen = train(

@@ -285,7 +285,7 @@ class Waiting(L.Callback):
             self.seen().wait_for(lambda: self.reached(self.seen()))
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", [0, 2])
 def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> None:
     """The run goes back to a version of which it has not heard. Whether its batches count only its server knows."""

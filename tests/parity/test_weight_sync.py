@@ -90,6 +90,7 @@ def test_what_a_subclass_decides_is_done(accumulate_grad_batches: int) -> None:
     assert all("should_update" not in vars(callback) for callback in callbacks)
 
 
+@pytest.mark.thorough
 def test_validating_after_fit_swaps_as_the_plain_trainer_does() -> None:
     results = []
     for strategy, devices in (("auto", 1), (InMemoryStrategy(num_stages=2), 2)):
@@ -144,7 +145,7 @@ class DoubleGPT(NanoGPT):
         self.found.append(float(self.trainer.callback_metrics["val_loss"]))
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("role", ["auto", "trainer"])
 def test_averages_of_what_is_on_the_trainer(role: str) -> None:
     both = fit_both(

@@ -319,6 +319,7 @@ def terminal() -> OnTerminal:
     return OnTerminal()
 
 
+@pytest.mark.thorough
 def test_without_a_terminal_a_line_now_and_then_and_one_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
     fit(SwarmView(plain_interval_s=3600.0), At(5, join), faults=FaultPlan().kill("peer-3", **KILL))
     lines = capsys.readouterr().out.splitlines()

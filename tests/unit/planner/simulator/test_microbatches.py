@@ -52,6 +52,7 @@ def test_it_agrees_with_a_swarm_of_rates(rates: tuple[float, ...]) -> None:
     assert spans[-1].best == pytest.approx(as_rates.best)
 
 
+@pytest.mark.thorough
 def test_a_thin_line_is_what_takes_the_time() -> None:
     """Each way over the boundary a tenth of a second a sample, one after the other: a batch's forwards come first."""
     line = SimulatedLink(Direction(1e6), Direction(1e6))
@@ -68,6 +69,7 @@ def test_a_line_is_shared_by_what_goes_over_it_at_once() -> None:
     assert spans[-1].samples_per_s == pytest.approx(5.0, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_latency_is_hidden_by_other_microbatches() -> None:
     line = SimulatedLink(latency_s=0.05)
     spans = run(Work(64, lines=lines(line, 2)), *there(10.0, 10.0), end_s=20.0)
