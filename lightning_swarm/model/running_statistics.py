@@ -61,11 +61,20 @@ class RunningStatistics:
         if not norms:
             yield seen
             return
-        with contextlib.ExitStack() as stack:
-            for norm in norms:
-                stack.enter_context(_writing_what_it_sees(norm))
+        own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
+        momenta = [norm.momentum for norm in norms]
+        for buffer, data in own:
+            buffer.data = torch.zeros_like(data)
+        for norm in norms:
+            norm.momentum = 1.0  # what they write is what they see
+        try:
             yield seen
             found = self._read(seen=True)
+        finally:
+            for buffer, data in own:
+                buffer.data = data
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
         num = len(self._norms)
         found[-num:] = found.new_tensor([_momentum(norm) for norm in self._norms])
         seen.values = found
@@ -164,22 +173,6 @@ class RunningStatistics:
             (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts
         ]
         return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self._norms])])
-
-
-@contextlib.contextmanager
-def _writing_what_it_sees(norm: _BatchNorm) -> Iterator[None]:
-    """Inside, have a norm in train mode write what it sees to statistics that begin at zero; then put back its own."""
-    own = [(buffer, buffer.data) for buffer in norm.buffers(recurse=False)]
-    momentum = norm.momentum
-    for buffer, data in own:
-        buffer.data = torch.zeros_like(data)
-    norm.momentum = 1.0  # what it writes is what it sees
-    try:
-        yield
-    finally:
-        for buffer, data in own:
-            buffer.data = data
-        norm.momentum = momentum
 
 
 def _momentum(norm: _BatchNorm) -> float:

@@ -23,6 +23,7 @@ from lightning_swarm.protocol.invitations import (
     MAX_COUNTED,
     Used,
     check_used,
+    has_come,
     has_room,
     invited_by,
     is_full,
@@ -88,8 +89,7 @@ class Arrivals:
         for peer, permit in zip(asked, permits, strict=True):
             if permit is None:
                 continue
-            came_before = any(peer in one.peers for one in used)
-            if self._wall_s() >= permit.come_by_s and not came_before:
+            if self._wall_s() >= permit.come_by_s and not has_come(used, peer):
                 self._warn(peer, "it comes for the first time, and its invitation has expired")
                 continue
             if not has_room(used, peer, invited_by(permit)):

@@ -35,6 +35,11 @@ def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedB
     return list(found.values())
 
 
+def has_come(used: Iterable[UsedInvitation], peer: PeerId) -> bool:
+    """Return whether a peer came to the run before, by any invitation."""
+    return any(peer in one.peers for one in used)
+
+
 def is_full(used: Collection[UsedInvitation]) -> bool:
     """Return whether a run counts no more peers. Those that are gone count, too, for they may come again."""
     return sum(len(one.peers) for one in used) >= MAX_COUNTED

@@ -168,12 +168,9 @@ class LocalLayers:
 
     def check_buffers(self) -> None:
         """Refuse buffers that user code changed: each trainer would have its own."""
-        self._check_buffers(self._buffers())
-
-    def _check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        known = self._known_buffers
+        known, own = self._known_buffers, self._buffers()
         # By value: what is written through `.data` leaves no other trace.
-        changed = [name for name, buffer in buffers.items() if name in known and not same(buffer, known[name])]
+        changed = [name for name, buffer in own.items() if name in known and not same(buffer, known[name])]
         if changed:
             raise ConfigError(
                 "outside of blocks, only the forwards of batch norms in `training_step` may change buffers, for each "

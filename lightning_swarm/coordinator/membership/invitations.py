@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.invitations import MAX_COUNTED, has_room, invited_by, is_full, used_after
+from lightning_swarm.protocol.invitations import MAX_COUNTED, has_come, has_room, invited_by, is_full, used_after
 from lightning_swarm.protocol.messages.run import InvitedBy
 from lightning_swarm.protocol.run_state import RunState
 
@@ -78,7 +78,7 @@ class InvitationUses:
             raise Uncertified(f"the certificate of {peer} has expired. Join with a new invitation.")
         by = invited_by(permit)
         self._asked = self._pending(peer)
-        if self._wall_s() >= permit.come_by_s and not any(peer in one.peers for one in used):
+        if self._wall_s() >= permit.come_by_s and not has_come(used, peer):
             raise AccessDenied(
                 f"who comes to a run for the first time comes before its invitation expires, and that of {peer} has "
                 "expired. Ask the run's owner for another one: `lightning-swarm invite`."
