@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -39,6 +39,7 @@ from lightning_swarm.network import (
 from lightning_swarm.network.access import MAY, Ban, Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import CERTIFY, Certification
+from lightning_swarm.network.exchanges import OpenExchanges, answer_until_cut_off
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
@@ -105,10 +106,8 @@ class BaseTransport(Transport):
         self._stream_handlers: dict[str, tuple[StreamHandler, int, Admit | None]] = {}
         self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # of callers that a method admitted
         self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
-        # Of exchanges with other peers, and of the handlers at work for other peers. Ordered, so that a run repeats
-        # exactly.
-        self._deadlines: dict[asyncio.Timeout, PeerId] = {}
-        self._answering: dict[asyncio.Timeout, PeerId] = {}
+        self._asking = OpenExchanges()
+        self._answering = OpenExchanges()
         self._serving: set[asyncio.Task[Any]] = set()
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
@@ -259,8 +258,8 @@ class BaseTransport(Transport):
 
     def _on_cut_off(self, peer: PeerId) -> None:
         """End what is under way, in both directions, with a peer whose certificate permits nothing any more."""
-        under_way = (*self._answering.items(), *self._deadlines.items())
-        self._end_now(limit for limit, other in under_way if other == peer)
+        self._answering.end(peer)
+        self._asking.end(peer)
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
@@ -331,27 +330,9 @@ class BaseTransport(Transport):
             served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
         if self._gate is None or caller == self._peer_id or MAY[head.method] is None:
             return served
-        return served._replace(respond=partial(self._answer_until_cut_off, self._gate, caller, served.respond))
-
-    async def _answer_until_cut_off(
-        self, gate: Gatekeeper, caller: PeerId, respond: Responder, message: Message
-    ) -> Message:
-        """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
-        gate.check_answered(caller)  # Its tensors may have taken a while to come.
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                self._answering[limit] = caller
-                answer = await respond(message)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            gate.check_answered(caller)
-            raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
-        finally:
-            self._answering.pop(limit, None)
-        gate.check_answered(caller)  # No timer tells when a certificate ends.
-        return answer
+        return served._replace(
+            respond=partial(answer_until_cut_off, self._gate, self._answering, caller, served.respond)
+        )
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
         if self._gate is not None and caller != self._peer_id:
@@ -437,8 +418,7 @@ class BaseTransport(Transport):
         watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
-                self._deadlines[limit] = peer
-                with watching:
+                with self._asking.opened(limit, peer), watching:
                     yield
         except TimeoutError as error:
             if not limit.expired():
@@ -452,8 +432,6 @@ class BaseTransport(Transport):
                     f"{peer} gave no sign of life for {exchange.silent_s:.3g} s during `{method}`."
                 ) from error
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
-        finally:
-            self._deadlines.pop(limit, None)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Start a task that `close` ends."""
@@ -481,12 +459,7 @@ class BaseTransport(Transport):
             task.cancel()
         if self._loop is not None and not self._loop.is_closed():
             # A test may kill a peer while no loop runs, but only a running loop can move deadlines.
-            self._loop.call_soon(self._end_now, self._deadlines)
-
-    def _end_now(self, limits: Iterable[asyncio.Timeout]) -> None:
-        for limit in limits:
-            if not limit.expired():
-                limit.reschedule(now_s())
+            self._loop.call_soon(self._asking.end_all)
 
     async def _wait_until_served(self) -> None:
         """Await the tasks that `_break_off` cancelled, except a handler that closes its own transport."""

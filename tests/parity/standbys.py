@@ -29,7 +29,7 @@ from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.local import _InlineLauncher
 from tests.parity.harness import QUIET
 from tests.parity.models import digits, loader
-from tests.parity.trainers import Shared, default_dtype
+from tests.parity.trainers import Shared, default_dtype, loaders_in_turn
 
 LIMITS = Limits(
     call_timeout=10.0,
@@ -100,7 +100,7 @@ class Swarm:
         for number, name in enumerate(names):
             torch.manual_seed(number)
             self.modules[name] = self.make()
-        with default_dtype(torch.float64):
+        with default_dtype(torch.float64), loaders_in_turn():
             for name in names:
                 self.strategies[name] = ThreadStrategy(name, self, **self.swarm)
                 self.trainers[name] = L.Trainer(

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+from lightning.pytorch.loops import evaluation_loop, fit_loop
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
@@ -359,7 +361,7 @@ def train(
             seen.errors[rank] = error
 
     # The default dtype belongs to the process, and trainers in threads would take turns in setting it.
-    with default_dtype(torch.float64):
+    with default_dtype(torch.float64), loaders_in_turn():
         for rank in range(num_trainers):
             own = {**arguments, **(roles or {}).get(rank, {})}
             strategy = ThreadStrategy(rank, seen.network, seen, comes=rank in come, **own)
@@ -470,3 +472,24 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def loaders_in_turn() -> Iterator[None]:
+    """Have the trainers of this process ask for their loaders one after the other.
+
+    Lightning replaces methods of `DataLoader` meanwhile, and the first that is through puts them back for all.
+    """
+    turn = threading.Lock()
+
+    def in_turn(request: Callable[..., Any]) -> Callable[..., Any]:
+        def requested(source: Any) -> Any:
+            with turn:
+                return request(source)
+
+        return requested
+
+    with pytest.MonkeyPatch.context() as patch:
+        for loop in (fit_loop, evaluation_loop):
+            patch.setattr(loop, "_request_dataloader", in_turn(loop._request_dataloader))
+        yield
