@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 
@@ -11,6 +12,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
+_Flags: TypeAlias = tuple[torch.dtype, bool, bool, bool]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
@@ -33,16 +35,15 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
 @contextlib.contextmanager
 def enter_modes(mode: ComputeMode, device_type: str) -> Iterator[None]:
     """Compute as the trainer would; afterwards the thread's modes are as before."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_global_flags(mode))
-        # Inference tensors could serve neither a later backward nor another thread.
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(mode.grad))
-        autocast = _dtype(mode.autocast) if mode.autocast is not None else None
+    # Inference tensors could serve neither a later backward nor another thread.
+    with _global_flags(mode), torch.inference_mode(False), torch.set_grad_enabled(mode.grad):
+        if mode.autocast is None and not torch.is_autocast_enabled(device_type):
+            yield  # as most calls do: entering it takes as long as a small layer
+            return
+        dtype = None if mode.autocast is None else _dtype(mode.autocast)
         # No cache, as in Lightning: a cached cast sums the gradients of a weight that is used twice in half precision.
-        cast = torch.autocast(device_type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
-        stack.enter_context(cast)
-        yield
+        with torch.autocast(device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+            yield
 
 
 @contextlib.contextmanager
@@ -52,8 +53,7 @@ def enter_backward_modes(mode: ComputeMode) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _global_flags(mode: ComputeMode) -> Iterator[None]:
+def _global_flags(mode: ComputeMode) -> contextlib.AbstractContextManager[None]:
     # These flags belong to the process, not to the thread, so they are set only if they differ.
     before = (
         torch.get_default_dtype(),
@@ -62,9 +62,11 @@ def _global_flags(mode: ComputeMode) -> Iterator[None]:
         torch.is_anomaly_enabled(),
     )
     wanted = (_dtype(mode.default_dtype), mode.deterministic != "off", mode.deterministic == "warn", mode.anomaly)
-    if before == wanted:
-        yield
-        return
+    return contextlib.nullcontext() if before == wanted else _flags(wanted, before)
+
+
+@contextlib.contextmanager
+def _flags(wanted: _Flags, before: _Flags) -> Iterator[None]:
     _set_flags(*wanted)
     try:
         yield

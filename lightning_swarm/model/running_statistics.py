@@ -7,7 +7,7 @@ stage's servers, which enters them in the microbatches' order, as one machine wo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,14 +53,14 @@ class RunningStatistics:
 
     # ------------------------------------------------------------------ a microbatch
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[BatchStatistics]:
-        """Inside, let norms in train mode write what they see elsewhere; afterwards the yielded object has it."""
-        seen = BatchStatistics()
+    def kept(self) -> contextlib.AbstractContextManager[BatchStatistics]:
+        """Inside, let norms in train mode write what they see elsewhere; afterwards the entered object has it."""
         norms = [norm for norm in self._norms if norm.training]
-        if not norms:
-            yield seen
-            return
+        return self._kept(norms) if norms else contextlib.nullcontext(BatchStatistics())
+
+    @contextlib.contextmanager
+    def _kept(self, norms: Sequence[_BatchNorm]) -> Iterator[BatchStatistics]:
+        seen = BatchStatistics()
         own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
         momenta = [norm.momentum for norm in norms]
         for buffer, data in own:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
@@ -19,14 +17,13 @@ class OpenExchanges:
     def __init__(self) -> None:
         self._limits: dict[asyncio.Timeout, PeerId] = {}  # ordered, so that a run repeats exactly
 
-    @contextmanager
-    def opened(self, limit: asyncio.Timeout, peer: PeerId) -> Iterator[None]:
-        """Let `end` and `end_all` move the deadline of an exchange within this context."""
+    def open(self, limit: asyncio.Timeout, peer: PeerId) -> None:
+        """Let `end` and `end_all` move the deadline of an exchange, until `close`."""
         self._limits[limit] = peer
-        try:
-            yield
-        finally:
-            del self._limits[limit]
+
+    def close(self, limit: asyncio.Timeout) -> None:
+        """Note that an exchange has ended, if it had begun."""
+        self._limits.pop(limit, None)
 
     def end(self, peer: PeerId) -> None:
         """End the exchanges with a peer now."""
@@ -53,12 +50,14 @@ async def answer_until_cut_off(
     limit = asyncio.timeout(None)
     try:
         async with limit:
-            with answering.opened(limit, caller):
-                answer = await respond(message)
+            answering.open(limit, caller)
+            answer = await respond(message)
     except TimeoutError:
         if not limit.expired():
             raise
         gate.check_answered(caller)
         raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
+    finally:
+        answering.close(limit)
     gate.check_answered(caller)  # No timer tells when a certificate ends.
     return answer

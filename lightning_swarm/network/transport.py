@@ -293,7 +293,7 @@ class BaseTransport(Transport):
         """Make the encoded answer to an encoded call."""
         method = ""
         try:
-            with self._counting(caller, len(request)):
+            with self._counting(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
                 head = framing.decode(request)
                 served = self._find(caller, head)
                 head.check_size(served.max_bytes)
@@ -314,9 +314,6 @@ class BaseTransport(Transport):
     @contextmanager
     def _counting(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
         """Count the bytes of a call while it is answered, or refuse it as `Busy`."""
-        if num_bytes <= _FREE_BYTES:
-            yield
-            return
         if not self._strangers_budget.take(caller, num_bytes):
             raise Busy(f"calls of {caller} with {_STRANGER_BYTES} bytes, or of all peers with {_STRANGERS_BYTES}, wait")
         try:
@@ -418,7 +415,8 @@ class BaseTransport(Transport):
         watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
-                with self._asking.opened(limit, peer), watching:
+                self._asking.open(limit, peer)
+                with watching:
                     yield
         except TimeoutError as error:
             if not limit.expired():
@@ -432,6 +430,8 @@ class BaseTransport(Transport):
                     f"{peer} gave no sign of life for {exchange.silent_s:.3g} s during `{method}`."
                 ) from error
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
+        finally:
+            self._asking.close(limit)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Start a task that `close` ends."""

@@ -70,7 +70,7 @@ class Encoded:
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
     """Part a tree into its structure and its tensors, in order, also twice the same; refuse what cannot travel."""
     tensors: list[Tensor] = []
-    return _flatten(tree, tensors, "value", 0), tensors
+    return _flatten(tree, tensors, None, 0), tensors
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
@@ -88,24 +88,31 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
 def leaves(tree: Tree) -> list[Tensor | Encoded]:
     """Return the tensors of a tree, in its order."""
     found: list[Tensor | Encoded] = []
-
-    def collect(leaf: Tensor | Encoded) -> Tensor | Encoded:
-        found.append(leaf)
-        return leaf
-
-    transform(tree, collect)
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Tree, found: list[Tensor | Encoded]) -> None:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        for child in tree:
+            _collect(child, found)
+    elif kind is dict:
+        for child in tree.values():
+            _collect(child, found)
+    elif isinstance(tree, (Tensor, Encoded)):
+        found.append(tree)
 
 
 def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]) -> Tree:
     """Return the tree with each tensor changed. The tree must be one that `flatten` takes."""
-    if isinstance(tree, (Tensor, Encoded)):
-        return change(tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(transform(child, change) for child in tree)
-    if isinstance(tree, dict):
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        changed = [transform(child, change) for child in tree]
+        return changed if kind is list else tuple(changed)
+    if kind is dict:
         return {key: transform(child, change) for key, child in tree.items()}
-    return tree
+    return change(tree) if isinstance(tree, (Tensor, Encoded)) else tree
 
 
 def is_differentiable(leaf: Tensor | Encoded) -> bool:
@@ -113,12 +120,22 @@ def is_differentiable(leaf: Tensor | Encoded) -> bool:
     return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
 
 
-def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Structure:
+# A place in a tree: the place of its container, and its key there. Formatted only where it is refused: each call of a
+# stage flattens a few trees.
+_Place: TypeAlias = "tuple[_Place, str | int] | None"
+
+
+def _text_of(place: _Place) -> str:
+    return "value" if place is None else f"{_text_of(place[0])}[{place[1]!r}]"
+
+
+def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> Structure:
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.is_nested:
             raise ConfigError(
-                f"tensors between stages must be dense, got one with layout {tree.layout} at {where}. Pass its parts, "
-                "such as `indices()` and `values()`, and make it of them in the block, or pass it by `to_dense()`."
+                f"tensors between stages must be dense, got one with layout {tree.layout} at {_text_of(place)}. "
+                "Pass its parts, such as `indices()` and `values()`, and make it of them in the block, or pass it by "
+                "`to_dense()`."
             )
         tensors.append(tree)
         return ["tensor", len(tensors) - 1]
@@ -131,25 +148,25 @@ def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Struc
     if kind in _CONSTANTS:
         if kind is int and not -(2**63) <= tree < 2**64:
             raise ConfigError(
-                f"an integer between stages must fit in 64 bits, got {tree} at {where}. Pass it as a string."
+                f"an integer between stages must fit in 64 bits, got {tree} at {_text_of(place)}. Pass it as a string."
             )
         return tree
     if kind not in (tuple, list, dict):
-        raise _unknown(tree, where)
+        raise _unknown(tree, _text_of(place))
     if depth == MAX_DEPTH:
         raise ConfigError(
-            f"values between stages may be nested {MAX_DEPTH} deep, got more at {where}. "
+            f"values between stages may be nested {MAX_DEPTH} deep, got more at {_text_of(place)}. "
             "Flatten them, and look for a container that holds itself."
         )
     if kind is not dict:
-        return [kind.__name__, *(_flatten(c, tensors, f"{where}[{i}]", depth + 1) for i, c in enumerate(tree))]
+        return [kind.__name__, *[_flatten(one, tensors, (place, i), depth + 1) for i, one in enumerate(tree)]]
     for key in tree:
         if type(key) is not str:
             raise ConfigError(
-                f"keys of a dict between stages must be strings, got {key!r} ({type(key).__name__}) at {where}. "
-                "Use strings, or pass a list."
+                f"keys of a dict between stages must be strings, got {key!r} ({type(key).__name__}) at "
+                f"{_text_of(place)}. Use strings, or pass a list."
             )
-    return {key: _flatten(child, tensors, f"{where}[{key!r}]", depth + 1) for key, child in tree.items()}
+    return {key: _flatten(child, tensors, (place, key), depth + 1) for key, child in tree.items()}
 
 
 def _unknown(leaf: object, where: str) -> ConfigError:

@@ -318,7 +318,7 @@ class Computation:
             return
         own = set(map(id, self._statistics.buffers))
         others = self._buffers_but(own)  # kept, so that ids stay
-        parameters = _registered(module._parameters for module in self._modules)
+        parameters = _registered([module._parameters for module in self._modules])
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
         with self._statistics.kept() as seen:
@@ -345,7 +345,9 @@ class Computation:
 
     def _buffers_but(self, own: Container[int]) -> list[Tensor]:
         """All buffers but those with these ids."""
-        return [buffer for buffer in _registered(module._buffers for module in self._modules) if id(buffer) not in own]
+        return [
+            buffer for buffer in _registered([module._buffers for module in self._modules]) if id(buffer) not in own
+        ]
 
     def _measured(
         self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
@@ -372,7 +374,7 @@ class Computation:
 
 def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
     """The tensors in modules' registers: each microbatch asks twice, and walking through the modules takes longer."""
-    return [tensor for register in registers for tensor in register.values() if tensor is not None]
+    return [tensor for register in registers if register for tensor in register.values() if tensor is not None]
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:

@@ -237,15 +237,12 @@ class Stage:
         """The oldest version whose weights are here."""
         return self.version - (self._versions is not None and self._versions.has_before)
 
-    @contextlib.contextmanager
-    def at(self, version: int) -> Iterator[None]:
+    def at(self, version: int) -> contextlib.AbstractContextManager[None]:
         """Hold the weights of a version inside: the newest, or, where they are kept, those before."""
         if version == self.oldest < self.version and self._versions is not None:
-            with self._versions.before():
-                yield
-            return
+            return self._versions.before()
         self.check_version(version)
-        yield
+        return contextlib.nullcontext()
 
     def enter_generation(self, version: int, selection: Selection | None) -> None:
         """Begin anew at `version`. Weights and the optimizer's state are still to come."""
@@ -381,16 +378,13 @@ class Stage:
             raise TicketGone(f"stage {self.index} has no evaluation weights {number}; it has {here or None}")
         return weights
 
-    @contextlib.contextmanager
-    def holding(self, number: int) -> Iterator[None]:
+    def holding(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Hold the evaluation weights of `number` inside, and the stage's own again afterwards; 0: nothing changes."""
         self.check_evaluation_weights(number)
         weights = self.generation.evaluation_weights
         if number == 0 or weights is None:
-            yield
-            return
-        with _holding(self.module.named_stage_tensors(), weights[1]):
-            yield
+            return contextlib.nullcontext()
+        return _holding(self.module.named_stage_tensors(), weights[1])
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this stage's own weights; those given are refused unless alike in name, shape and dtype."""

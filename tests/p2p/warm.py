@@ -47,6 +47,10 @@ class Zygote:
         """One trainer that serves, too. `options` are those of `train` in `several.py`."""
         return self._begin("train", options)
 
+    def begin_kind(self, **options: Any) -> Server:
+        """One server of a project. `options` are those of `serve_kind` in `kinds.py`."""
+        return self._begin("kind", options)
+
     def _begin(self, role: str, options: dict[str, Any]) -> Server:
         self._num_begun += 1
         log = self._folder / f"{role}-{self._num_begun}.log"

@@ -29,6 +29,7 @@ from lightning_swarm.peer import preemption
 from lightning_swarm.peer.preemption import Endpoint
 from lightning_swarm.protocol.compression import codec
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
+from tests.p2p.kinds import serve_kind
 from tests.p2p.several import train
 from tests.p2p.train import WatchedStrategy, Wide
 from tests.parity.models import MODELS, Net, Recipe
@@ -151,7 +152,7 @@ def serve(
     trainer.fit(build(model))
 
 
-_ROLES = {"serve": serve, "train": train}
+_ROLES = {"serve": serve, "train": train, "kind": serve_kind}
 
 
 if __name__ == "__main__":

@@ -94,7 +94,18 @@ def run_plain(
         validation: At most one loader.
         trainer: Further arguments of the Trainer, and `ckpt_path`.
     """
-    return _run(make_module, data, validation, "auto", {"devices": 1, **trainer})[0]
+    return run_on("auto", make_module, data, *validation, devices=1, **trainer)
+
+
+def run_on(
+    strategy: Any,
+    make_module: Callable[[], L.LightningModule],
+    data: DataLoader[Any],
+    *validation: DataLoader[Any],
+    **trainer: Any,
+) -> Run:
+    """Train by a Trainer with this strategy, as in `run_plain`."""
+    return _run(make_module, data, validation, strategy, trainer)[0]
 
 
 def run_plain_loop(

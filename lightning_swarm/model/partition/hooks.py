@@ -199,16 +199,23 @@ def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> 
             raise ConfigError(f"a hook may observe or change a value, not both: got {_name(hook)}. {_REMEDY}")
 
 
-@contextlib.contextmanager
-def recording(modules: Mapping[str, nn.Module], description: Any, stage: int) -> Iterator[dict[str, list[Any]]]:
-    """Have no observing hook called inside, and yield the calls of the modules that a trainer observes.
+def recording(
+    modules: Mapping[str, nn.Module], description: Any, stage: int
+) -> contextlib.AbstractContextManager[dict[str, list[Any]]]:
+    """Have no observing hook called inside, and enter with the calls of the modules that a trainer observes.
 
     Each is a list of its arguments, its output, and where it began and ended among all calls, as ``[stage, number]``.
     """
     hooked = dict(_hooked(modules.items()))
     if description is None and not hooked:
-        yield {}
-        return
+        return contextlib.nullcontext({})
+    return _recording(modules, hooked, description, stage)
+
+
+@contextlib.contextmanager
+def _recording(
+    modules: Mapping[str, nn.Module], hooked: Mapping[str, nn.Module], description: Any, stage: int
+) -> Iterator[dict[str, list[Any]]]:
     observed, changing = _checked(description, modules)
     own = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
     if own != changing:

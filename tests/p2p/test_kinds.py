@@ -1,0 +1,48 @@
+"""Kinds of projects with servers in processes of their own: the plain Trainer's result, as in `tests/parity`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+from typing_extensions import override
+
+from lightning_swarm import SwarmStrategy
+from tests.p2p.kinds import strategy_of
+from tests.p2p.warm import LIMITS, Zygote, wait_until
+from tests.parity.harness import LOSS_TOLERANCE, assert_exact, run_on
+from tests.parity.test_kinds import KINDS, plain, train
+
+# Cold starts in this file: 1, the process that all servers are forked from.
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:Found .* in eval mode")]
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with closing(Zygote(tmp_path_factory.mktemp("servers"))) as made:
+        yield made
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind(zygote: Zygote, name: str, num_servers: int) -> None:
+    class Strategy(SwarmStrategy):
+        @property
+        @override
+        def num_awaited_servers(self) -> int:
+            return num_servers
+
+    first = zygote.begin_kind(name=name, initial_peers=[], limits=LIMITS)
+    servers = [first]
+    for _ in range(num_servers - 1):
+        servers.append(zygote.begin_kind(name=name, initial_peers=[first.address], limits=LIMITS))
+    strategy = strategy_of(name, made=Strategy, role="trainer", initial_peers=[first.address], limits=LIMITS)
+    run = train(partial(run_on, strategy), KINDS[name], devices=1)
+    assert_exact(run, plain(name))
+    seen = [getattr(one.module, "seen", []) for one in (run, plain(name))]
+    assert seen[0] == pytest.approx(seen[1], rel=LOSS_TOLERANCE)
+    wait_until(lambda: not any(one.alive for one in servers), "a server outlived its run")
+    assert all("Traceback" not in one.said for one in servers)
