@@ -269,7 +269,7 @@ class _Watch:
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if isinstance(trainer.strategy, written_part(InMemoryStrategy)):
+        if isinstance(trainer.strategy, written_part(SwarmStrategy)):
             return  # where records have them
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
