@@ -342,8 +342,14 @@ def test_a_key_that_a_running_peer_has_is_refused(
     path = tmp_path / "key"
     path.write_bytes(world.b.directory._identity.encoded)  # type: ignore[attr-defined]
     path.chmod(0o600)
+
+    async def start() -> None:
+        initial_peers = await world.a.transport.addresses()
+        transport, _ = await hivemind.start(initial_peers=initial_peers, identity_path=str(path))
+        await transport.close()  # it shall not outlive this test
+
     with pytest.raises(Unreachable, match=rf"`identity_path` must name a key .*\({world.b.id} answers already\)"):
-        world.run(hivemind.start(initial_peers=world.run(world.a.transport.addresses()), identity_path=str(path)))
+        world.run(start())
 
 
 def test_a_peer_that_closes_was_not_cut_off(world: HivemindWorld) -> None:

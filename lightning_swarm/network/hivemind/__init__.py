@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 
 _NUM_ATTEMPTS: Final = 3
 _PAUSE_S: Final = 0.5
+_KNOWS_NOBODY: Final = "find any peer in table"  # said for a moment, until a daemon knows whom it is connected to
+_NUM_LOOKS: Final = 20
+_LOOK_PAUSE_S: Final = 0.1
 _BOOTSTRAP: Final = "bootstrap peers"  # stands in the daemon's last words when the initial peers failed, not the daemon
 _TAKEN: Final = "answers already"  # when a running peer has this one's key
 _LOOPBACK: Final = HostPort("127.0.0.1", 0)
@@ -132,11 +135,16 @@ async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
         initial_peers=list(initial_peers), dht_mode="client", auto_nat=False, nat_port_map=False, use_relay=False
     )
     try:
-        await seeker._client.connect(PeerID.from_base58(peer), [])
-    except ControlFailure:
+        for _ in range(_NUM_LOOKS):
+            try:
+                await seeker._client.connect(PeerID.from_base58(peer), [])
+            except ControlFailure as error:
+                if _KNOWS_NOBODY not in str(error):
+                    return False
+                await asyncio.sleep(_LOOK_PAUSE_S)
+            else:
+                return True
         return False
-    else:
-        return True
     finally:
         await seeker.shutdown()
 
