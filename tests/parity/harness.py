@@ -94,7 +94,7 @@ def run_plain(
         validation: At most one loader.
         trainer: Further arguments of the Trainer, and `ckpt_path`.
     """
-    return run_on("auto", make_module, data, *validation, devices=1, **trainer)
+    return run_on("auto", make_module, data, *validation, **{"devices": 1, **trainer})
 
 
 def run_on(
