@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning_swarm.nn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_swarm import Limits, SwarmStrategy
+from lightning_swarm.testing import SharedGPU
 
 SEQUENCE = 64
+VOCABULARY = 8192
 
 
 class Block(nn.Module):
@@ -82,6 +85,59 @@ class Blocks(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+class _Embed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, sequence]`` to ``[batch, sequence, width]``."""
+        hidden: Tensor = self.token(tokens)
+        return hidden
+
+
+class _LossHead(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    @override
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """``[batch, sequence, width]`` to a loss for each sample."""
+        logits = self.out(self.norm(hidden)).flatten(0, 1)
+        losses = nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
+
+
+class Language(Blocks):
+    """A language model: tokens go in, losses come out, and what travels is the hidden state between stages."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__(width, num_blocks)
+        self.blocks = lightning_swarm.nn.Sequential(_Embed(width), *self.blocks, _LossHead(width))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        losses: Tensor = self.blocks(batch, targets=batch.roll(-1, 1))
+        return losses.mean()
+
+
+class Text(Dataset[Tensor]):
+    """Samples ``[sequence]`` of tokens, each by its number."""
+
+    def __init__(self, num_samples: int, sequence: int) -> None:
+        self._tokens = torch.randint(
+            VOCABULARY, (num_samples, sequence), generator=torch.Generator().manual_seed(0)
+        )
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._tokens[index]
+
+
 class Noise(Dataset[Tensor]):
     """Samples ``[sequence, width]``, each by its number."""
 
@@ -117,6 +173,8 @@ class Clock(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int
     ) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         now_s = time.monotonic()
         if self.begin_s is None:  # the first step warms up
             self.begin_s = now_s
@@ -191,6 +249,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--listen", default="127.0.0.1")
     parser.add_argument("--initial-peers", nargs="*", default=())
     parser.add_argument("--nop", action="store_true", help="blocks that compute next to nothing")
+    parser.add_argument("--language", action="store_true", help="a language model in place of blocks alone")
+    parser.add_argument("--gpu", action="store_true", help="all devices are one GPU")
+    parser.add_argument("--precision", default="32-true")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--role", default="auto")
@@ -238,7 +299,8 @@ def main() -> None:
     torch.set_num_threads(arguments.num_threads)
     torch.manual_seed(0)
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=SharedGPU() if arguments.gpu else "cpu",
+        precision=arguments.precision,
         devices=1 if arguments.plain or arguments.ddp else arguments.devices,
         num_nodes=2 if arguments.ddp else 1,
         strategy=strategy_of(arguments),
@@ -251,9 +313,14 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = Noise(arguments.width, 64 * arguments.batch_size, arguments.sequence)
-    block = Nop if arguments.nop else Block
-    model = Blocks(arguments.width, arguments.num_blocks, block, eight_bits=arguments.eight_bits)
+    data: Dataset[Tensor]
+    if arguments.language:
+        data = Text(64 * arguments.batch_size, arguments.sequence)
+        model: Blocks = Language(arguments.width, arguments.num_blocks)
+    else:
+        data = Noise(arguments.width, 64 * arguments.batch_size, arguments.sequence)
+        block = Nop if arguments.nop else Block
+        model = Blocks(arguments.width, arguments.num_blocks, block, eight_bits=arguments.eight_bits)
     trainer.fit(model, DataLoader(data, batch_size=arguments.batch_size))
     # In KiB, and of the children that have ended the largest one's.
     own, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -99,9 +99,11 @@ def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
 
 def _row_sums(words: Tensor) -> Iterator[int]:
     multipliers = _multipliers(words.device)
-    products = multipliers.new_empty(min(_ROW, len(words)))
-    for row in words.split(_ROW):
-        yield int(products[: len(row)].copy_(row).mul_(multipliers[: len(row)]).sum())
+    num_whole = len(words) // _ROW * _ROW
+    if num_whole:  # all rows at once, for to ask a GPU takes longer than to compute a row
+        yield from (words[:num_whole].view(-1, _ROW) * multipliers).sum(dim=1).tolist()
+    if num_whole < len(words):
+        yield int((words[num_whole:] * multipliers[: len(words) - num_whole]).sum())
 
 
 def _row_sums_on_cpu(words: Tensor) -> Iterator[int]:

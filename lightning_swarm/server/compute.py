@@ -21,6 +21,7 @@ from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
+from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.partition.written_inputs import (
     POSITIONAL,
     WRITTEN,
@@ -32,7 +33,7 @@ from lightning_swarm.model.partition.written_inputs import (
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
+from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
 
@@ -196,7 +197,7 @@ class Computation:
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
         left = Left(differentiable, left.others, left.refused)
         return ForwardResult(
-            output=join(encoded(output, self._codecs.activations), left),
+            output=self._to_send(join(encoded(output, self._codecs.activations), left)),
             requires_grad=[tensor.requires_grad for tensor in outputs],
             graph=SavedGraph(leaves, outputs, found.has_drawn, found.seen, call) if mode.grad else None,
             graph_bytes=found.graph_bytes,
@@ -288,7 +289,16 @@ class Computation:
                 again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
             self._watch.undo(self._watch.changes(before))  # of blocks that are computed again in it
-        return encoded(found, self._codecs.gradients), own
+        return self._to_send(encoded(found, self._codecs.gradients)), own
+
+    def _to_send(self, tree: serialization.Tree) -> serialization.Tree:
+        """Bring what was computed to where it is sent from."""
+        # Here, for it takes until the GPU has computed it: the loop, which answers other peers, must not wait for that,
+        # and a call takes as long as its kernels do, not as long as launching them.
+        if self._device.type == "cpu":
+            return tree
+        synchronize(self._device)
+        return on_cpu(tree)
 
     def _differentiate(
         self, gradients: Sequence[Tensor | None], graph: SavedGraph

@@ -2,11 +2,13 @@
 
 `local_swarm` makes one for a test of your own model. A `FaultPlan` says what goes wrong in it and when; `Phase` names
 the moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`.
+`SharedGPU` puts several peers on one card.
 """
 
 from lightning_swarm.testing.faults import Fault, FaultPlan, Moment, Phase
 from lightning_swarm.testing.local import InMemoryStrategy, LocalSwarm, MakeLocalSwarm, local_swarm
 from lightning_swarm.testing.sabotage import FaultySwarmStrategy
+from lightning_swarm.testing.shared_gpu import SharedGPU
 
 __all__ = [
     "Fault",
@@ -17,5 +19,6 @@ __all__ = [
     "MakeLocalSwarm",
     "Moment",
     "Phase",
+    "SharedGPU",
     "local_swarm",
 ]

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' model
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
+from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase, SharedGPU
 from tests.parity.models import MODELS, Net, Recipe, loader
 from tests.parity.trainers import numbered, places_of, watched
 
@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--split", nargs="*")
     parser.add_argument("--trust")
     parser.add_argument("--listen", default="127.0.0.1")
+    parser.add_argument("--gpu", action="store_true", help="all peers are on one GPU")
     parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -259,7 +260,7 @@ def main() -> None:
         data = loader(numbered(data.dataset), shuffle=True)
         callbacks.insert(0, Notes(arguments.out, model))
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=SharedGPU() if arguments.gpu else "cpu",
         devices=arguments.devices,
         strategy=make_strategy(arguments),
         max_steps=arguments.max_steps,

@@ -29,7 +29,7 @@ from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.model.partition.written_inputs import Given, write_back
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import Codec, decoded, encoded
+from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates, Receipt
 
 if TYPE_CHECKING:
@@ -300,12 +300,11 @@ def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool
     """Encode tensors where they are, and bring them to where they can be sent from again and again."""
 
     # With `copy`, for the user may overwrite the batch while a microbatch may still have to be sent again.
-    def on_cpu(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
-        if isinstance(leaf, serialization.Encoded):
-            return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
-        return _copied(leaf) if copy else leaf.cpu()
+    def own(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
+        return _copied(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return list(serialization.transform(encoded(list(tensors), codec), on_cpu))
+    tree = encoded(list(tensors), codec)
+    return list(on_cpu(serialization.transform(tree, own) if copy else tree))
 
 
 def _copied(tensor: Tensor) -> Tensor:

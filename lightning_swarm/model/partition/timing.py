@@ -39,10 +39,10 @@ def time_costs(
         times = []
         for _ in range(1 + _NUM_REPEATS):
             call = prepare_call(block, arguments, context)
-            _synchronize(device)
+            synchronize(device)
             start_s = clock()
             call()
-            _synchronize(device)
+            synchronize(device)
             times.append(clock() - start_s)
         return round(statistics.median(times[1:]) * 1e9)
 
@@ -130,7 +130,8 @@ def prepare_call(
     return call
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has computed what it was told to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

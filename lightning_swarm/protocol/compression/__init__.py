@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "encoded",
     "from_message",
     "number_bytes",
+    "on_cpu",
     "to_message",
 ]
 
@@ -89,10 +90,19 @@ def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
     return serialization.transform(tree, lambda leaf: _decoded(leaf, by, device))
 
 
+def on_cpu(tree: Tree) -> Tree:
+    """Bring a tree's tensors, encoded or not, to the CPU, from where they are sent."""
+    return serialization.transform(tree, _on_cpu)
+
+
 def number_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of one number of the largest tensor that may be encoded; 0: there is none."""
     real = [tensor for tensor in tensors if tensor.is_floating_point()]
     return max(real, key=Tensor.numel).element_size() if real else 0
+
+
+def _on_cpu(leaf: Tensor | Encoded) -> Tensor | Encoded:
+    return leaf.cpu() if isinstance(leaf, Tensor) else replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
 
 
 def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:

@@ -58,16 +58,19 @@ class Compute(Protocol):
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Encodes and decodes the parts of one averaging round, on the compute thread."""
+    """Encodes and decodes the parts of one averaging round, and brings them from and to a GPU, on the compute thread."""
 
     codec: Codec | None  # None: parts travel as they are
     compute: Compute | None  # not needed without a codec
 
     async def to_message(self, part: Tensor) -> Message:
         """Encode a part for its way."""
-        if self.codec is None or self.compute is None:
+        if self.compute is None or self._is_ready(part):
             return to_message(part)
         return await self.compute(lambda: to_message(encoded(part, self.codec)))
+
+    def _is_ready(self, like: Tensor) -> bool:
+        return self.codec is None and like.device.type == "cpu"
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
         """Decode a part of this length, and the dtype of `like`, to its device: the same bits at each peer."""
@@ -75,7 +78,7 @@ class GroupParts:
         found = tree.spec if isinstance(tree, Encoded) else spec_of(tree) if isinstance(tree, Tensor) else None
         if found is None or parse_spec(found) != (like.dtype, (length,)):
             raise ProtocolError(f"{found} came for a part of shape {(length,)} and {like.dtype}")
-        if self.codec is None or self.compute is None:
+        if self.compute is None or self._is_ready(like):
             whole: Tensor = tree
             return whole
         part: Tensor = await self.compute(lambda: decoded(tree, self.codec, like.device))
