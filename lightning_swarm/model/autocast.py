@@ -49,8 +49,15 @@ def enter_modes(mode: ComputeMode, device_type: str) -> Iterator[None]:
 @contextlib.contextmanager
 def enter_backward_modes(mode: ComputeMode) -> Iterator[None]:
     """Backpropagate as the trainer would: outside autocast, but with its flags."""
-    with _global_flags(mode), torch.inference_mode(False):
+    with _global_flags(mode), torch.inference_mode(False), on_this_thread():
         yield
+
+
+def on_this_thread() -> contextlib.AbstractContextManager[None]:
+    """Have backwards that this thread begins run on it, those of a GPU, too."""
+    # Autograd has one thread for each GPU of the process. There a trainer's call of the pipeline would wait for a stage
+    # whose backward waits for that thread; nor does Ctrl-C end a wait there.
+    return torch.autograd.set_multithreading_enabled(False)  # type: ignore[no-any-return]
 
 
 def _global_flags(mode: ComputeMode) -> contextlib.AbstractContextManager[None]:

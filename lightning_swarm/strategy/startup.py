@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from lightning_swarm.client.pipeline.interception import Interception
 from lightning_swarm.client.session import Session
+from lightning_swarm.model.autocast import on_this_thread
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import kind_of, read_selection
 from lightning_swarm.peer.lead import RunSpec
@@ -163,6 +164,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     strategy._undo.callback(strategy._access.close)
     strategy._initial_weights.mark_used(module, trains=fitting)
     if not model.blocks.are_none:
+        strategy._undo.enter_context(on_this_thread())
         strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
     if fitting:
         checks.check_scaling(strategy._session.run, scales=scaling_of(trainer) is not None)

@@ -34,7 +34,7 @@ LOSS_TOLERANCE = 1e-11
 WEIGHT_TOLERANCE = 1e-10
 
 _OF_THE_STRATEGY = {"seed", "latency_s", "microbatch_s", "faults", *inspect.signature(SwarmStrategy).parameters}
-_OF_THE_STRATEGY -= {"deterministic"}  # the Trainer has an argument of that name
+_OF_THE_STRATEGY -= {"deterministic", "accelerator"}  # the Trainer has arguments of these names
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
