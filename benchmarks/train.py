@@ -127,9 +127,7 @@ class Text(Dataset[Tensor]):
     """Samples ``[sequence]`` of tokens, each by its number."""
 
     def __init__(self, num_samples: int, sequence: int) -> None:
-        self._tokens = torch.randint(
-            VOCABULARY, (num_samples, sequence), generator=torch.Generator().manual_seed(0)
-        )
+        self._tokens = torch.randint(VOCABULARY, (num_samples, sequence), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -57,7 +57,7 @@ def on_this_thread() -> contextlib.AbstractContextManager[None]:
     """Have backwards that this thread begins run on it, those of a GPU, too."""
     # Autograd has one thread for each GPU of the process. There a trainer's call of the pipeline would wait for a stage
     # whose backward waits for that thread; nor does Ctrl-C end a wait there.
-    return torch.autograd.set_multithreading_enabled(False)  # type: ignore[no-any-return]
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _global_flags(mode: ComputeMode) -> contextlib.AbstractContextManager[None]:

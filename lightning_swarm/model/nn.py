@@ -9,7 +9,7 @@ targets, and every block a mask. Here a keyword goes to the blocks whose ``forwa
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,19 @@ class Sequential(torch.nn.Sequential):
         return call_blocks(blocks, inputs, extras)
 
 
-def call_blocks(blocks: Iterable[torch.nn.Module], inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
-    """Call blocks in order: the first with all inputs, later ones with one value, each with the extras it names."""
-    for block in blocks:  # extras that none of them names are for another stage
-        inputs = (block(*inputs, **{name: extras[name] for name in _names(block) if name in extras}),)
+def call_blocks(
+    blocks: Iterable[torch.nn.Module],
+    inputs: tuple[Any, ...],
+    extras: Mapping[str, Any],
+    keywords: Sequence[Sequence[str]] | None = None,
+) -> Any:
+    """Call blocks in order: the first with all inputs, later ones with one value, each with the extras it names.
+
+    `keywords` are those that each block names, where they are known.
+    """
+    for index, block in enumerate(blocks):  # extras that none of them names are for another stage
+        named = _names(block) if keywords is None else keywords[index]
+        inputs = (block(*inputs, **{name: extras[name] for name in named if name in extras}),)
     if len(inputs) != 1:
         raise TypeError(f"a chain without blocks takes one input, got {len(inputs)}")
     return inputs[0]

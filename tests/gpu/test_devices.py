@@ -147,11 +147,10 @@ def test_codecs(name: str, tensor: str) -> None:
         other = codec.decode(tuple(part.to(GPU) for part in parts), whole.dtype, whole.shape)
         assert other.device.type == "cuda"
         assert torch.equal(one, other.cpu())
-    if name == "8bit":  # bitsandbytes rounds what is half-way between two values in its own way on each device
-        scales, codes = here[0], torch.stack([here[1], there[1].cpu()]).int()
-        assert torch.equal(scales, there[0].cpu())
-        assert (codes[0] - codes[1]).abs().max() <= 1
-        assert (codes[0] != codes[1]).float().mean() < 0.01
+    if name == "8bit":  # bitsandbytes chooses codes on each device in its own way
+        highest = whole.float().abs().max()
+        lost = [codec.decode(parts, torch.float32, whole.shape).cpu() - whole.float() for parts in (here, there)]
+        assert all(float(one.abs().max()) <= 2**-7 * highest for one in lost)
         return
     for part, moved in zip(here, there, strict=True):
         assert torch.equal(part, moved.cpu()), "the same tensor gives other bytes"

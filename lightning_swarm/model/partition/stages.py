@@ -50,7 +50,9 @@ class StageModule(nn.Module):
         self.around = tuple(around)
         self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
-        self.keywords = frozenset[str]().union(*map(accepted_keywords, blocks))
+        # Found here, for a compiler that meets the blocks need not be able to.
+        self._keywords = [tuple(sorted(accepted_keywords(block))) for block in blocks]
+        self.keywords = frozenset[str]().union(*self._keywords)
         self.read_later = frozenset[str]()  # keywords that blocks of later stages name
         # Slots, not tensors: moving a model off meta or to a device replaces its parameter objects.
         self._slots = slots
@@ -59,7 +61,7 @@ class StageModule(nn.Module):
         """Run the blocks on the inputs of the first one. Extras for blocks of other stages are ignored."""
         if call_binding.CALLS in extras:
             return call_binding.call_bound(self.blocks, self.block_names, inputs, extras)
-        return call_blocks(self.blocks, inputs, extras)
+        return call_blocks(self.blocks, inputs, extras, self._keywords)
 
     def extras_for(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Select the extras of a call that are for blocks of this stage."""

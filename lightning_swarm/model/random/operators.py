@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from lightning_swarm.model.random.philox import keep, long_bits, normal, uniform
@@ -24,10 +25,7 @@ class PlainAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch, and replace attention with dropout."""
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)):
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
 def plain_attention() -> AbstractContextManager[object]:
@@ -44,10 +42,28 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
+    if not dropout_p:
+        found: Tensor = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return found
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
     output: Tensor = _plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
     return output
+
+
+def _calling_plain(function: Callable[..., Any]) -> FunctionType:
+    """Copy a function of torch that calls attention: a mode sees what is called in it, but not what that calls."""
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, scaled_dot_product_attention.__name__: _attention}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_PLAIN: Final[Mapping[Any, Callable[..., Any]]] = {
+    scaled_dot_product_attention: _attention,
+    multi_head_attention_forward: _calling_plain(multi_head_attention_forward),
+}
 
 
 Handler = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.random import KeyedRandom, checkpoint_contexts, key_seed
+from lightning_swarm.model.random import KeyedRandom, checkpoint_contexts, key_seed, operators
 from lightning_swarm.model.random.operators import PlainAttention
 from lightning_swarm.model.random.philox import bits
 
@@ -356,6 +356,25 @@ def test_plain_attention_is_the_cpus(options: dict[str, Any]) -> None:
     assert torch.equal(found, expected)
     assert torch.equal(torch.autograd.grad(found.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
     assert torch.equal(without, attention(x, dropout_p=0.0, **options))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_inside_of_torchs_own_functions_is_plain(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=dropout, batch_first=True, dtype=torch.float64)
+    x = torch.linspace(-1.0, 1.0, 2 * 3 * 8, dtype=torch.float64).view(2, 3, 8)
+    expected = drawn(lambda: layer(x))
+    calls: list[float] = []
+
+    def plain(*args: Any) -> Any:
+        calls.append(args[4])
+        return math_attention(*args)
+
+    math_attention = operators._plain
+    monkeypatch.setattr(operators, "_plain", plain)
+    with PlainAttention():
+        found = drawn(lambda: layer(x))
+    assert torch.equal(found, expected)
+    assert calls == [dropout] * bool(dropout)
 
 
 def test_where_there_are_gpus_attention_with_dropout_is_made_plain(monkeypatch: pytest.MonkeyPatch) -> None:
