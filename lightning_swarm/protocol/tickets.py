@@ -60,7 +60,7 @@ class FetchRequest(WireMessage, frozen=True):
 class _Entry:
     readers: Readers | None = None  # None: it is not promised
     asked_by: PeerId | None = None  # the first peer that asked before the promise, whose account it is on
-    message: Message | None = None
+    message: Message | Callable[[], Message] | None = None
     error: SwarmError | None = None
     report: bytes = b""
     once: bool = False  # forget the tensors after one fetch
@@ -71,7 +71,7 @@ class _Entry:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors that are there, and of their body."""
-        return 0 if self.message is None else self.message.num_tensor_bytes + len(self.message.body)
+        return self.message.num_tensor_bytes + len(self.message.body) if isinstance(self.message, Message) else 0
 
 
 # A producer promises a name and fulfils it later. A consumer waits by a small long poll that holds no stream. Small
@@ -102,15 +102,20 @@ class TicketStore:
         entry.readers = readers
         return True
 
-    def fulfil(self, name: str, message: Message, report: bytes = b"", *, once: bool = False) -> None:
-        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch."""
+    def fulfil(
+        self, name: str, message: Message | Callable[[], Message], report: bytes = b"", *, once: bool = False
+    ) -> None:
+        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
+
+        What is called instead makes the message if it is fetched at all, never along with the news that it is there.
+        """
         entry = self._entries.get(name)
         if entry is None or entry.readers is None or entry.done.is_set():  # what was dropped meanwhile stays dropped
             return
         entry.message, entry.report, entry.once = message, report, once
         entry.done.set()
 
-    def offer(self, name: str, message: Message, readers: Readers) -> None:
+    def offer(self, name: str, message: Message | Callable[[], Message], readers: Readers) -> None:
         """Promise and fulfil at once."""
         self.promise(name, readers)
         self.fulfil(name, message)
@@ -202,7 +207,8 @@ class TicketStore:
             return Message(encode(WaitReply(ready=False)))
         if entry.error is not None:  # raised out here, for it may be a `DeadlineExceeded`, too
             raise entry.error
-        if request.take_bytes is None or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
+        is_made = entry.message is None or isinstance(entry.message, Message)
+        if request.take_bytes is None or not is_made or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
             return Message(encode(WaitReply(ready=True, report=entry.report)))
         taken = self._take(request.name, entry)
         return Message(encode(WaitReply(ready=True, report=entry.report, taken=taken.body)), taken.tensors)
@@ -221,6 +227,8 @@ class TicketStore:
         if entry.gone:
             raise TicketGone(f"{name} was dropped to save memory")
         assert entry.message is not None
+        if not isinstance(entry.message, Message):
+            entry.message = entry.message()
         message = entry.message
         if entry.once:  # the report stays; who fetches again gets `TicketGone`, and can call again
             entry.message, entry.gone = None, True

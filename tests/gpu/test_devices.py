@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_swarm.model.fingerprint import digest, fingerprint
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
-from lightning_swarm.protocol.compression import CODECS
-from lightning_swarm.server.averaging import deterministic
+from lightning_swarm.protocol.compression import CODECS, to_message
+from lightning_swarm.server.averaging import all_reduce, deterministic
 from lightning_swarm.server.averaging.all_reduce import squared_norm
 from lightning_swarm.server.averaging.powersgd import LowRank
 
@@ -195,3 +195,26 @@ def test_keyed_dropout_of_a_layer_in_training() -> None:
 
     for one, other in zip(train(CPU), train(GPU), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_lone_servers_mean_stays_on_the_gpu_until_a_joiner_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def noted(tree: Any) -> Any:
+        made.append(tree)
+        return to_message(tree)
+
+    monkeypatch.setattr(all_reduce, "to_message", noted)
+    message = all_reduce.for_joiners(torch.ones(5, device=GPU))
+    assert callable(message)
+    assert not made
+    (sent,) = message().tensors
+    assert sent.device.type == "cpu"
+    assert torch.equal(sent, torch.ones(5))
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.randn(()), torch.randn(4, 6).t(), torch.arange(9) > 3])
+def test_what_is_sent_comes_from_the_gpu_as_it_is(tensor: Tensor) -> None:
+    (sent,) = to_message(tensor.to(GPU)).tensors
+    assert sent.device.type == "cpu"
+    assert torch.equal(sent, tensor)

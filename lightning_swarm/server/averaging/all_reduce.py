@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ class Compute(Protocol):
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Encodes and decodes the parts of one averaging round, and brings them from and to a GPU, on the compute thread."""
+    """Encodes and decodes the parts of a round, and brings them from and to a GPU, on the compute thread."""
 
     codec: Codec | None  # None: parts travel as they are
     compute: Compute | None  # not needed without a codec
@@ -109,7 +110,7 @@ class Group:
     timeout: float  # seconds for each exchange
     shares_with: Callable[[PeerId], bool] = lambda _: False  # whether another peer may have what the group finds
 
-    def offer(self, name: str, message: Message, to: int | None = None) -> None:
+    def offer(self, name: str, message: Message | Callable[[], Message], to: int | None = None) -> None:
         """Give something in this round: to the peer at one place of the roster, or to all that may have it."""
         self.tickets.offer(f"{self.prefix}/{name}", message, self._readers(to))
 
@@ -184,10 +185,18 @@ async def average(
     return GroupMean(mean, norm, lost)
 
 
+def for_joiners(part: Tensor) -> Message | Callable[[], Message]:
+    """Make a message that perhaps nobody will fetch; from a GPU only once somebody does."""
+    return to_message(part) if part.device.type == "cpu" else partial(to_message, part)
+
+
 async def _send(
     group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None, *, to: int | None = None
 ) -> Tensor:
     """Send a part `to` one place or to all; note its codec's loss in `lost`; return the part as other peers get it."""
+    if len(group.roster) == 1 and parts.codec is None:
+        group.offer(name, for_joiners(part))
+        return part
     message = await parts.to_message(part)
     group.offer(name, message, to)
     if parts.codec is None:

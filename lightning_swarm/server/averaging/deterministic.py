@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, fetched, squared_norm, taken
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, fetched, for_joiners, squared_norm, taken
 from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 
 FINE: Final = 2.0**-56
@@ -98,7 +98,8 @@ class DeterministicAverager(Averager):
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
         await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)
-        group.offer(f"reduced{place}", to_message(mean[bounds[place]]))
+        own_mean = mean[bounds[place]]
+        group.offer(f"reduced{place}", to_message(own_mean) if others else for_joiners(own_mean))
         reduced = await gather(
             taken(group, i, f"reduced{i}", like=mean, length=bounds[i].stop - bounds[i].start) for i in others
         )

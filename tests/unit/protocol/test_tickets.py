@@ -350,3 +350,24 @@ def test_a_holder_that_does_not_hold_the_question_is_asked_no_oftener_for_it(loo
             loop.run_until_complete(ask(Ticket(peer_id=PeerId("holder"), name="x", key=None), timeout=25.0))
         assert loop.time() - begin_s == pytest.approx(25.0)
         assert num_asked == 3
+
+
+def test_a_message_may_be_made_by_the_first_fetch(pair: Pair) -> None:
+    made: list[Message] = []
+
+    def make() -> Message:
+        made.append(MESSAGE)
+        return MESSAGE
+
+    pair.holder.offer("later", make, anybody)
+    pair.run(pair.asker.wait(ticket("later"), timeout=5.0))
+    assert not made, "nobody wants it yet"
+    for _ in range(2):
+        found = pair.run(pair.asker.fetch(ticket("later"), timeout=5.0))
+        assert torch.equal(found.tensors[0], MESSAGE.tensors[0])
+    assert found.body == MESSAGE.body
+    assert len(made) == 1
+    pair.holder.drop("later")
+    pair.holder.offer("dropped", make, anybody)
+    pair.holder.drop("dropped")
+    assert len(made) == 1
