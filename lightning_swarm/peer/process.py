@@ -40,8 +40,11 @@ _TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
 _LAUNCH: Final = "SWARM_LAUNCH_ID"
 
 
-def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None) -> str:
-    """The lines that let others join, or start the run that this server waits for."""
+def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None, *, num_peers: int = 1) -> str:
+    """The lines that let others join, or start the run that this server waits for.
+
+    `num_peers` is how many peers a machine starts that runs this program.
+    """
     address = widest(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
     where = only_here if address.place.is_loopback else ""
@@ -63,7 +66,11 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
         )
     else:
         said = f"Peers {where}can join this run: lightning-swarm join {join}"
-    return said if entry is None else f"{said}\n{_how_to_invite(config, entry, 'trainer' if waits else 'server')}"
+    return (
+        said
+        if entry is None
+        else f"{said}\n{_how_to_invite(config, entry, 'trainer' if waits else 'server', num_peers)}"
+    )
 
 
 def _start_command(address: Address, program: str, entry: Entry | None) -> str:
@@ -75,9 +82,10 @@ def _start_command(address: Address, program: str, entry: Entry | None) -> str:
     return f"SwarmStrategy(role='both', initial_peers='{address}'{invite})"
 
 
-def _how_to_invite(config: SwarmConfig, entry: Entry, role: str) -> str:
+def _how_to_invite(config: SwarmConfig, entry: Entry, role: str, num_peers: int) -> str:
     run = "" if config.run_id == DEFAULT_RUN_ID else f" --run-id {shlex.quote(config.run_id)}"
-    command = f"lightning-swarm invite --role {role}{run} --out {_EXAMPLE}"
+    uses = f" --uses {num_peers}" if num_peers > 1 else ""
+    command = f"lightning-swarm invite --role {role}{uses}{run} --out {_EXAMPLE}"
     how = (
         "Make the file on this machine, and send it in private" if entry.is_owner else "The run's owner makes the file"
     )

@@ -330,7 +330,8 @@ class SwarmLauncher(_Launcher):
         """Print how others join the run."""
         peer = self._strategy._own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
-        rank_zero_info(process.how_to_join(self._strategy.config, addresses, self._entry))
+        config = self._strategy.config
+        rank_zero_info(process.how_to_join(config, addresses, self._entry, num_peers=self._num_peers))
 
     def _enter(self) -> Entry | None:
         """Find out how this peer comes into its run, before anything starts; None if anyone may."""

@@ -56,7 +56,9 @@ class _Users:
         program = [*self._on(0), sys.executable, str(SCRIPT)]
         self.run = start("starter", "digits", self.out, *starting, program=program)
         self.address = self.run.wait_for("can join this run: ").partition("lightning-swarm join ")[2].split()[0]
-        assert "lightning-swarm invite --role server --out swarm.invite" in self.run.wait_for("Only peers with an inv")
+        assert "lightning-swarm invite --role server --uses 2 --out swarm.invite" in self.run.wait_for(
+            "Only peers with an inv"
+        )
 
     def _options(self, number: int) -> list[object]:
         reached = ["--trust", "invited"] if self._hosts is None else ["--listen", f"{self._hosts.address(number)}:0"]

@@ -1,4 +1,4 @@
-"""Optimizers that step copies of the parameters on the CPU. Here both are on CPUs; no test has a GPU."""
+"""Optimizers that step copies of the parameters on the CPU. Here both are on CPUs; `tests/gpu` has one on a GPU."""
 
 from __future__ import annotations
 

@@ -209,6 +209,9 @@ def test_a_run_of_invited_peers_says_how_others_get_an_invitation(
     assert lines(run_id="it's mine")[1].endswith(
         "lightning-swarm invite --role server --run-id 'it'\"'\"'s mine' --out swarm.invite"
     )
+    config = SwarmStrategy(trust="invited").config
+    of_four = process.how_to_join(config, [here], entry_of(config, lambda: tmp_path, now_s=NOW_S), num_peers=4)
+    assert of_four.endswith("lightning-swarm invite --role server --uses 4 --out swarm.invite")
     start, more, invite = lines(role="server")
     assert start.endswith(f"SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}', invite='swarm.invite')")
     assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} --invite swarm.invite train.py"
