@@ -169,6 +169,7 @@ class Computation:
 
     def forward(self, call: ForwardCall) -> ForwardResult:
         """Run the blocks, and collect what they leave."""
+        self._make_current()
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
         in_input = left.take_output_note()
@@ -274,6 +275,7 @@ class Computation:
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
         """Compute gradients of input tensors, as they travel, and of trainable parameters, from the outputs'."""
+        self._make_current()
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
@@ -290,6 +292,11 @@ class Computation:
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
             self._watch.undo(self._watch.changes(before))  # of blocks that are computed again in it
         return self._to_send(encoded(found, self._codecs.gradients)), own
+
+    def _make_current(self) -> None:
+        """Make the GPU this thread's current one, as Lightning does on its own thread: blocks may ask for "cuda"."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _to_send(self, tree: serialization.Tree) -> serialization.Tree:
         """Bring what was computed to where it is sent from."""
