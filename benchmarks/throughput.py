@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def on_gpu(arguments: argparse.Namespace) -> None:
-    """Train by each way for some seconds, one after the other: on a GPU they cannot take turns, for steps overlap."""
+    """Train by each way for some seconds, one after the other: each may need most of the card's memory."""
     import torch
 
     model = ("--gpu", "--language", "--width", arguments.width, "--num-blocks", arguments.num_blocks)

@@ -55,8 +55,8 @@ def enter_backward_modes(mode: ComputeMode) -> Iterator[None]:
 
 def on_this_thread() -> contextlib.AbstractContextManager[None]:
     """Have backwards that this thread begins run on it, those of a GPU, too."""
-    # Autograd has one thread for each GPU of the process. There a trainer's call of the pipeline would wait for a stage
-    # whose backward waits for that thread; nor does Ctrl-C end a wait there.
+    # Autograd has one thread for each GPU. A trainer's backward would hold it and wait for a stage, whose backward
+    # needs it. Nor would Ctrl-C end that wait.
     return torch.autograd.set_multithreading_enabled(False)
 
 

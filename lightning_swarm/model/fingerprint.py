@@ -100,7 +100,7 @@ def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
 def _row_sums(words: Tensor) -> Iterator[int]:
     multipliers = _multipliers(words.device)
     num_whole = len(words) // _ROW * _ROW
-    if num_whole:  # all rows at once, for to ask a GPU takes longer than to compute a row
+    if num_whole:  # all rows at once: one answer from a GPU takes longer than a row
         yield from (words[:num_whole].view(-1, _ROW) * multipliers).sum(dim=1).tolist()
     if num_whole < len(words):
         yield int((words[num_whole:] * multipliers[: len(words) - num_whole]).sum())

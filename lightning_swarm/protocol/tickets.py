@@ -107,7 +107,7 @@ class TicketStore:
     ) -> None:
         """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
 
-        What is called instead makes the message if it is fetched at all, never along with the news that it is there.
+        `message` may be a function. It is called at the first fetch. The answer to a wait never carries its result.
         """
         entry = self._entries.get(name)
         if entry is None or entry.readers is None or entry.done.is_set():  # what was dropped meanwhile stays dropped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
 from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
-from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.partition.written_inputs import (
     POSITIONAL,
     WRITTEN,
@@ -163,13 +162,18 @@ class Computation:
 
     def graph(self, call: ForwardCall) -> SavedGraph:
         """Run the blocks for a backward alone."""
-        graph = self.forward(call).graph
+        graph = self._forward(call)[0].graph
         assert graph is not None
         return graph
 
     def forward(self, call: ForwardCall) -> ForwardResult:
         """Run the blocks, and collect what they leave."""
-        self._make_current()
+        result, left = self._forward(call)
+        # What was left is not encoded: each stage would encode it once more, and most of it is small.
+        return replace(result, output=self._to_send(join(encoded(result.output, self._codecs.activations), left)))
+
+    def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
+        """Run the blocks; the output is where it was computed, and what they leave is beside it."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
         in_input = left.take_output_note()
@@ -195,14 +199,13 @@ class Computation:
         left.note_output(found.output, found.arguments.visible(in_input, is_first=self._module.spec.index == 0))
         structure, outputs = serialization.flatten((found.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
-        # What was left is not encoded: each stage would encode it once more, and most of it is small.
-        left = Left(differentiable, left.others, left.refused)
-        return ForwardResult(
-            output=self._to_send(join(encoded(output, self._codecs.activations), left)),
+        result = ForwardResult(
+            output=output,
             requires_grad=[tensor.requires_grad for tensor in outputs],
             graph=SavedGraph(leaves, outputs, found.has_drawn, found.seen, call) if mode.grad else None,
             graph_bytes=found.graph_bytes,
         )
+        return result, Left(differentiable, left.others, left.refused)
 
     def _watched(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
@@ -275,7 +278,6 @@ class Computation:
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
         """Compute gradients of input tensors, as they travel, and of trainable parameters, from the outputs'."""
-        self._make_current()
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
@@ -293,19 +295,10 @@ class Computation:
             self._watch.undo(self._watch.changes(before))  # of blocks that are computed again in it
         return self._to_send(encoded(found, self._codecs.gradients)), own
 
-    def _make_current(self) -> None:
-        """Make the GPU this thread's current one, as Lightning does on its own thread: blocks may ask for "cuda"."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def _to_send(self, tree: serialization.Tree) -> serialization.Tree:
         """Bring what was computed to where it is sent from."""
-        # Here, for it takes until the GPU has computed it: the loop, which answers other peers, must not wait for that,
-        # and a call takes as long as its kernels do, not as long as launching them.
-        if self._device.type == "cpu":
-            return tree
-        synchronize(self._device)
-        return on_cpu(tree)
+        # Here, because it waits until the GPU has computed it: the loop must go on answering other peers meanwhile.
+        return tree if self._device.type == "cpu" else on_cpu(tree)
 
     def _differentiate(
         self, gradients: Sequence[Tensor | None], graph: SavedGraph

@@ -21,6 +21,7 @@ from lightning_swarm.core.errors import (
     SwarmError,
     TicketGone,
 )
+from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
@@ -200,6 +201,7 @@ class ComputeHandlers:
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
                 receipt = self._sums.add(stage, key, parameter_gradients, request.weight, graph.seen)
+            synchronize(stage.device)  # so that the call is said to take as long as its kernels do
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)

@@ -15,6 +15,7 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.model.fingerprint import Fingerprint, fingerprint, proof
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.running_statistics import RunningStatistics
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs
@@ -300,6 +301,7 @@ class Stage:
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
+        synchronize(self.device)  # else the next microbatch would be said to take as long as this, too
 
     def fingerprint(self, challenge: int = 0) -> int:
         """A hash of weights, buffers and optimizer state at this version; under a challenge other than 0, a proof."""

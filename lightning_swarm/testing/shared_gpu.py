@@ -13,7 +13,7 @@ class SharedGPU(CUDAAccelerator):
     """The first CUDA GPU as each of the Trainer's ``devices``: Lightning itself wants a GPU for each of them.
 
     ``Trainer(accelerator=SharedGPU(), devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on one card,
-    to try a swarm. They share its memory and take turns on it, so none is faster for the others.
+    to try a swarm. They share its memory and take turns on it: a swarm on one card is not faster than one peer.
 
     Raises:
         ConfigError: ``devices`` is no number of peers.

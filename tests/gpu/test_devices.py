@@ -10,9 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.model.fingerprint import digest, fingerprint
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.compression import CODECS, to_message
+from lightning_swarm.protocol.messages.calls import Ticket
+from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import all_reduce, deterministic
 from lightning_swarm.server.averaging.all_reduce import squared_norm
 from lightning_swarm.server.averaging.powersgd import LowRank
@@ -205,16 +210,23 @@ def test_a_lone_servers_mean_stays_on_the_gpu_until_a_joiner_wants_it(monkeypatc
         return to_message(tree)
 
     monkeypatch.setattr(all_reduce, "to_message", noted)
-    message = all_reduce.for_joiners(torch.ones(5, device=GPU))
-    assert callable(message)
+    loop, me = VirtualLoop(), PeerId("me")
+    store = TicketStore(MemoryNetwork().transport(me), max_bytes=1 << 20)
+    group = all_reduce.Group(roster=[me], prefix="round", tickets=store, timeout=5.0)
+    found = loop.run_until_complete(all_reduce.average(torch.full((5,), 6.0, device=GPU), 2.0, group, 0))
+    assert torch.equal(found.mean.cpu(), torch.full((5,), 3.0))
     assert not made
-    (sent,) = message().tensors
+    ticket = Ticket(peer_id=me, name="round/reduced0", key=None)
+    (sent,) = loop.run_until_complete(store.fetch(ticket, timeout=5.0)).tensors
+    assert len(made) == 1
     assert sent.device.type == "cpu"
-    assert torch.equal(sent, torch.ones(5))
+    assert torch.equal(sent, found.mean.cpu())
+    loop.close()
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.randn(()), torch.randn(4, 6).t(), torch.arange(9) > 3])
 def test_what_is_sent_comes_from_the_gpu_as_it_is(tensor: Tensor) -> None:
     (sent,) = to_message(tensor.to(GPU)).tensors
     assert sent.device.type == "cpu"
+    assert sent.is_pinned() or not sent.numel()
     assert torch.equal(sent, tensor)

@@ -353,30 +353,3 @@ def test_compiled_stages() -> None:
         run_swarm, lambda: torch.compile(DigitsMLP()), loader(digits()), max_steps=4, precision="32-true", num_servers=2
     )
     assert swarm.losses == pytest.approx(plain.losses, rel=5e-6)
-
-
-class AsksForTheGPU(DigitsMLP):
-    """A block that makes a tensor on "cuda", without a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, Constant())
-
-
-class Constant(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.full((1,), 0.1, device=DEVICE, dtype=hidden.dtype)
-
-
-def test_the_current_gpu_is_the_peers_own() -> None:
-    index = torch.cuda.device_count() - 1  # the last one, which threads do not begin with
-
-    class Last(SharedGPU):
-        @staticmethod
-        @override
-        def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-            return [torch.device("cuda", index) for _ in devices]
-
-    plain = run_plain(AsksForTheGPU, loader(digits()), max_steps=STEPS, accelerator=Last())
-    swarm = run_swarm(AsksForTheGPU, loader(digits()), max_steps=STEPS, accelerator=Last())
-    assert_exact(swarm, plain)

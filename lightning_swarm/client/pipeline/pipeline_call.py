@@ -29,7 +29,7 @@ from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.model.partition.written_inputs import Given, write_back
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
+from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu, to_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates, Receipt
 
 if TYPE_CHECKING:
@@ -308,4 +308,4 @@ def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return to_cpu(tensor.detach(), copy=True)

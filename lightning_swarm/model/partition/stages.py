@@ -50,7 +50,7 @@ class StageModule(nn.Module):
         self.around = tuple(around)
         self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
-        # Found here, for a compiler that meets the blocks need not be able to.
+        # Read here, because torch's compiler cannot read signatures.
         self._keywords = [tuple(sorted(accepted_keywords(block))) for block in blocks]
         self.keywords = frozenset[str]().union(*self._keywords)
         self.read_later = frozenset[str]()  # keywords that blocks of later stages name

@@ -51,9 +51,10 @@ def _attention(
     return output
 
 
-def _calling_plain(function: Callable[..., Any]) -> FunctionType:
+def _calling_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copy a function of torch that calls attention: a mode sees what is called in it, but not what that calls."""
-    assert isinstance(function, FunctionType)
+    if not isinstance(function, FunctionType):  # another library has wrapped it
+        return function
     names = {**function.__globals__, scaled_dot_product_attention.__name__: _attention}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -33,6 +33,7 @@ __all__ = [
     "from_message",
     "number_bytes",
     "on_cpu",
+    "to_cpu",
     "to_message",
 ]
 
@@ -40,7 +41,7 @@ __all__ = [
 def to_message(tree: serialization.Tree, flags: Sequence[bool] = ()) -> Message:
     """Make a message from a computed tree."""
     structure, tensors = serialization.flatten(tree)
-    return Message(encode(Computed(structure=structure, flags=list(flags))), tuple(map(_to_cpu, tensors)))
+    return Message(encode(Computed(structure=structure, flags=list(flags))), tuple(map(to_cpu, tensors)))
 
 
 def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
@@ -102,14 +103,15 @@ def number_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _on_cpu(leaf: Tensor | Encoded) -> Tensor | Encoded:
-    return _to_cpu(leaf) if isinstance(leaf, Tensor) else replace(leaf, parts=tuple(map(_to_cpu, leaf.parts)))
+    return to_cpu(leaf) if isinstance(leaf, Tensor) else replace(leaf, parts=tuple(map(to_cpu, leaf.parts)))
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
+def to_cpu(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """Bring a tensor to the CPU; with `copy`, also one that is there."""
     if tensor.device.type != "cuda":
-        return tensor.cpu()
+        return tensor.to("cpu", copy=copy)
     # Into pinned memory, which torch keeps: new memory has to be mapped page by page, which took 40 times as long.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:

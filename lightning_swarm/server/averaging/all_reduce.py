@@ -59,10 +59,10 @@ class Compute(Protocol):
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Encodes and decodes the parts of a round, and brings them from and to a GPU, on the compute thread."""
+    """Encodes and decodes the parts of a round, and brings them from and to a GPU."""
 
     codec: Codec | None  # None: parts travel as they are
-    compute: Compute | None  # not needed without a codec
+    compute: Compute | None  # runs both, where they take time; None: there is no codec, and both run here
 
     async def to_message(self, part: Tensor) -> Message:
         """Encode a part for its way."""

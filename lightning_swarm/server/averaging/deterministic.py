@@ -72,7 +72,7 @@ def is_whole(counts: Tensor) -> bool:
 def quotient(sums: Tensor, divisor: float) -> Tensor:
     """Divide columns of a sum; ``[n]`` float64, the same bits on every device."""
     # By a tensor: a GPU would multiply by the inverse of a number.
-    by = torch.tensor(divisor, dtype=torch.float64, device=sums.device)
+    by = torch.full((), divisor, dtype=torch.float64, device=sums.device)
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(by)
 
 

@@ -367,6 +367,10 @@ def test_a_message_may_be_made_by_the_first_fetch(pair: Pair) -> None:
         assert torch.equal(found.tensors[0], MESSAGE.tensors[0])
     assert found.body == MESSAGE.body
     assert len(made) == 1
+    own = Ticket(peer_id=HOLDER, name="own", key=None)
+    pair.holder.offer("own", make, anybody)
+    assert pair.run(pair.holder.fetch(own, timeout=5.0)) is MESSAGE
+    made.pop()
     pair.holder.drop("later")
     pair.holder.offer("dropped", make, anybody)
     pair.holder.drop("dropped")
