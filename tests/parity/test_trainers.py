@@ -280,6 +280,21 @@ def test_an_error_ends_its_own_fit_and_at_the_lead_all(rank: int, when: str) -> 
         assert epochs == [list(range(52))] * 4, "the lead brings the batch that failed"
 
 
+def test_an_error_of_a_callback_takes_no_batch_that_counted_along() -> None:
+    class Fails(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.fit_loop.batch_idx == 2:
+                raise RuntimeError("the callback's own mistake")
+
+    seen = train(2, Watching, callbacks=lambda rank: [Fails()] * rank, raises=False, max_steps=20)
+    assert str(seen.errors.pop(1)) == "the callback's own mistake"
+    assert not seen.errors
+    assert len(seen.records) == 20
+    assert sum(rank == 1 for rank, _ in seen.batches.values()) == 3
+    assert_exact(seen, num_trainers=2)
+
+
 def test_callbacks_read_the_loss_of_every_batch() -> None:
     """Also of one that another trainer brought before."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
 from lightning_swarm.monitor.survey import OTHERS, REPORT
 from lightning_swarm.network import Message, PeerId, framing
 from lightning_swarm.network.certification import CERTIFY
@@ -36,7 +37,7 @@ from lightning_swarm.protocol.messages.batches import (
     ReportReply,
     RetireRequest,
 )
-from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
+from lightning_swarm.protocol.messages.calls import CallKey, CancelRequest, Direction, Receipt, pack
 from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
     EnlistRequest,
@@ -143,11 +144,11 @@ from lightning_swarm.protocol.methods import (
 )
 from lightning_swarm.protocol.queries import HANDSHAKE
 from lightning_swarm.protocol.settings import RunSettings
-from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
+from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
 from lightning_swarm.server.state_transfer.snapshots import copied
 from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, RESULT_KEY, Swarm, closing, key, rows
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, RESULT_KEY, Swarm, closing, key, result_of, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 RESULT = key().name(1, "forward")
@@ -839,6 +840,64 @@ def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> No
     with pytest.raises(ProtocolError):
         swarm.run(asking)
     assert swarm.state() == before
+
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+@pytest.mark.parametrize("thief", ["stranger", B])
+def test_results_of_calls_are_for_who_was_named(make_swarm: MakeSwarm, thief: str) -> None:
+    """Their names can be guessed, and a gradient that was fetched is gone."""
+    quiet, swarm = (make_swarm("a", "b", "c") for _ in range(2))  # B serves, in another stage than the first
+    expected = quiet.run(step_with(quiet, lambda k: nothing()))
+    transport = swarm.servers[B]._transport if thief == B else swarm.network.transport(thief)
+    num_refused = 0
+
+    async def steal(k: CallKey) -> None:
+        nonlocal num_refused
+        for stage, peer in enumerate(swarm.route()):
+            for direction, shown in itertools.product(DIRECTIONS, (None, b"x" * len(RESULT_KEY))):
+                name = k.name(stage, direction)
+                wait = WaitRequest(name=name, hold_s=0.1, take_bytes=1 << 20, ticket_key=shown)
+                fetch = FetchRequest(name=name, ticket_key=shown)
+                for method, request in ((WAIT_METHOD, wait), (FETCH_METHOD, fetch)):
+                    message = Message(encode(request))
+                    if peer == transport.peer_id:
+                        continue
+                    try:
+                        answer = await transport.stream(peer, method, message, timeout=5.0, max_bytes=1 << 20)
+                    except TicketGone:
+                        num_refused += 1
+                    else:  # it is not there yet
+                        assert not decode(answer.body, WaitReply).ready
+                        assert not answer.tensors
+
+    found = swarm.run(step_with(swarm, steal))
+    assert num_refused >= 8
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+async def nothing() -> None:
+    pass
+
+
+async def step_with(swarm: Swarm, between: Callable[[CallKey], Coroutine[Any, Any, None]]) -> dict[str, torch.Tensor]:
+    """The weights after one microbatch; `between` is awaited when its outputs are ready, and when its gradients are."""
+    grant = await swarm.steps.grant(2)
+    k, route = key(grant.first, step=grant.step), swarm.route()
+    for stage, peer in enumerate(route):
+        await swarm.send(peer, FORWARD, swarm.forward_request(k, stage, route, rows(1)))
+    last = result_of(route[-1], k, len(route) - 1, "forward")
+    await swarm.tickets.wait(last, timeout=30.0)
+    await between(k)
+    output = (await swarm.tickets.fetch(last, timeout=30.0)).tensors[0]
+    assert all(report.receipt for report in await swarm.backward(k, output, weight=grant.weight))
+    await between(k)
+    if not await swarm.steps.done(grant.lease, [k.receipt]):
+        await swarm.steps.close()
+    await swarm.record(grant.step)
+    return swarm.weights()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e200])
