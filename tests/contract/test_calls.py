@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -16,7 +17,8 @@ from lightning_swarm.core.errors import (
     TicketGone,
     Unreachable,
 )
-from lightning_swarm.network import MAX_CALL_BYTES, Message, PeerId
+from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message, PeerId
+from lightning_swarm.network.admission import ByteBudget
 from lightning_swarm.network.framing import Kind, encode
 from tests.contract.world import World
 
@@ -308,3 +310,39 @@ def test_what_is_no_address(world: World, where: str) -> None:
 def test_an_address_where_nobody_answers(world: World) -> None:
     with pytest.raises(Unreachable):
         world.run(world.a.transport.connect([f"/ip4/127.0.0.1/tcp/1/p2p/{world.stranger}"]))
+
+
+def test_the_bytes_of_calls_that_one_peer_may_have_under_way_are_bounded(world: World, method: str) -> None:
+    victim, friend = world.another(world.a), world.another()
+    world.run(friend.transport.connect(world.run(victim.transport.addresses())))
+    body = b"x" * (SMALL_BYTES + 1)
+    budget = ByteBudget(1 << 30, 2 * len(body) + SMALL_BYTES)
+    assert isinstance(victim.transport._strangers_budget, ByteBudget)  # type: ignore[attr-defined]
+    victim.transport._strangers_budget = budget  # type: ignore[attr-defined]
+    num_held, all_held, released = 0, asyncio.Event(), asyncio.Event()
+
+    async def hold(caller: PeerId, body: bytes) -> bytes:
+        nonlocal num_held
+        if caller == world.a.id and len(body) > SMALL_BYTES:
+            num_held += 1
+            if num_held == 2:
+                all_held.set()
+            await released.wait()
+        return b"%d" % len(body)
+
+    victim.transport.handle_call(method, hold)
+
+    async def go() -> None:
+        call = partial(world.a.transport.call, victim.id, method, timeout=EVENTUALLY_S)
+        waiting = [asyncio.create_task(call(body)) for _ in range(2)]
+        await all_held.wait()
+        with pytest.raises(Busy, match="wait"):
+            await call(body)
+        assert await call(b"short") == b"5", "short ones are not counted"
+        assert await friend.transport.call(victim.id, method, body, timeout=EVENTUALLY_S) == b"%d" % len(body)
+        released.set()
+        assert await asyncio.gather(*waiting) == [b"%d" % len(body)] * 2
+        assert await call(body) == b"%d" % len(body)
+
+    world.run(go())
+    assert not budget._by_peer

@@ -244,11 +244,17 @@ def test_who_is_not_admitted_is_told_before_anything_is_read(
             world.run(world.a.transport.stream(world.b.id, method, message, timeout=EVENTUALLY_S))
 
 
-def test_what_one_peer_may_have_under_way_is_bounded_and_others_are_not_held_up(world: World, method: str) -> None:
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_what_one_peer_may_have_under_way_is_bounded_and_others_are_not_held_up(
+    world: World, method: str, is_admitted: bool
+) -> None:
     victim, friend = world.another(world.a), world.another()
     world.run(friend.transport.connect(world.run(victim.transport.addresses())))
     budget = ByteBudget(1 << 30, 5 << 20)
-    victim.transport._strangers_budget = budget  # type: ignore[attr-defined]
+    name = "_budget" if is_admitted else "_strangers_budget"
+    assert isinstance(getattr(victim.transport, name), ByteBudget)
+    setattr(victim.transport, name, budget)
+    admit = (lambda caller: None) if is_admitted else None
     number, most, begun = 0, 0, asyncio.Event()
 
     async def take(caller: PeerId, message: Message) -> Message:
@@ -260,8 +266,8 @@ def test_what_one_peer_may_have_under_way_is_bounded_and_others_are_not_held_up(
         number -= 1
         return Message()
 
-    victim.transport.handle_stream(method, take)
-    victim.transport.handle_stream(f"{method} at once", echo)
+    victim.transport.handle_stream(method, take, admit=admit)
+    victim.transport.handle_stream(f"{method} at once", echo, admit=admit)
 
     async def go() -> None:
         stream = partial(world.a.transport.stream, victim.id, method, timeout=EVENTUALLY_S)

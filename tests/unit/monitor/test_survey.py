@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import lightning as L
@@ -13,11 +14,14 @@ from typing_extensions import override
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, Uncertified, Untrusted
+from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting, summarize, table
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Role
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer import lead
+from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.reports import (
     CarriedReport,
     HeldStage,
@@ -31,7 +35,9 @@ from lightning_swarm.protocol.messages.reports import (
     StepReport,
 )
 from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.testing import InMemoryStrategy
+from tests.access import InvitedNetwork
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
 
@@ -163,6 +169,16 @@ def test_what_is_missing_is_said() -> None:
 
 
 # ---------------------------------------------------------------------- asking
+
+
+def test_roles_and_refusals_are_shown() -> None:
+    found = summarize([seen("a", said(REPORT, role="keeper", refused=3)), seen("b", said(REPORT, role="server"))])
+    assert [(peer.role, peer.refused) for peer in found.peers] == [("keeper", 3), ("server", 0)]
+    text = table(found)
+    assert "a keeper lead coordinator" in text
+    assert "a refused 3 requests, of peers without a certificate that permits them" in text
+    assert "b server" in text
+    assert "b refused" not in text
 
 
 @pytest.fixture
@@ -299,6 +315,20 @@ def test_a_flood_of_others_is_refused(loop: VirtualLoop) -> None:
     asked.handle_call(survey.OTHERS, others)
     with pytest.raises(ProtocolError, match="must hold one OtherPeers"):
         loop.run_until_complete(survey.look(asking, asked.peer_id, "x", timeout=7.0))
+
+
+def test_a_peer_says_its_role_and_whom_it_refused(loop: VirtualLoop) -> None:
+    network = InvitedNetwork(role_of=lambda peer: Role.OBSERVER if peer == "looks" else Role.SERVER)
+    transport = network.transport("asked")
+    directory, config = network.directory(transport), SwarmStrategy().config
+    peer = Peer(InlineRuntime(loop), transport, directory, executor=InlineExecutor, config=config, rng=Random(0))
+    stranger = MemoryNetwork.transport(network, "stranger")
+    for _ in range(2):
+        with pytest.raises(Uncertified):
+            loop.run_until_complete(stranger.call(PeerId("asked"), survey.REPORT, b"", timeout=5.0))
+    found = loop.run_until_complete(survey.look(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
+    assert [(one.role, one.report and one.report.refused) for one in found] == [("server", 2)]
+    peer.close()
 
 
 # ---------------------------------------------------------------------- which run

@@ -60,6 +60,39 @@ def test_the_table_names_every_method_and_no_other() -> None:
     assert MAY.keys() > ANSWERS.keys()
 
 
+def test_what_decides_over_a_run_needs_the_role_that_it_takes() -> None:
+    """Each by its name: the matrix below would follow a table that was loosened."""
+    decides = ["admit", "load", "restart", "release"]
+    computes = ["forward", "backward", "cancel", "state", "write", "set_evaluation_weights"]
+    leads = ["run.claim", "run.enlist", "step.grant", "step.done", "step.record", "snapshot.keep_loop", "trainer.loop"]
+    trainers = [*(f"server.{name}" for name in decides), *(f"stage.{name}" for name in computes), *leads]
+    assert {MAY[method] for method in trainers} == {Role.TRAINER}
+    coordinates = [
+        "run.lead",
+        "run.inherit",
+        "run.take_over",
+        "run.listen",
+        "step.prepare",
+        "step.propose",
+        "step.freeze",
+    ]
+    reads = [
+        "step.apply",
+        "stage.follow",
+        "stage.piece",
+        "snapshot.keep",
+        "snapshot.read",
+        "ticket.wait",
+        "ticket.fetch",
+    ]
+    assert {MAY[method] for method in [*coordinates, *reads]} == {Role.SERVER}
+    assert sorted(method for method, least in MAY.items() if least is None) == [
+        "transport.certify",
+        "transport.introduce",
+        "transport.ping",
+    ]
+
+
 def test_real_peers_register_what_the_table_names(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b")
     for transport in (swarm.trainer, *(server._transport for server in swarm.servers.values())):
