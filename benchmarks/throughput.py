@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 
+import torch
+
 from benchmarks.report import picture, table, write
 from benchmarks.runs import Turns, train
 
@@ -64,8 +66,6 @@ def main() -> None:
 
 def on_gpu(arguments: argparse.Namespace) -> None:
     """Train by each way for some seconds, one after the other: each may need most of the card's memory."""
-    import torch
-
     model = ("--gpu", "--language", "--width", arguments.width, "--num-blocks", arguments.num_blocks)
     batch = ("--batch-size", 16, "--sequence", SEQUENCE, "--precision", "bf16-mixed", "--num-threads", 4)
     swarm = ("--num-stages", 2, "--microbatch-size", arguments.microbatch_size)

@@ -290,7 +290,7 @@ def detached(arguments: CallArguments) -> CallArguments:
             "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
         )
     keywords = {
-        name: (structure, [_copied(tensor) for tensor in tensors])
+        name: (structure, [to_cpu(tensor.detach(), copy=True) for tensor in tensors])
         for name, (structure, tensors) in arguments.keywords.items()
     }
     return replace(arguments, tensors=[tensor.detach() for tensor in arguments.tensors], keywords=keywords)
@@ -298,14 +298,5 @@ def detached(arguments: CallArguments) -> CallArguments:
 
 def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
     """Encode tensors where they are, and bring them to where they can be sent from again and again."""
-
     # With `copy`, for the user may overwrite the batch while a microbatch may still have to be sent again.
-    def own(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
-        return _copied(leaf) if isinstance(leaf, Tensor) else leaf
-
-    tree = encoded(list(tensors), codec)
-    return list(on_cpu(serialization.transform(tree, own) if copy else tree))
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return to_cpu(tensor.detach(), copy=True)
+    return list(on_cpu(encoded(list(tensors), codec), copy=copy))

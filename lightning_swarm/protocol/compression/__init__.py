@@ -91,9 +91,9 @@ def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
     return serialization.transform(tree, lambda leaf: _decoded(leaf, by, device))
 
 
-def on_cpu(tree: Tree) -> Tree:
-    """Bring a tree's tensors, encoded or not, to the CPU, from where they are sent."""
-    return serialization.transform(tree, _on_cpu)
+def on_cpu(tree: Tree, *, copy: bool = False) -> Tree:
+    """Bring a tree's tensors to the CPU, from where they are sent; with `copy`, copy those that are there unencoded."""
+    return serialization.transform(tree, lambda leaf: _on_cpu(leaf, copy=copy))
 
 
 def number_bytes(tensors: Sequence[Tensor]) -> int:
@@ -102,8 +102,10 @@ def number_bytes(tensors: Sequence[Tensor]) -> int:
     return max(real, key=Tensor.numel).element_size() if real else 0
 
 
-def _on_cpu(leaf: Tensor | Encoded) -> Tensor | Encoded:
-    return to_cpu(leaf) if isinstance(leaf, Tensor) else replace(leaf, parts=tuple(map(to_cpu, leaf.parts)))
+def _on_cpu(leaf: Tensor | Encoded, *, copy: bool) -> Tensor | Encoded:
+    if isinstance(leaf, Encoded):
+        return replace(leaf, parts=tuple(map(to_cpu, leaf.parts)))
+    return to_cpu(leaf.detach() if copy else leaf, copy=copy)
 
 
 def to_cpu(tensor: Tensor, *, copy: bool = False) -> Tensor:
