@@ -156,12 +156,12 @@ def validation() -> DataLoader[Any]:
 
 
 class Dying(Validated):
-    """The second trainer dies in its third batch."""
+    """The second trainer dies in its third batch, or in its first one after that where others brought the third."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_rank == 1 and batch_idx == 2 and not self.seen.killed:
+        if self.trainer.global_rank == 1 and batch_idx >= 2 and not self.seen.killed:
             self.seen.kill("peer-1")
         return loss
 
@@ -172,7 +172,9 @@ def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trai
     seen = run(num_trainers, make_module=Dying, validation=validation, raises=False, swarm={"limits": QUICK})
     assert seen.killed == ["peer-1"]
     assert 0 not in seen.errors
-    assert seen.validated == [0, 1, 2], "each epoch is validated, with however few batches of the lead it ends"
+    assert list(dict.fromkeys(seen.validated)) == [0, 1, 2], "however few batches of the lead an epoch ends with"
+    # Where it died late, the run goes back into an epoch that was validated already.
+    assert len(seen.validated) == 3 or (seen.went_back and seen.validated == [0, 0, 1, 2])
     assert_same(seen, alone)
     assert_each_once(seen, 3)
 
