@@ -79,6 +79,14 @@ def credentials_of(peer: PeerId, role: Role = Role.KEEPER, *, uses: int = 100, *
     return FakeCredentials(certificate_of(peer, role, uses=uses, **named), named.get("run", b"run"))
 
 
+class Gullible(FakeCredentials):
+    """It takes any certificate for one of its run, as the peers of a forged run do."""
+
+    @override
+    def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
+        return Permit(Role.KEEPER, now_s + 60.0, bytes(16), 1)
+
+
 OWNER = Owner("run", Identity.from_seed(b"the owner's seed, of 32 bytes..."))
 
 

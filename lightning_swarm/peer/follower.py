@@ -94,9 +94,11 @@ class Claim:
             if view is not None:
                 return view
             if now_s() >= deadline_s:
+                is_invited = self._transport.permit_of(self._transport.peer_id) is not None
+                ban = " The owner can ban one that never begins: `lightning-swarm ban`." if is_invited else ""
                 raise DeadlineExceeded(
                     f"another program was to begin run {self._config.run_id!r} and did not within {timeout:g} s: one "
-                    f"of {sorted(self._rivals)}. Look for its error, or raise `Limits.start_timeout`."
+                    f"of {sorted(self._rivals)}. Look for its error, or raise `Limits.start_timeout`.{ban}"
                 )
         return None
 

@@ -21,10 +21,10 @@ from lightning_swarm.core.errors import (
     Untrusted,
 )
 from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, Message, PeerId
-from lightning_swarm.network.access import MAY, Permit, Role
+from lightning_swarm.network.access import MAY, Role
 from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.certification import CERTIFY
-from tests.access import INVITATION, FakeCredentials, ban_of, certificate_of, credentials_of
+from tests.access import INVITATION, FakeCredentials, Gullible, ban_of, certificate_of, credentials_of
 from tests.contract.world import HivemindWorld, Peer, World
 
 EVENTUALLY_S = 20.0
@@ -32,13 +32,6 @@ SEEN = "peer.hello"
 SERVED = "stage.follow"
 TRAINED = "stage.forward"
 METHODS = (SEEN, SERVED, TRAINED)
-
-
-class Gullible(FakeCredentials):
-    """It takes any certificate for one of its run, as the peers of a forged run do."""
-
-    def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
-        return Permit(Role.KEEPER, now_s + 60.0, bytes(16), 1)
 
 
 class Handled:

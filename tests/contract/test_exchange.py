@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError, Unreachable
-from lightning_swarm.network import Message
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.admission import ByteBudget
 from lightning_swarm.network.framing import Buffer, Head, Kind, encode, read_head, read_tensors
-from lightning_swarm.network.rpc import Channel, Feed, ServedMethod, ask, serve
+from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel, Feed, Hold, ServedMethod, ask, hold_all, serve
 
 IDLE_TIMEOUT_S = 60.0
 
@@ -89,14 +91,15 @@ def test_an_answer_without_its_end_is_a_broken_connection(loop: VirtualLoop) -> 
 class Server:
     """Serves one channel with a handler that echoes, and remembers what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Hold = hold_all) -> None:
+        self.hold = hold
         self.handled: list[bytes] = []
         self.counted: list[str] = []
 
     def find(self, head: Head) -> ServedMethod:
         if head.method != "echo":
             raise ProtocolError("no such method")
-        return ServedMethod(100, self.echo)
+        return ServedMethod(100, self.echo, self.hold)
 
     async def echo(self, message: Message) -> Message:
         self.handled.append(message.body)
@@ -146,6 +149,33 @@ def test_a_request_that_stalls_is_given_up_and_handled_by_nobody(loop: VirtualLo
 
     loop.run_until_complete(go())
     assert loop.time() > 0
+
+
+def test_who_announces_tensors_and_stalls_holds_its_own_share_and_not_for_ever(loop: VirtualLoop) -> None:
+    budget = ByteBudget(max_bytes=200, max_peer_bytes=100)
+    liar, friend = PeerId("liar"), PeerId("friend")
+    servers: list[Server] = []
+
+    async def send(peer: PeerId, kept: int | None) -> None:
+        servers.append(server := Server(partial(budget.holding, peer, timeout=3 * STALL_TIMEOUT_S)))
+        mine, theirs, *_ = pair()
+        await mine.send([b"".join(encode(Kind.STREAM, 1, "echo", Message(b"", (torch.ones(20),))))[:kept]])
+        await server.serve(theirs)
+
+    async def go() -> None:
+        begun_s = loop.time()
+        stalled = [asyncio.create_task(send(liar, -1)) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        assert budget._by_peer == {liar: 80}, "the others wait for its share"
+        heard = asyncio.create_task(send(friend, None))
+        await asyncio.sleep(1.0)
+        assert [server.handled for server in servers] == [[], [], [], [b""]]
+        await asyncio.gather(*stalled)
+        assert loop.time() - begun_s == pytest.approx(3 * STALL_TIMEOUT_S, rel=0.1)
+        assert not budget._by_peer
+        await heard
+
+    loop.run_until_complete(go())
 
 
 def test_noise_is_answered_with_an_error_and_handled_by_nobody(loop: VirtualLoop) -> None:

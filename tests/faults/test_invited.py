@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Role
+from lightning_swarm.network.access import MAY, Role
 from lightning_swarm.network.certification import CERTIFY
 from lightning_swarm.testing import FaultPlan, Phase
-from tests.access import InvitedNetwork
+from tests.access import Gullible, InvitedNetwork, certificate_of
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import COORDINATOR, JOINER, SMALL_STAGES, TRAINERS, VOTERS
 
 
 def test_everybody_has_a_certificate_of_the_least_role_that_will_do() -> None:
+    """And a joiner that reads of a forged run first asks it nothing, and joins the true one."""
     plan = FaultPlan().kill(COORDINATOR, at=Phase.DECIDE, step=1).corrupt(None, at=Phase.BACKWARD, step=2)
     network = InvitedNetwork(role_of=lambda peer: Role.TRAINER if peer in TRAINERS.split() else Role.SERVER)
     members = [*" ".join(SMALL_STAGES).split(), *TRAINERS.split()]
@@ -25,10 +27,23 @@ def test_everybody_has_a_certificate_of_the_least_role_that_will_do() -> None:
         network=network,
         invitations=invitations,
     )
+    forged, asked = network.transport("forged"), []
+    forged.set_credentials(Gullible(certificate_of(forged.peer_id, run=b"another owner's")))
+
+    async def ask(caller: PeerId, body: bytes) -> bytes:
+        asked.append(caller)
+        raise ProtocolError("it would let anybody in")
+
+    for method in MAY.keys() - {CERTIFY, "transport.ping", "transport.introduce"}:
+        forged.handle_call(method, ask)
+    swarm.announced.append(forged.peer_id)
     try:
         swarm.train()
         swarm.audit()
         assert swarm.count("takeover") > 0
+        shown = swarm.servers[PeerId(JOINER)]._transport.traffic.sent_bytes
+        assert {method for peer, method in shown if peer == forged.peer_id} == {CERTIFY}
+        assert asked == []
         assert JOINER in swarm.survivors()
         for server in swarm.survivors().values():
             (used,) = server.membership.run.invitations or ()

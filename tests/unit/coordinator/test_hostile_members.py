@@ -12,10 +12,10 @@ from msgspec.structs import replace as replaced
 from lightning_swarm.coordinator.consensus import MAX_STEP
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import CoordinatorTerm, HeldSnapshot, Term, WatchReply
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, HeldSnapshot, InheritRequest, Term, WatchReply
 from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vacancy, Vote
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import FREEZE, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
+from lightning_swarm.protocol.methods import FREEZE, INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
 from lightning_swarm.testing import FaultPlan
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_takeover import Trial
@@ -95,6 +95,8 @@ def test_who_has_no_promises_leads_nobody(make_swarm: MakeSwarm, number: int) ->
             coup.tell(peer, LEAD, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
         with pytest.raises((ProtocolError, NotCoordinator), match="led by the coordinator a"):
             coup.tell(peer, TAKE_OVER, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
+        with pytest.raises(NotCoordinator, match="led by the coordinator a"):
+            coup.tell(peer, INHERIT, InheritRequest(generation=0, new_lead=LIAR, first_step=0))
     coup.train(2)
     coup.check_led_by(A, below=2)
     coup.check()
