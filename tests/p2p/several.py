@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
+from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.takeover import choose_standby_lead, has_majority, seniority
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.protocol.messages.batches import RecordReply
@@ -36,11 +37,15 @@ _BATCH_SIZE = 4
 class Validated(DigitsMLP):
     """Brings its own data, as every trainer of a run does."""
 
+    num_batches, batches_of_a_step = BATCHES, BATCHES_OF_A_STEP
+
     def __init__(self) -> None:
         super().__init__(Recipe(schedule="constant"))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return shuffled(TensorDataset(*(part[: BATCHES * _BATCH_SIZE] for part in digits().tensors)))
+        data = digits()
+        rows = torch.arange(self.num_batches * _BATCH_SIZE) % len(data)
+        return shuffled(TensorDataset(*(part[rows] for part in data.tensors)))
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(digits(), 26)
@@ -52,6 +57,12 @@ class Validated(DigitsMLP):
     @override
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", DigitsMLP.training_step(self, batch, batch_idx))
+
+
+class Long(Validated):
+    """An epoch is twenty steps, and in each of them five trainers have a batch."""
+
+    num_batches, batches_of_a_step = 100, 5
 
 
 class Losses(L.Callback):
@@ -101,7 +112,8 @@ class NotedStrategy(SwarmStrategy):
             self._notes.write("record", generation, places_of(record))
 
         steps._learn = noted  # type: ignore[method-assign]
-        self._notes.write("begun", generation, self._session.run.manifest.first_step)
+        assert self.peer is not None
+        self._notes.write("begun", generation, self._session.run.manifest.first_step, self.peer.address)
 
     def has_standby(self) -> bool:
         """Whether another one could take the run over now, if this process died."""
@@ -168,8 +180,70 @@ class Watch(Losses):
             threading.Event().wait()
 
 
+class Gate:
+    """Holds each trainer in its batch until the batch's step is let go.
+
+    The test lets steps go, and so does the coordinator's trainer while somebody is about to come or go: that takes a
+    record. The lead notes each step that it is held in, once another trainer could take over from it.
+    """
+
+    def __init__(self, folder: Path, notes: Notes, strategy: NotedStrategy) -> None:
+        self._folder = folder
+        self._notes = notes
+        self._strategy = strategy
+        self._noted: tuple[int, int] | None = None
+
+    def hold(self, step: int) -> None:
+        """In a batch."""
+        wait_until(lambda: self._is_open(step), f"step {step} was not let go")
+
+    def _is_open(self, step: int) -> bool:
+        peer = self._strategy.peer
+        assert peer is not None
+        assert peer.server is not None
+        coordinator = peer.server.admission.leadership.coordinator
+        if coordinator is not None and peer.runtime.run(_changes_members(coordinator)):
+            let_go(self._folder, step)
+        if self._strategy.is_global_zero:
+            self._note(step)
+        # A batch that a rollback drops is held no more.
+        return _gate(self._folder, step).exists() or peer.follower.is_rolling_back
+
+    def _note(self, step: int) -> None:
+        generation = self._strategy.generation
+        if self._noted == (generation, step) or not self._strategy.has_standby():
+            return
+        assert self._strategy._session is not None
+        run = self._strategy._session.run
+        self._noted = generation, step
+        self._notes.write("held", generation, step, sorted(run.trainers), run.servers)
+
+
+async def _changes_members(coordinator: Coordinator) -> bool:
+    """On the loop: whether the next record is to let somebody in, or to leave somebody out."""
+    generation = coordinator.generation
+    return generation.server_membership.wants_changes() or any(generation.trainers.membership.changes())
+
+
+def _gate(folder: Path, step: int) -> Path:
+    """The file that lets a step go."""
+    return folder / f"step-{step}"
+
+
+def let_go(folder: Path, *steps: int) -> None:
+    for step in steps:
+        _gate(folder, step).touch()
+
+
 def train(
-    *, folder: str, number: int, others: int, initial_peers: list[str], limits: Mapping[str, Any], cut: bool = True
+    *,
+    folder: str,
+    number: int,
+    others: int,
+    initial_peers: list[str],
+    limits: Mapping[str, Any],
+    cut: bool = True,
+    gated: bool = False,
 ) -> None:
     """As a user's script does that trains in a run.
 
@@ -180,25 +254,30 @@ def train(
         initial_peers: Whom it joins; none: it begins the run.
         limits: As in `Limits`.
         cut: False: each trainer computes the whole model itself.
+        gated: The model is `Long`, the run ends by itself, and a `Gate` holds each step.
     """
-    notes = Notes(Path(folder) / f"trainer-{number}")
+    notes, make = Notes(Path(folder) / f"trainer-{number}"), Long if gated else Validated
     strategy = NotedStrategy(
         notes,
         role="both",
         num_stages=2 if cut and not initial_peers else None,
         pipeline="net" if cut else None,
         microbatch_size=2 if cut else None,
-        target_batch_size=BATCHES_OF_A_STEP * _BATCH_SIZE,
+        target_batch_size=make.batches_of_a_step * _BATCH_SIZE,
         initial_peers=initial_peers,
         limits=Limits(**limits),
     )
     L.seed_everything(0)
-    module, watch = Validated(), Watch(notes, others, waits=cut)
-    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[watch], **QUIET)
+    module, watch, gate = make(), Watch(notes, others, waits=cut), Gate(Path(folder), notes, strategy)
+    max_epochs = NUM_EPOCHS if gated else -1
+    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=max_epochs, callbacks=[watch], **QUIET)
 
     def note(place: tuple[int, int], at: tuple[int, int], ids: list[int], loss: float) -> None:
+        generation = strategy.generation  # the run may roll back while the batch is held
+        if gated:
+            gate.hold(place[0])
         watch.hold(trainer)  # what it never finishes is not noted
-        notes.write("batch", strategy.generation, place, ids, loss)
+        notes.write("batch", generation, place, ids, loss)
 
     watched(module, note)
     trainer.fit(module)

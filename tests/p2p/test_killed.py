@@ -33,7 +33,7 @@ from lightning_swarm.testing import FaultySwarmStrategy
 from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
 from tests.features.test_trainers import Lines
 from tests.p2p import train
-from tests.p2p.several import BATCHES, BATCHES_OF_A_STEP, NUM_EPOCHS, Losses, Several, Validated, said
+from tests.p2p.several import BATCHES, NUM_EPOCHS, Losses, Several, Validated, said
 from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
 from tests.p2p.zygote import Planned, planned
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, run_plain
@@ -319,21 +319,22 @@ def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path:
     assert_undisturbed(seen)
 
 
-def assert_undisturbed(seen: Several) -> None:
+def assert_undisturbed(seen: Several, make: type[Validated] = Validated) -> None:
     """Samples, losses and weights are those of the plain Trainer, each sample once an epoch."""
-    loader, validated, num_epochs = Validated().train_dataloader(), Losses(), len(seen.validated)
-    listed = [batch[-1].tolist() for _ in range(num_epochs) for batch in islice(loader, BATCHES)]
+    loader, validated, num_epochs = make().train_dataloader(), Losses(), len(seen.validated)
+    num_batches, batches_of_a_step = make.num_batches, make.batches_of_a_step
+    listed = [batch[-1].tolist() for _ in range(num_epochs) for batch in islice(loader, num_batches)]
     for epoch in range(num_epochs):
-        samples = [sample for batch in listed[epoch * BATCHES : (epoch + 1) * BATCHES] for sample in batch]
+        samples = [sample for batch in listed[epoch * num_batches : (epoch + 1) * num_batches] for sample in batch]
         assert sorted(samples) == list(range(len(loader.dataset)))  # type: ignore[arg-type]
     counted = [batch for step in curve(seen) for batch in step]
     assert [ids for ids, _ in counted] == listed
     plain = run_plain(
-        Validated, Validated().train_dataloader(), Validated().val_dataloader(),
-        max_epochs=num_epochs, accumulate_grad_batches=BATCHES_OF_A_STEP, callbacks=[validated],
+        make, make().train_dataloader(), make().val_dataloader(),
+        max_epochs=num_epochs, accumulate_grad_batches=batches_of_a_step, callbacks=[validated],
     )  # fmt: skip
     # Lightning shows the loss as its part of the step.
-    assert [loss / BATCHES_OF_A_STEP for _, loss in counted] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    assert [loss / batches_of_a_step for _, loss in counted] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
     assert [loss for _, (_, loss) in sorted(seen.validated.items())] == pytest.approx(
         validated.losses, rel=LOSS_TOLERANCE
     )
