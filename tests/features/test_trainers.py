@@ -126,7 +126,11 @@ class Logs(DigitsMLP):
 
 
 def train_logged(
-    make_module: Callable[[Seen], Any] = Logs, *, target_batch_size: int = 10, **options: Any
+    make_module: Callable[[Seen], Any] = Logs,
+    *,
+    target_batch_size: int = 10,
+    swarm: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Seen, Lines]:
     """One epoch of the lead."""
     lines = [Lines(), Lines()]
@@ -138,7 +142,7 @@ def train_logged(
         max_epochs=1,
         each={"logger": lambda: next(loggers)},
         log_every_n_steps=1,
-        swarm={"target_batch_size": target_batch_size},
+        swarm={"target_batch_size": target_batch_size, **(swarm or {})},
         **options,
     )
     assert_exact(seen, DigitsMLP, digits(), num_trainers=2, target_batch_size=1)

@@ -16,6 +16,8 @@ from typing_extensions import override
 
 from lightning_swarm.protocol.compression import Compression
 from lightning_swarm.strategy.strategy import SwarmStrategy
+from tests.features.test_trainers import assert_logged, train_logged
+from tests.features.test_trainers_metrics import assert_epoch, assert_steps, trained
 from tests.parity.harness import QUIET, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 from tests.parity.test_trainers_come import LATE, RANK, trainers_of, under_way
@@ -87,6 +89,14 @@ def test_one_trainer(num_batches: int) -> None:
 def test_several_trainers(num_trainers: int) -> None:
     seen = train(num_trainers, lambda seen: Branches(), max_steps=20, swarm=WHOLE)
     assert_same(seen, lambda: Branches(), digits(), num_trainers=num_trainers)
+
+
+def test_what_all_trainers_log() -> None:
+    """Numbers and metric objects: over the batches of both."""
+    assert_logged(*train_logged(swarm=WHOLE))
+    seen, lines = trained(swarm={"target_batch_size": 10, **WHOLE})
+    assert_epoch(seen, lines)
+    assert_steps(seen, lines)
 
 
 class Enough(L.Callback):
