@@ -18,14 +18,14 @@ class ByteBudget:
     """Bytes that this peer may hold for others. They are taken before they are read."""
 
     max_bytes: int  # of all peers
-    max_peer_bytes: int  # of each
+    max_peer_bytes: int  # of each; a larger message counts as so many, so that the others have room beside it
     _by_peer: Counter[PeerId] = field(default_factory=Counter)
     _num_bytes: int = 0
     _freed: asyncio.Event = field(default_factory=asyncio.Event)  # each time another one
 
     def take(self, peer: PeerId, num_bytes: int) -> bool:
-        """Take so many bytes on the account of a peer; false if there is no room now. Alone, any number fits."""
-        held = self._by_peer[peer]
+        """Take so many bytes on the account of a peer; false if there is no room now. Its first bytes may be many."""
+        num_bytes, held = min(num_bytes, self.max_peer_bytes), self._by_peer[peer]
         if (held and held + num_bytes > self.max_peer_bytes) or (
             self._num_bytes and self._num_bytes + num_bytes > self.max_bytes
         ):
@@ -36,6 +36,7 @@ class ByteBudget:
 
     def give_back(self, peer: PeerId, num_bytes: int) -> None:
         """Give back what `take` took."""
+        num_bytes = min(num_bytes, self.max_peer_bytes)
         self._num_bytes -= num_bytes
         self._by_peer[peer] -= num_bytes
         if not self._by_peer[peer]:

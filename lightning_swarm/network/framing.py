@@ -254,19 +254,25 @@ async def read_head(reader: Reader) -> Head:
     return await read_control(reader, await read_fixed_header(reader))
 
 
+# A byte now and then would hold the room of the whole message for ever.
+_MIN_BYTES_PER_S: Final = 16 << 10
+
+
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
-    """Read the tensors of `head` into new memory; `TimeoutError` if no byte comes for `stall_timeout` seconds."""
+    """Read the tensors of `head` into new memory; `TimeoutError` if nothing comes for `stall_timeout` s, or too little."""
     # `Head.check_size` must have checked their size.
     raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
     loop = asyncio.get_running_loop()
-    checksum = 0
+    checksum = num_bytes = 0
+    begin_s = loop.time()
     async with asyncio.timeout(stall_timeout) as stall:
 
         def take(piece: memoryview) -> None:
-            nonlocal checksum
+            nonlocal checksum, num_bytes
             checksum = crc32(piece, checksum)
+            num_bytes += len(piece)
             if stall_timeout is not None and not stall.expired():  # an expired timeout cannot be moved
-                stall.reschedule(loop.time() + stall_timeout)
+                stall.reschedule(min(loop.time(), begin_s + num_bytes / _MIN_BYTES_PER_S) + stall_timeout)
 
         for buffer in raw:
             await reader.fill(buffer.numpy().data, take)

@@ -99,7 +99,7 @@ class Server:
     def find(self, head: Head) -> ServedMethod:
         if head.method != "echo":
             raise ProtocolError("no such method")
-        return ServedMethod(100, self.echo, self.hold)
+        return ServedMethod(1 << 20, self.echo, self.hold)
 
     async def echo(self, message: Message) -> Message:
         self.handled.append(message.body)
@@ -176,6 +176,30 @@ def test_who_announces_tensors_and_stalls_holds_its_own_share_and_not_for_ever(l
         await heard
 
     loop.run_until_complete(go())
+
+
+def test_a_request_that_drips_is_given_up(loop: VirtualLoop) -> None:
+    """A byte now and then is no sign of good faith. A slow link is."""
+    size, rate = 1 << 20, 32 << 10
+
+    async def go(num_bytes: int, pause_s: float) -> Server:
+        server = Server()
+        mine, theirs, _, their_reader = pair()
+        data = b"".join(encode(Kind.STREAM, 1, "echo", Message(b"", (torch.zeros(size, dtype=torch.uint8),))))
+        serving = asyncio.create_task(server.serve(theirs))
+        for begin in range(0, len(data), num_bytes):
+            if serving.done():
+                break
+            await mine.send([data[begin : begin + num_bytes]])
+            await asyncio.sleep(pause_s)
+        their_reader.feed_eof()
+        await serving
+        return server
+
+    assert loop.run_until_complete(go(rate, 1.0)).handled == [b""]
+    begun_s = loop.time()
+    assert loop.run_until_complete(go(1000, STALL_TIMEOUT_S - 1.0)).handled == []
+    assert loop.time() - begun_s < 3 * STALL_TIMEOUT_S
 
 
 def test_noise_is_answered_with_an_error_and_handled_by_nobody(loop: VirtualLoop) -> None:

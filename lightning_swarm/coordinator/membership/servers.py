@@ -43,6 +43,7 @@ _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
 _MAX_CANDIDATES: Final = 64
 _FIRST_READY_S: Final = 300.0
+_STALLED_S: Final = 60.0  # within two minutes a joiner gives up, so others get the place, and one of good faith returns
 _MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
@@ -56,12 +57,12 @@ class JoinBackoff:
     # The latest miss last: how many, and until when the peer may not join.
     _missed: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
 
-    def add(self, peer: PeerId, *, now_s: float) -> None:
+    def add(self, peer: PeerId, *, now_s: float, least_s: float = 0.0) -> None:
         """Count one more. After a few the peer may not join for a while, with each further one for twice as long."""
         count = self._missed.pop(peer, (0, 0.0))[0] + 1
-        until_s = 0.0
+        until_s = now_s + least_s
         if count >= _MAX_MISSES:
-            until_s = now_s + _FIRST_EXCLUSION_S * 2 ** min(count - _MAX_MISSES, 20)
+            until_s = now_s + max(least_s, _FIRST_EXCLUSION_S * 2 ** min(count - _MAX_MISSES, 20))
         self._missed[peer] = count, until_s
         if len(self._missed) > _MAX_MISSING:
             del self._missed[next(iter(self._missed))]
@@ -86,6 +87,7 @@ class _Round:
 class _WaitingServer:
     candidate: Candidate
     last_heard_s: float
+    since_s: float  # when it asked first, of the times since it was in the run or lost its place
     ready: bool = False
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last one it was asked to hold
@@ -177,7 +179,9 @@ class ServerMembership:
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
         # Before anyone is told, so that of two that come at once at least one is told of the other.
-        waiting = self._waiting[caller] = _WaitingServer(candidate, now_s())
+        before = self._waiting.get(caller)
+        since_s = now_s() if before is None or before.caught_up else before.since_s
+        waiting = self._waiting[caller] = _WaitingServer(candidate, now_s(), since_s)
         try:
             await self._introduce(candidate)
         except BaseException:
@@ -209,7 +213,9 @@ class ServerMembership:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
         count, wait_s = self._misses.missed(caller, now_s=now_s())
         if wait_s > 0:
-            raise Busy(f"{caller} missed {count} rounds while it was joining; it may join in {wait_s:.0f} s")
+            raise Busy(
+                f"{caller} missed {count} rounds, or stalled, while it was joining; it may join in {wait_s:.0f} s"
+            )
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
         """Choose the stage that a joiner shall hold: the one that it wants, or the one that needs it most."""
@@ -232,8 +238,11 @@ class ServerMembership:
         at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
         for peer, one in list(self._waiting.items()):
-            soon = is_full and not one.caught_up  # a download may take long, but it costs nothing to ask to join
-            if one.last_heard_s < at_s - (_FIRST_READY_S if soon else self._limits.join_timeout):
+            # A download may take long, but it costs nothing to ask to join, again and again.
+            if is_full and not one.caught_up and one.since_s < at_s - _FIRST_READY_S:
+                self._misses.add(peer, now_s=at_s, least_s=_STALLED_S)
+                del self._waiting[peer]
+            elif one.last_heard_s < at_s - self._limits.join_timeout:
                 del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:

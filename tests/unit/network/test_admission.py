@@ -28,14 +28,18 @@ def test_each_peer_has_its_share_and_all_together_have_theirs() -> None:
     assert (dict(budget._by_peer), budget._num_bytes) == ({}, 0)
 
 
-def test_what_is_larger_than_the_budget_comes_alone() -> None:
+def test_what_is_larger_than_a_share_takes_a_share() -> None:
+    """One peer leaves the others room, whatever it announces."""
     budget = ByteBudget(100, 50)
     assert budget.take(A, 1000)
     assert not budget.take(A, 1)
-    assert not budget.take(B, 1)
+    assert budget.take(B, 50)
+    assert not budget.take(C, 1)
     budget.give_back(A, 1000)
-    assert budget.take(B, 1)
+    assert budget.take(C, 1)
     assert not budget.take(A, 1000)
+    budget.give_back(C, 1)
+    assert budget.take(A, 1000)
 
 
 def test_who_finds_no_room_waits_for_it_and_not_for_ever(loop: VirtualLoop) -> None:

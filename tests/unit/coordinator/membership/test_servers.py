@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -406,8 +406,9 @@ def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatc
     assert (held._state.downloads, held._state.copies) == ({}, {}), "nothing is held for nobody"
 
 
-def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm) -> None:
-    """Who downloads for longer than that begins anew."""
+@pytest.mark.parametrize("repeats", [False, True])
+def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm, repeats: bool) -> None:
+    """Also of those who say it again and again. Who downloads for longer than that begins anew, after a while."""
     swarm = make_swarm("a", "b")
     slow = swarm.add_server("slow")
     stream = slow._transport.stream
@@ -429,13 +430,25 @@ def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm) ->
     late = swarm.add_server("late")
     with pytest.raises(Busy, match="64 servers are joining, at most 64 may at once"):
         swarm.run(say_it_joins(late._transport))
-    swarm.run(asyncio.sleep(301.0))
+    for _ in range(3):
+        swarm.run(asyncio.sleep(100.5))
+        if repeats:
+            swarm.run(gather(expected_busy(say_it_joins(one)) for one in strangers))
     entering(swarm, late)
-    swarm.run(asyncio.sleep(200.0))
+    swarm.run(asyncio.sleep(1.0))
+    for stranger in strangers[:3]:
+        with pytest.raises(Busy, match=r"stalled, while it was joining; it may join in \d+ s"):
+            swarm.run(say_it_joins(stranger))
+    swarm.run(asyncio.sleep(300.0))
     swarm.run(swarm.step(rows(0)))
     assert late.membership.is_member
     assert slow.membership.is_member
     assert num_downloads == 2
+
+
+async def expected_busy(joining: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(Busy):
+        await joining
 
 
 async def say_it_joins(transport: Transport) -> None:
