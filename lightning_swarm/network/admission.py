@@ -98,6 +98,8 @@ class StreamSlots:
     def enter(self, slot: StreamSlot, *, at_most: int) -> bool:
         """Like `open`, for a stream that was counted elsewhere. False: it has to be closed."""
         own = self._by_owner.get(slot.owner, {})
+        if not at_most:
+            return False
         if len(own) >= at_most:
             self._evict(own)  # the newest count: of the others its owner may not know any more
         elif self._num_open >= self.max_in_all and not self._evict_idle(self._all()):

@@ -259,7 +259,7 @@ _MIN_BYTES_PER_S: Final = 16 << 10
 
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
-    """Read the tensors of `head` into new memory; `TimeoutError` if nothing comes for `stall_timeout` s, or too little."""
+    """Read the tensors of `head` into new memory; `TimeoutError` if too little comes for `stall_timeout` s."""
     # `Head.check_size` must have checked their size.
     raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
     loop = asyncio.get_running_loop()

@@ -311,6 +311,12 @@ class Snapshots:
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
+        told = self._membership.run.digest_of(head.stage_index, head.version)
+        if told is not None and await asyncio.to_thread(digest, message.tensors, encode(head)) != told:
+            raise ProtocolError(
+                f"a record tells the SHA-256 of stage {head.stage_index} at version {head.version}, and this copy has "
+                "another one"
+            )
         order = self._check_ordered(caller, head)  # there may be a newer one by now
         if not await self._put(head, message.tensors, order):
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")

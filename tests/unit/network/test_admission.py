@@ -96,6 +96,12 @@ def test_of_a_peer_with_too_many_streams_the_one_goes_that_was_idle_for_longest(
     assert streams.slots._num_open == 4
 
 
+def test_where_no_stream_is_allowed_none_is_opened() -> None:
+    slots = StreamSlots(max_in_all=4)
+    assert slots.open(A, lambda: None, at_most=0) is None
+    assert slots.of(A) == []
+
+
 def test_of_a_peer_whose_streams_are_all_busy_the_oldest_goes() -> None:
     streams = Streams(100)
     slots = [streams.open("a", f"a{i}", busy=True) for i in range(3)]

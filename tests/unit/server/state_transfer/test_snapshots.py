@@ -440,6 +440,21 @@ def test_a_copy_that_a_keeper_made_up_is_not_loaded(make_swarm: MakeSwarm) -> No
         gathered(swarm, 1)
 
 
+def test_what_a_record_tells_is_kept_whatever_a_member_sends_later(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+    message = copied(swarm.servers[B].steps.stage(1), 0)
+    swarm.run(steps(swarm, 2))
+    store, told = swarm.servers[A].snapshots.store, swarm.steps.run.digest_of(1, 1)
+    assert told in [one.digest for one in store.held]
+    tensors = tuple(tensor + 1 for tensor in message.tensors)
+    head = replaced(decode(message.body, Snapshot), version_hash=fingerprint(tensors))
+    with pytest.raises(ProtocolError, match="a record tells the SHA-256 of stage 1 at version 1"):
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, Message(encode(head), tensors), timeout=1.0))
+    swarm.run(swarm.servers[B]._transport.stream(A, KEEP, message, timeout=1.0))
+    assert told in [one.digest for one in store.held]
+
+
 def test_where_the_newest_was_made_up_the_one_before_is_loaded(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=Limits(call_timeout=30.0, snapshot_interval=0.001))
     swarm.run(steps(swarm, 1))
