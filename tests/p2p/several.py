@@ -206,8 +206,9 @@ class Gate:
             let_go(self._folder, step)
         if self._strategy.is_global_zero:
             self._note(step)
-        # A batch that a rollback drops is held no more.
-        return _gate(self._folder, step).exists() or peer.follower.is_rolling_back
+        # A batch that a rollback drops is held no more. The lead drops its own before it comes here again.
+        drops = peer.follower.follows and peer.follower.is_rolling_back
+        return drops or _gate(self._folder, step).exists()
 
     def _note(self, step: int) -> None:
         generation = self._strategy.generation

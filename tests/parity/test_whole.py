@@ -91,6 +91,7 @@ def test_several_trainers(num_trainers: int) -> None:
     assert_same(seen, lambda: Branches(), digits(), num_trainers=num_trainers)
 
 
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 def test_what_all_trainers_log() -> None:
     """Numbers and metric objects: over the batches of both."""
     assert_logged(*train_logged(swarm=WHOLE))
