@@ -58,7 +58,7 @@ class _Users:
 
     def begin(self, *options: object) -> None:
         """Start the run."""
-        starting = ["--devices", 2, *self._options(0), "--joiner-at", JOINED_AT, "--clip", 0.5, *options]
+        starting = ["--devices", 2, *self._options(0), "--joiner-at", JOINED_AT, "--clip", 0.5, "--save", *options]
         program = [*self._on(0), sys.executable, str(SCRIPT)]
         self.run = self._start("starter", "digits", self.out, *starting, program=program)
         self.address = self.run.wait_for("can join this run: ").partition("lightning-swarm join ")[2].split()[0]

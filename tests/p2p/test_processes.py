@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.parity.models import Net, digits
 from tests.parity.trainers import Curve, assert_exact
 from tests.wire import wired
 
-# Cold starts of peers in this file: 2 + 3 + 3 + 2 for the curves, 3 times 2 for the ghosts.
+# Cold starts of peers in this file: 2 + 3 + 3 + 2 for the curves, 4 times 2 for the ghosts and the daemon.
 
 Start = Callable[..., Run]
 
@@ -195,6 +196,24 @@ def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp
         return make("digits", endless=True)[0]
 
     assert_exact(curve, made, digits(), num_trainers=2, target_batch_size=20, made_as=torch.float32)
+
+
+@pytest.mark.thorough
+def test_a_server_whose_daemon_is_killed_says_so_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    run = start("digits", tmp_path, "--num-stages", 2, "--microbatch-size", 3, "--max-steps", 50, "--clip", 0.5)
+    run.wait_for("batch 3")
+    (server,) = (pid for pid, command in run.alive().items() if "_bootstrap.py" in command)
+    (daemon,) = (pid for pid, command in run.alive().items() if "p2pd" in command and parent_of(pid) == server)
+    os.kill(daemon, signal.SIGKILL)
+    assert run.wait() == 0, "".join(run.output)
+    assert run.survivors() == []
+    assert any(f"the libp2p daemon of this peer, process {daemon}, has ended" in line for line in run.output)
+    assert len(json.loads((tmp_path / "result.json").read_text())["went_back"]) == 1
+    assert_plain(tmp_path, "digits", 0.5)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.thorough

@@ -249,7 +249,8 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1")
     parser.add_argument("--gpu", action="store_true", help="all peers are on one GPU")
     parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
-    parser.add_argument("--ckpt", type=Path, help="goes on from there; what it ends with is OUT/last.ckpt")
+    parser.add_argument("--ckpt", type=Path, help="goes on from there")
+    parser.add_argument("--save", action="store_true", help="what it ends with, as OUT/last.ckpt")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -275,7 +276,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(model, data, ckpt_path=arguments.ckpt)
-    trainer.save_checkpoint(arguments.out / "last.ckpt")
+    if arguments.save:
+        trainer.save_checkpoint(arguments.out / "last.ckpt")
     result = {"pid": os.getpid(), "losses": watch.losses, "status": watch.status, "steps": trainer.global_step}
     result |= {"newcomers": watch.newcomers, "num_left": watch.num_left, "went_back": watch.went_back}
     result["num_refused"] = watch.num_refused
