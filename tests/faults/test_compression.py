@@ -58,6 +58,7 @@ def all_by(codec: str, *, feedback: bool = False) -> Compression:
     return Compression(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=feedback)  # type: ignore[arg-type]
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.each_value
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("codec", ["none", *WAYS])

@@ -203,6 +203,7 @@ def test_each_microbatch_counts_once_whatever_dies(plain: Run, plan: FaultPlan, 
     assert_counted(run, NUM_MICROBATCHES)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_servers_that_join(plain: Run, count: int) -> None:
     run = swarm(callbacks=[Joining(at=1, count=count)], num_joiners=count, latency_s=0.001)

@@ -41,6 +41,7 @@ def assert_unchanged(plan: FaultPlan, plain: Run, *, num_gone: int = 1, num_serv
     assert [record.outcome for record in run.records] == ["apply"] * STEPS
 
 
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize(
     "phase",
     [

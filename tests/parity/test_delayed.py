@@ -129,6 +129,7 @@ def train(make: Callable[[], Any], data: DataLoader[Any], **options: Any) -> Swa
     return run_swarm(make, data, max_steps=STEPS, delay_optimizer_step=True, **options)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_servers", [2, 5])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}])

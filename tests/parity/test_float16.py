@@ -76,6 +76,7 @@ def test_microbatches_of_another_size() -> None:
     assert_same(swarm, plain, loss=3e-2, weight=3e-2, norm=1e-1)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("wrong", [lambda scale: 1.0, lambda scale: scale * scale], ids=["never", "twice"])
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     """Means that were divided by the scale not at all, or twice."""

@@ -124,6 +124,7 @@ def assert_held_in_stages(swarm: SwarmRun, *, num_stages: int) -> None:
     assert len(strategy.servers) < num_stages or all(one < names for one in held)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("num_stages", "num_servers"), [(2, 2), (4, 6), (4, 1)])
 def test_it_trains_as_one_machine_would(num_stages: int, num_servers: int) -> None:
     DRAWS.clear()

@@ -83,6 +83,7 @@ def test_parameters_may_begin_to_train_later() -> None:
     assert_offloaded(swarm)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.usefixtures("_offloaded")
 @pytest.mark.parametrize("optimizer", [adam_8bit, torch.optim.Adagrad, torch.optim.AdamW])
 def test_a_file_goes_on(optimizer: Callable[..., Optimizer], tmp_path: Path) -> None:

@@ -361,6 +361,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("name", LOADERS)
 def test_any_sampler_is_shared(name: str) -> None:
     plain = [batch[-1].tolist() for batch in LOADERS[name]()]

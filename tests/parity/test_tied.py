@@ -77,6 +77,7 @@ def assert_tied(run: SwarmRun, *, at_least: int) -> None:
         assert all(torch.equal(state[key], held[0][1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(("num_stages", "num_servers"), [(2, 1), (2, 2), (2, 4), (3, 5), (4, 4)])
 def test_a_tied_weight_trains_as_on_one_machine(plain: Run, num_stages: int, num_servers: int) -> None:
     run = swarm(num_stages=num_stages, num_servers=num_servers)

@@ -164,6 +164,7 @@ LATE = [
 ]
 
 
+@pytest.mark.first_cells(12)
 @pytest.mark.each_value
 @every_phase
 @pytest.mark.parametrize("kind", ["kill", "freeze"])

@@ -81,6 +81,7 @@ def test_who_leaves_during_a_round_ends_it_on_the_loop_and_keeps_nothing(
 _LATE_S = (0.0, 0.0005, 0.0015, 0.0025, 0.0045, 0.01, 1.0, 31.0)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"delays": True}, {"compression": Compression(averaging="powersgd", rank=1)}],
