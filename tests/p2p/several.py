@@ -183,8 +183,8 @@ class Watch(Losses):
 class Gate:
     """Holds each trainer in its batch until the batch's step is let go.
 
-    The test lets steps go, and so does the coordinator's trainer while somebody is about to come or go: that takes a
-    record. The lead notes each step that it is held in, once another trainer could take over from it.
+    The test lets steps go, and so does the coordinator's trainer while somebody is about to come or go, and the lead
+    while nobody could take over from it: that takes a record. The lead notes each step that it is held in otherwise.
     """
 
     def __init__(self, folder: Path, notes: Notes, strategy: NotedStrategy) -> None:
@@ -204,20 +204,27 @@ class Gate:
         coordinator = peer.server.admission.leadership.coordinator
         if coordinator is not None and peer.runtime.run(_changes_members(coordinator)):
             let_go(self._folder, step)
-        if self._strategy.is_global_zero:
-            self._note(step)
+        if self._strategy.is_global_zero and not self._note(step):
+            let_go(self._folder, step)  # the next record orders a snapshot, with which another one could lead
         # A batch that a rollback drops is held no more. The lead drops its own before it comes here again.
         drops = peer.follower.follows and peer.follower.is_rolling_back
         return drops or _gate(self._folder, step).exists()
 
-    def _note(self, step: int) -> None:
+    def _note(self, step: int) -> bool:
+        """Note that this lead is held, once another trainer could take over; returns whether one can, or soon could."""
         generation = self._strategy.generation
-        if self._noted == (generation, step) or not self._strategy.has_standby():
-            return
+        if self._noted == (generation, step):
+            return True
+        assert self._strategy.peer is not None
+        sending = self._strategy.peer._sending_loop
+        is_sent = sending is None or sending.done()
+        if not self._strategy.has_standby():
+            return not is_sent
         assert self._strategy._session is not None
         run = self._strategy._session.run
         self._noted = generation, step
         self._notes.write("held", generation, step, sorted(run.trainers), run.servers)
+        return True
 
 
 async def _changes_members(coordinator: Coordinator) -> bool:
