@@ -56,9 +56,10 @@ class StepState:
     order: DataOrder = field(default_factory=DataOrder)  # of the batches, where the lead has told it
 
     @classmethod
-    def of(cls, manifest: Manifest, *, begun: bool = False) -> StepState:
+    def of(cls, run: RunState, *, begun: bool = False) -> StepState:
         """Make the state of a run generation that begins."""
-        return cls(OpenStep(manifest.first_step, manifest.settings.target_batch_size), begun)
+        target_batch_size = run.manifest.settings.target_batch_size
+        return cls(OpenStep(run.manifest.first_step, target_batch_size, gradient_scale=run.loss_scale), begun)
 
     def selection(self, run: RunState) -> Selection | None:
         """The selection that the open step trains."""
@@ -77,9 +78,9 @@ class StepState:
         if begins:
             self.open.plan(self.order, position)
 
-    def following(self, step: OpenStep) -> OpenStep:
+    def following(self, step: OpenStep, run: RunState) -> OpenStep:
         """Make the step after one that is over, or whose batches are all through."""
-        opened = OpenStep(step.step + 1, step.target_batch_size)
+        opened = OpenStep(step.step + 1, step.target_batch_size, gradient_scale=run.loss_scale)
         if step.window is not None:
             begin = step.window.end
             opened.plan(self.order, begin)
@@ -185,7 +186,7 @@ class CoordinatorContext:
     def next_generation(self) -> CoordinatorContext:
         """Make the context of the generation that the run has entered."""
         # `begun` is kept: trainers do not wait for the lead to begin once more.
-        after = replace(self, step_state=StepState.of(self.run.manifest, begun=self.step_state.begun))
+        after = replace(self, step_state=StepState.of(self.run, begun=self.step_state.begun))
         # No lease has the number of an earlier one: trainers keep what they logged by lease in the state of their loop.
         after.leases, after.members, after.misweighing = self.leases, self.members, self.misweighing
         return after

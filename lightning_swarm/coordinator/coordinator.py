@@ -164,7 +164,7 @@ class CoordinatorGeneration:
         state = self.step_state
         # Before places are granted, which may fill the step and begin the wait for its batches.
         state.change, state.closing_s = NO_CHANGE, None
-        state.open = self.trainers.leases.opened(state.following(step))
+        state.open = self.trainers.leases.opened(state.following(step, self._run))
         state.finishing = False
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:

@@ -71,7 +71,8 @@ def rebuild(
     everything.sort(key=lambda item: item[1].grant.first)
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
-    steps = [OpenStep(one, run.manifest.settings.target_batch_size) for one in run.open_steps]
+    target, scale = run.manifest.settings.target_batch_size, run.loss_scale
+    steps = [OpenStep(one, target, gradient_scale=scale) for one in run.open_steps]
     order = DataOrder()
     for plan in lead.plans if lead is not None else ():
         order.add(plan)

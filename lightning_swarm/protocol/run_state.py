@@ -123,6 +123,13 @@ class RunState:
         return self.manifest.open_to_trainers or len(self.manifest.trainers) > 1
 
     @property
+    def loss_scale(self) -> float | None:
+        """The scale of all losses of the open step; None: the run's only trainer chooses it."""
+        if self.scaling is not None:
+            return self.scaling.scale
+        return 1.0 if self.is_shared else None
+
+    @property
     def position(self) -> BatchNumber | None:
         """The first batch of the open step, if a record tells it."""
         return self.position_at(self.version)

@@ -79,7 +79,7 @@ class Leadership:
         """Enter a run that begins, and follow the coordinator of its manifest."""
         self.voter.follow(run.term)
         if run.coordinator == self._me.peer_id:
-            await self._coordinate(run, self._proposer(run, run.term), StepState.of(run.manifest))
+            await self._coordinate(run, self._proposer(run, run.term), StepState.of(run))
         # The coordinator may be admitted last: until then it is busy, and nobody takes over for that.
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 

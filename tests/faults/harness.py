@@ -39,6 +39,7 @@ from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
 from lightning_swarm.protocol.messages.reports import EventKind
 from lightning_swarm.protocol.messages.run import Member, UsedInvitations
+from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
@@ -62,6 +63,7 @@ RUN_TIMEOUT_S = 3600.0
 SETTLE_S = 60.0
 SCALE = 1024.0
 """Of all gradients, as with `16-mixed`: a power of two rounds nothing."""
+SCALING = LossScaling(scale=SCALE, growth_factor=1.0, backoff_factor=1.0, growth_interval=1 << 30)
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
 
@@ -348,6 +350,7 @@ class FaultySwarm(Swarm):
             delays=delays,
             network=network,
             invitations=invitations,
+            scaling=SCALING if len(names) > 1 else None,
         )
         self.plan = plan
         self.books = Books()

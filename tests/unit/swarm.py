@@ -43,6 +43,7 @@ from lightning_swarm.protocol.messages.calls import (
 )
 from lightning_swarm.protocol.messages.reports import PeerReport
 from lightning_swarm.protocol.messages.run import Manifest, Member, UsedInvitations
+from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.step import AverageRequest, Closing, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
@@ -127,6 +128,7 @@ class Swarm:
         delays: Each step but the first computes on the weights before the newest ones.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
         invitations: By which the first members came; unset: the run takes any peer.
+        scaling: Of all trainers' losses; None: a lone trainer scales as it likes, and several do not.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Swarm:
         open_to_trainers: bool = False,
         module: nn.Module | None = None,
         invitations: UsedInvitations = UNSET,
+        scaling: LossScaling | None = None,
     ) -> None:
         self.loop = VirtualLoop()
         self.held = Held()
@@ -194,6 +197,7 @@ class Swarm:
             total_steps=None,
             open_to_trainers=open_to_trainers,
             invitations=invitations,
+            scaling=scaling,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(
                 self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]

@@ -64,11 +64,12 @@ class LeaseTable:
             return GrantReply(over=True)
         if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
             return GrantReply(wait=WaitForRecord(step=step.step - 1))
-        scaling = self._run.scaling
+        scale = self._run.loss_scale
         # While the step's record is applied, this peer has the next step's scale already: who asks now has to wait.
-        if scaling is not None and request.gradient_scale != scaling.scale and not step.closing:
+        may_change = self._run.scaling is not None and step.closing
+        if scale not in (None, request.gradient_scale) and not may_change:
             raise ProtocolError(
-                f"all trainers of a run scale their losses alike, by {scaling.scale:g} in step {step.step}; got "
+                f"all trainers of a run scale their losses alike, by {scale:g} in step {step.step}; got "
                 f"{request.gradient_scale:g}"
             )
         if (request.batch is None) != (step.window is None):

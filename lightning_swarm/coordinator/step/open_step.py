@@ -44,7 +44,7 @@ class OpenStep:
     first_lease: int = 0  # those before it are a former coordinator's: such as were not restored count nowhere
     _next_first: int = 0
     close_asked: bool = False
-    gradient_scale: float | None = None  # settled by the first grant
+    gradient_scale: float | None = None  # None: not settled by the run, but by the first batch
     sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
@@ -132,7 +132,7 @@ class OpenStep:
         self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), number, batch=batch)
 
     def _settle_scale(self, gradient_scale: float) -> None:
-        """Take the first batch's scale for the step's, and refuse another one."""
+        """Refuse another scale than the step's, which is the first batch's where the run does not say."""
         if self.gradient_scale not in (None, gradient_scale):
             raise ProtocolError(
                 f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
@@ -174,6 +174,8 @@ class OpenStep:
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
             return
         if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
+            return
+        if self.gradient_scale not in (None, request.gradient_scale):
             return
         self.gradient_scale = request.gradient_scale
         batch = _LeasedBatch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)

@@ -10,7 +10,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
-from tests.unit.swarm import Swarm, key, rows
+from tests.unit.swarm import LEAD, Swarm, key, rows
 
 SCALE = 1024.0
 
@@ -39,7 +39,7 @@ def assert_alike(swarm: Swarm) -> None:
 def test_a_replica_that_takes_its_part_late_gets_the_same(late: str) -> None:
     """When the others have divided theirs."""
     network = MemoryNetwork(latency_s=0.001)
-    swarm = Swarm("a b", network=network)
+    swarm = Swarm("a b", network=network, trainers=LEAD)
     plan = FaultPlan().delay(late, by_s=1.0, at=Phase.AVERAGE_REDUCE)
     sabotage(network, plan)
     try:
@@ -63,9 +63,9 @@ def test_a_joiner_that_follows_a_round_gets_the_same() -> None:
 
 
 def test_a_trainer_that_scales_otherwise_than_the_run_gets_no_place() -> None:
-    swarm = Swarm("a")
+    scaling = LossScaling(scale=SCALE, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
+    swarm = Swarm("a", scaling=scaling)
     run = swarm.coordinator.generation.context.run
-    run.scaling = LossScaling(scale=SCALE, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
 
     async def work() -> None:
         with pytest.raises(ProtocolError, match=r"scale their losses alike, by 1024 in step 0; got 1\b"):
@@ -74,6 +74,6 @@ def test_a_trainer_that_scales_otherwise_than_the_run_gets_no_place() -> None:
 
     try:
         swarm.run(work())
-        assert run.scaling.scale == 2 * SCALE, "its record says that all fitted"
+        assert run.loss_scale == 2 * SCALE, "its record says that all fitted"
     finally:
         swarm.close()
