@@ -21,7 +21,7 @@ from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.batches import LoggedValue
-from lightning_swarm.protocol.messages.run import NO_CHANGE, BatchNumber, EpochPlan, Manifest, Selection, StepChange
+from lightning_swarm.protocol.messages.run import NO_CHANGE, BatchNumber, EpochPlan, Selection, StepChange
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 

@@ -9,11 +9,18 @@ from functools import partial
 from lightning_swarm.coordinator.context import StepOutcome, StepState
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
-from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.open_step import OpenStep, logs_of_others
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
-from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest, fold
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol.messages.batches import (
+    BatchMetrics,
+    Lease,
+    LeaseMetricsRequest,
+    ReportReply,
+    ReportRequest,
+)
 from lightning_swarm.protocol.messages.run import InheritRequest, StepChange
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
@@ -23,7 +30,9 @@ from lightning_swarm.protocol.run_state import RunState
 _log = logging.getLogger(__name__)
 
 
-async def gather_step_state(transport: Transport, run: RunState, change: StepChange, *, timeout: float) -> StepState:
+async def gather_step_state(
+    transport: Transport, run: RunState, change: StepChange, *, timeout: float, max_metric_bytes: int
+) -> StepState:
     """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere."""
     # In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `change`
     # is what the open step began with there.
@@ -33,29 +42,35 @@ async def gather_step_state(transport: Transport, run: RunState, change: StepCha
     reports = await call_each(transport, trainers, REPORT, request, read, timeout=timeout)
     if silent := [trainer for trainer in trainers if trainer not in reports]:
         _log.warning("These trainers do not say what they have under way: %s", ", ".join(silent))
-    metrics = await fetch_metrics(transport, reports, timeout=timeout)
+    metrics = await fetch_metrics(transport, reports, timeout=timeout, max_bytes=max_metric_bytes)
     state = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
     state.change = change
     return state
 
 
 async def fetch_metrics(
-    transport: Transport, reports: Mapping[PeerId, ReportReply], *, timeout: float
+    transport: Transport, reports: Mapping[PeerId, ReportReply], *, timeout: float, max_bytes: int
 ) -> dict[tuple[int, int], Message]:
-    """Fetch the metrics that came with batches, by step and lease."""
+    """Fetch the metrics that came with batches, by step and lease: of each trainer, `max_bytes` within `timeout`."""
     found: dict[tuple[int, int], Message] = {}
 
-    async def fetch(trainer: PeerId, lease: Lease) -> None:
-        step, number = lease.grant.step, lease.grant.lease
-        request = Message(encode(LeaseMetricsRequest(step=step, lease=number)))
-        try:
-            found[step, number] = await transport.stream(
-                trainer, REPORT_METRICS, request, timeout=timeout, max_bytes=MAX_STREAM_BYTES
-            )
-        except SwarmError as error:
-            _log.warning("What lease %d of %s added to metrics is lost: %s", number, trainer, error)
+    async def fetch(trainer: PeerId, leases: Sequence[Lease]) -> None:
+        until_s, left = now_s() + timeout, max_bytes
+        for lease in leases:
+            step, number = lease.grant.step, lease.grant.lease
+            request = Message(encode(LeaseMetricsRequest(step=step, lease=number)))
+            try:
+                message = await transport.stream(
+                    trainer, REPORT_METRICS, request, timeout=max(0.0, until_s - now_s()), max_bytes=left
+                )
+                decode(message.body, BatchMetrics).check_tensors(len(message.tensors))
+            except SwarmError as error:
+                _log.warning("What lease %d of %s added to metrics is lost: %s", number, trainer, error)
+                continue
+            left -= sum(tensor.nbytes for tensor in message.tensors)
+            found[step, number] = message
 
-    await gather(fetch(peer, one) for peer, report in reports.items() for one in report.leases if one.has_metrics)
+    await gather(fetch(peer, [one for one in report.leases if one.has_metrics]) for peer, report in reports.items())
     return found
 
 
@@ -67,7 +82,13 @@ def rebuild(
     complete: bool,
 ) -> StepState:
     """Make the step state from the trainers' reports. Pure."""
-    everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
+    own_first = first_lease(run.term)
+    everything = [
+        (trainer, lease)
+        for trainer, report in reports.items()
+        for lease in report.leases
+        if 1 <= lease.grant.lease < own_first
+    ]
     everything.sort(key=lambda item: item[1].grant.first)
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
@@ -80,11 +101,11 @@ def rebuild(
     if position is not None:
         steps[0].plan(order, position)
     for step in steps:
+        step.first_lease = own_first
         for trainer, lease in everything:
             if lease.grant.step == step.step:
                 step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
         step.strike_others()
-        step.first_lease = first_lease(run.term)
         if not complete:  # places may be in use that nobody here knows of; new ones begin far beyond them
             step.skip_to(run.term[0] << 32)
         if step.step in closed:
@@ -109,13 +130,15 @@ def _outcome(
     record = run.newest
     if record is None:
         return StepOutcome()
-    others = [
-        lease
+    lead = run.manifest.lead
+    counted = [
+        (trainer, lease)
         for trainer, lease in leases
-        if trainer != run.manifest.lead and lease.grant.step == record.step and record.closing.counts(lease.grant.first)
+        if lease.grant.step == record.step and record.closing.counts(lease.grant.first)
     ]
+    others = [lease for trainer, lease in counted if trainer != lead]
     found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
-    logs = fold(log for lease in others for log in lease.logs)
+    logs = logs_of_others([(trainer, lease.logs) for trainer, lease in counted], lead)
     return StepOutcome(record, logs, {first: one for first, one in found.items() if one is not None})
 
 

@@ -208,10 +208,10 @@ class TrainerHandlers:
     async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
         request = self._read(caller, message.body, BatchMetrics)
         step = self._undecided(request.step, "metrics of a batch")
-        num_tensors = sum(length for one in request.metrics for length in one.lengths)
-        if num_tensors != len(message.tensors):
-            raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
-        step.keep_metrics(request.lease, caller, message, max_bytes=self._limits.max_metric_bytes)
+        request.check_tensors(len(message.tensors))
+        num_senders = len(self._run.trainers) - 1  # all but the lead, which keeps its own
+        max_bytes = self._limits.max_metric_bytes
+        step.keep_metrics(request.lease, caller, message, max_bytes=max_bytes, num_senders=num_senders)
         return Message()
 
     async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
@@ -234,7 +234,12 @@ class TrainerHandlers:
             await self._changes.notify()
         if request.step != step.step or self._step_state.finishing:
             return b""  # a step whose record is on its way does without it
-        metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=self._limits.call_timeout)
+        metrics = await fetch_metrics(
+            self._transport,
+            {caller: request.report},
+            timeout=self._limits.call_timeout,
+            max_bytes=self._limits.max_metric_bytes,
+        )
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if step is not self._step_state.open or self._step_state.finishing:
             return b""

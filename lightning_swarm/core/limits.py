@@ -36,7 +36,7 @@ class Limits:
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
         max_in_flight: Microbatches that a trainer sends at once.
         max_metric_bytes: Bytes that the batches of one step, of all trainers together, may add to torchmetrics objects
-            that are logged with `sync_dist=True`.
+            that are logged with `sync_dist=True`. Each trainer may add an equal share of it whatever others add.
         max_message_bytes: Bytes of tensors that one message may carry.
         receive_bytes: Bytes of tensors that other peers, all together, may have on their way to this one; one of them
             has up to half. More wait. A message that is larger comes alone of its peer.

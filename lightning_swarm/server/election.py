@@ -386,7 +386,13 @@ class Leadership:
             self._highest_number = max(self._highest_number, min(proposer.rival_number, number + MAX_STEP // 2))
             self._leads = False
             return
-        state = await gather_step_state(self._transport, run, self._steps.sums.next.change, timeout=timeout)
+        state = await gather_step_state(
+            self._transport,
+            run,
+            self._steps.sums.next.change,
+            timeout=timeout,
+            max_metric_bytes=self._limits.max_metric_bytes,
+        )
         if run.term != term:
             return  # another server was quicker
         await self._coordinate(run, proposer, state)

@@ -159,16 +159,19 @@ class OpenStep:
         """
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
+        # Its first places begin there: no former coordinator came so far.
+        if end > ((self.first_lease >> 32) + 1) << 32:
+            return
         if grant.weight != self._weight(request.num_samples) or self._has_other_size(grant.batch, request.num_samples):
             return
         if grant.batch is None:
             self.skip_to(end)
         else:
             self._tried.add(grant.batch)
-            if lease.dropped:
-                self._dropped.add(grant.batch)
             if any(one.batch == grant.batch for one in self._batches.values()):
                 return
+            if lease.dropped:
+                self._dropped.add(grant.batch)
         if lease.withdrawn:
             self.given_up.add((trainer, request.number))
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
@@ -213,24 +216,29 @@ class OpenStep:
         if completed is not None and set(completed) == set(receipts):
             return None  # no answer came to the first report, or servers completed the batch without its trainer
         batch = self._leased(lease, trainer)
-        names = {one.name for other in self._batches.values() for one in other.logs} | {one.name for one in logs}
+        own = (other.logs for other in self._batches.values() if other.trainer == trainer)
+        names = {one.name for values in [*own, logs] for one in values}
         if len(names) > MAX_LOGS:
-            raise ProtocolError(f"the batches of a step may log {MAX_LOGS} names for all trainers, got {len(names)}")
+            raise ProtocolError(f"a trainer's batches of a step may log {MAX_LOGS} names, got {len(names)}")
         if any(first != batch.first for first, _, _ in receipts) or len(set(receipts)) != len(receipts):
             raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
         return batch
 
-    def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int) -> None:
+    def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int, num_senders: int) -> None:
         """Keep a batch's `BatchMetrics` until the step's record is decided."""
         batch = self._leased(lease, trainer)
-        others = (one.metrics for one in self._batches.values() if one is not batch and one.metrics is not None)
-        kept = [*others, metrics]
-        num_bytes = sum(len(one.body) + sum(tensor.nbytes for tensor in one.tensors) for one in kept)
-        if num_bytes > max_bytes:
+        kept = [one for one in self._batches.values() if one is not batch and one.metrics is not None]
+        num_bytes, own_bytes = (
+            _num_bytes([metrics, *(one.metrics for one in batches if one.metrics is not None)])
+            for batches in (kept, [one for one in kept if one.trainer == trainer])
+        )
+        # Nobody is refused a share because others took more than theirs; so all together have twice the limit at most.
+        share = max_bytes // max(1, num_senders)
+        if num_bytes > max_bytes and own_bytes > share:
             raise ProtocolError(
                 "what the batches of a step add to the metrics of all trainers must be at most "
-                f"`Limits.max_metric_bytes` = {max_bytes} bytes, got {num_bytes}. Raise it, or log less with "
-                "`sync_dist=True`."
+                f"`Limits.max_metric_bytes` = {max_bytes} bytes, got {num_bytes}, of which {own_bytes} come from "
+                f"{trainer}, more than its share of {share}. Raise it, or log less with `sync_dist=True`."
             )
         batch.metrics = metrics
 
@@ -333,7 +341,7 @@ class OpenStep:
 
     def logs_for(self, lead: PeerId) -> list[LoggedValue]:
         """Values that the trainers other than the lead logged of their batches."""
-        return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
+        return logs_of_others([(batch.trainer, batch.logs) for batch in self._batches.values()], lead)
 
     def metrics_for(self, lead: PeerId) -> dict[int, Message]:
         """Metrics that came with the batches of trainers other than the lead, by the batches' places."""
@@ -347,6 +355,22 @@ class OpenStep:
         if batch is None or batch.trainer != trainer or batch.completed is not None:
             raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")
         return batch
+
+
+def logs_of_others(batches: Collection[tuple[PeerId, Sequence[LoggedValue]]], lead: PeerId) -> list[LoggedValue]:
+    """Combine what trainers other than the lead logged of a step's batches: of many names, those that most log."""
+    loggers: dict[str, set[PeerId]] = {}
+    for trainer, logs in batches:
+        for one in logs:
+            loggers.setdefault(one.name, set()).add(trainer)
+    # Trainers of one script log the same names: those that one of them has made up are the first to be left out.
+    ranked = sorted(loggers, key=lambda name: (lead in loggers[name], len(loggers[name])), reverse=True)
+    chosen = set(ranked[:MAX_LOGS])
+    return fold(one for trainer, logs in batches if trainer != lead for one in logs if one.name in chosen)
+
+
+def _num_bytes(messages: Iterable[Message]) -> int:
+    return sum(len(one.body) + sum(tensor.nbytes for tensor in one.tensors) for one in messages)
 
 
 def add_up(squared_norms: Iterable[float]) -> float:

@@ -33,7 +33,7 @@ def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
 
 
 def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
-    batch_size = one.batch_size + other.batch_size
+    batch_size = min(one.batch_size + other.batch_size, MAX_WEIGHT)
     if one.reduce == "mean":
         # Two batches of size 0 have no mean; whatever it is, it weighs nothing.
         value = (one.value * one.batch_size + other.value * other.batch_size) / (batch_size or 1)
@@ -42,6 +42,10 @@ def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
     else:
         value = max(one.value, other.value) if one.reduce == "max" else min(one.value, other.value)
     return msgspec.structs.replace(one, value=value, batch_size=batch_size)
+
+
+# Twice the first place of the highest term. A place that is added to another one fits into a message still.
+Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ChangeRequest(WireMessage, frozen=True):
@@ -67,10 +71,10 @@ class GrantRequest(WireMessage, frozen=True):
 class Grant(WireMessage, frozen=True):
     """The coordinator grants a trainer a lease: places for the samples of one batch in a step."""
 
-    lease: int
-    generation: int
-    step: int
-    first: int  # position in the step of the batch's first sample
+    lease: Count
+    generation: Count
+    step: Count
+    first: Place  # position in the step of the batch's first sample
     weight: Positive
     # The batch, if trainers share an epoch's order. If it is not the requested one, the trainer brings it in addition.
     batch: BatchNumber | None = None
@@ -92,7 +96,8 @@ class GrantReply(WireMessage, frozen=True):
     passed: bool = False  # another trainer has the batch, or it counts already; at an epoch's end: all batches count
 
 
-MAX_LOGS = 256  # most names that the batches of one step may log with `sync_dist=True`
+MAX_LOGS = 256  # most names that a trainer's batches of one step may log with `sync_dist=True`; and that the lead gets
+MAX_WEIGHT: Final = 1 << 53  # of a logged value: up to this, floats count exactly
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]  # how the values of several batches are combined
 
 
@@ -102,7 +107,7 @@ class LoggedValue(WireMessage, frozen=True):
     name: Annotated[str, msgspec.Meta(max_length=256)]
     reduce: Reduction
     value: float
-    batch_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # the weight of a mean
+    batch_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]  # the weight of a mean
     on_step: bool
     on_epoch: bool
     prog_bar: bool
@@ -113,7 +118,7 @@ class MetricState(WireMessage, frozen=True):
     """The updates of a batch, or of several, to a torchmetrics object that is logged with `sync_dist=True`."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]  # of the object in the LightningModule
-    num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+    num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # sums of many fit into 64 bits still
     lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each state, in declared order
 
 
@@ -124,6 +129,12 @@ class BatchMetrics(WireMessage, frozen=True):
     step: Count
     lease: int
     metrics: Annotated[list[MetricState], msgspec.Meta(min_length=1, max_length=MAX_LOGS)]
+
+    def check_tensors(self, number: int) -> None:
+        """Refuse another number of tensors than the states are made of."""
+        expected = sum(length for one in self.metrics for length in one.lengths)
+        if number != expected:
+            raise ProtocolError(f"these metrics have {expected} tensors, got {number}")
 
 
 class MetricsRequest(WireMessage, frozen=True):

@@ -471,12 +471,17 @@ def test_logs_fold_as_if_one_process_had_logged_them(reduce: str, value: float) 
 def test_there_is_an_end_to_what_a_step_logs(make_swarm: MakeSwarm) -> None:
     many = [logged(name=f"x{number}") for number in range(MAX_LOGS + 1)]
     step = OpenStep(0, 8)
-    for lease in (1, 2):
-        step.grant(lease, LEAD, 2)
-    step.complete(1, LEAD, [(0, 0, 0)], many[:-1])
-    with pytest.raises(ProtocolError, match="256 names for all trainers, got 257"):
-        step.complete(2, LEAD, [(2, 0, 0)], many[-1:])
-    step.complete(2, LEAD, [(2, 0, 0)], many[:1])
+    for lease, trainer in enumerate((OTHER, OTHER, LEAD, SECOND), 1):
+        step.grant(lease, trainer, 2)
+    step.complete(1, OTHER, [(0, 0, 0)], many[:-1])
+    with pytest.raises(ProtocolError, match="a trainer's batches of a step may log 256 names, got 257"):
+        step.complete(2, OTHER, [(2, 0, 0)], many[-1:])
+    step.complete(2, OTHER, [(2, 0, 0)], many[:1])
+    step.complete(3, LEAD, [(4, 0, 0)], [logged(name="loss"), logged(name="rare")])
+    step.complete(4, SECOND, [(6, 0, 0)], [logged(name="loss")])
+    found = [one.name for one in step.logs_for(LEAD)]
+    assert len(found) == MAX_LOGS - 1, "beside what the lead alone logs"
+    assert {"loss", "x0"} <= set(found)
 
     swarm = make_swarm("a", target_batch_size=4)
     grant = swarm.run(swarm.steps.grant(2))
@@ -534,14 +539,18 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
 
 def test_there_is_an_end_to_what_a_step_adds_to_metrics() -> None:
     step = OpenStep(0, 8)
-    for lease in (1, 2):
-        step.grant(lease, LEAD, 2)
+    for lease, trainer in enumerate((OTHER, OTHER, SECOND, SECOND), 1):
+        step.grant(lease, trainer, 2)
     message = Message(b"12345", (torch.zeros(10, dtype=torch.float64),))
-    step.keep_metrics(1, LEAD, message, max_bytes=169)
-    with pytest.raises(ProtocolError, match=r"`Limits.max_metric_bytes` = 169 bytes, got 170\. Raise it, or log less"):
-        step.keep_metrics(2, LEAD, message, max_bytes=169)
-    step.withdraw(1, LEAD)
-    step.keep_metrics(2, LEAD, message, max_bytes=169)
+    limits = {"max_bytes": 170, "num_senders": 2}
+    for lease in (1, 2):  # there is room
+        step.keep_metrics(lease, OTHER, message, **limits)
+    step.keep_metrics(3, SECOND, message, **limits)
+    with pytest.raises(ProtocolError, match=r"`Limits.max_metric_bytes` = 170 bytes, got 340, of which 170 come from"):
+        step.keep_metrics(4, SECOND, message, **limits)
+    step.withdraw(1, OTHER)
+    step.withdraw(2, OTHER)
+    step.keep_metrics(4, SECOND, message, **limits)
 
 
 def test_the_lead_says_how_to_step_when_it_asks(make_swarm: MakeSwarm) -> None:

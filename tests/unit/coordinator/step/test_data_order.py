@@ -354,6 +354,7 @@ def test_a_new_coordinator_asks_the_lead_for_the_order(make_swarm: MakeSwarm) ->
     swarm.run(other.withdraw(dropped.lease, dropped=True))
     reports = {LEAD: swarm.steps._journal.report(), OTHER: other._journal.report()}
     run = swarm.steps.run
+    run.follow_term((2, "b", 1))
     books = rebuild(run, reports, {}, complete=True)
     assert books.open.window is not None
     assert books.open.window.numbers == [(0, 0), (0, 2)], "what was dropped stays so"
@@ -374,6 +375,7 @@ def test_a_batch_in_the_place_of_one_that_was_dropped_does_not_count_twice(make_
     assert isinstance(dropped, Grant)
     swarm.run(other.withdraw(dropped.lease, dropped=True))
     swarm.run(bring(swarm, swarm.steps, (0, 2), 2))
+    swarm.steps.run.follow_term((2, "b", 1))
     report = swarm.steps._journal.report()
     assert [lease.grant.batch for lease in report.leases] == [(0, 0), (0, 2)]
     step = rebuild(swarm.steps.run, {LEAD: report}, {}, complete=False).open
