@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,6 +30,12 @@ class MetricContents:
 
     num_updates: int
     states: dict[str, Tensor | list[Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        states = self.states.values()
+        return sum(one.nbytes for state in states for one in (state if isinstance(state, list) else [state]))
 
 
 def check_metric(name: str, metric: Metric) -> None:
@@ -124,6 +131,43 @@ def computed_of(metric: Metric, contents: MetricContents) -> object:
         return metric.compute()
     finally:
         put(metric, own)
+
+
+def check_alike(metric: Metric, own: MetricContents, other: MetricContents) -> None:
+    """Refuse what another trainer's batch added if it does not go together with what a batch here has added.
+
+    Raises:
+        ProtocolError: The metric would not compute, or not the same kind of value.
+    """
+    grows = False
+    for name, here in own.states.items():
+        grows |= isinstance(here, list) or metric._reductions[name] == dim_zero_cat
+        expected, found = (_kinds(state, metric._reductions[name]) for state in (here, other.states[name]))
+        if expected and not found <= expected:
+            raise ProtocolError(f"state {name!r} is made of {sorted(expected)}, got {sorted(found)}")
+    # Only the metric knows which states must be as long as each other, say. Where none grows, shapes tell enough.
+    if grows and _computes(metric, own) and not _computes(metric, combine(metric, own, other)):
+        raise ProtocolError("the metric computes nothing of it together with a batch of this trainer")
+
+
+def _kinds(state: Tensor | list[Tensor], reduction: object) -> set[str]:
+    """Describe the tensors of a state so far as they must be alike in all batches."""
+    if not isinstance(state, list):
+        return {f"{state.dtype} {list(state.shape[reduction == dim_zero_cat :])}"}
+    if reduction != dim_zero_cat:  # each may have a shape of its own
+        return {str(one.dtype) for one in state}
+    return {f"{one.dtype} {list(one.shape[1:])}" for one in state}
+
+
+def _computes(metric: Metric, contents: MetricContents) -> bool:
+    """Return whether a metric can compute a value of these contents."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            computed_of(metric, contents)
+        except Exception:  # noqa: BLE001 - whatever a user's metric raises
+            return False
+    return True
 
 
 def pack(name: str, contents: MetricContents) -> tuple[MetricState, list[Tensor]]:

@@ -20,6 +20,7 @@ from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.batches import MAX_LOGS, LoggedValue, MetricState, Reduction, fold
 from lightning_swarm.strategy.metric_states import (
     MetricContents,
+    check_alike,
     check_metric,
     combine,
     computed_of,
@@ -43,6 +44,8 @@ REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = 
 }
 
 _NOTHING: Final = MetricContents(0, {})
+_MAX_HELD_BYTES: Final = 64 << 20
+_RESERVED: Final = ("step", "epoch")  # loggers take these for the places of their lines
 
 PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, MetricContents]]]]
 """The metrics that are followed, each true if it has a value for each batch; and what the lead's own batches in the
@@ -67,8 +70,12 @@ class SharedMetrics:
         self._before: dict[str, MetricContents] | None = None  # what they held before the batch in hand
         self._lease = 0  # of the batch in hand
         self._step: dict[int, list[tuple[str, MetricContents]]] = {}  # of the lead's own batches in the open step
+        # What others' batches added is taken in if it goes together with what a batch of the lead's own has added.
+        self._samples: dict[str, MetricContents] = {}  # the newest own batch that added to a metric
+        self._held: list[tuple[str, MetricContents]] = []  # by others, to metrics that the lead has not logged yet
         self._others: list[tuple[str, MetricContents]] = []
         self._decided: list[tuple[str, MetricContents]] = []  # of all batches of the newest step
+        self._warned: set[str] = set()
 
     def follow(self, metric: Metric) -> None:
         """Share a metric that was logged, and all that share its states."""
@@ -121,6 +128,7 @@ class SharedMetrics:
             put(metric, combine(metric, earlier, contents) if counts else earlier)
         added = [(name, contents) for name, contents in added if counts and contents.num_updates]
         if self._max_bytes is None:
+            self._samples |= added
             self._step[self._lease] = added
             return [], []
         packed = [pack(name, contents) for name, contents in added]
@@ -149,31 +157,61 @@ class SharedMetrics:
         modules = dict(self._module.named_modules())
         self._metrics = {name: metric for name in names if isinstance(metric := modules.get(name), Metric)}
         self._with_values = {name for name, has_values in names.items() if has_values}
+        self._samples, self._held = {}, []
 
     def decide(self, others: Sequence[Metrics]) -> None:
         """Take in, at the lead, what others' batches in a record added."""
-        received = [contents for sent in others for contents in self._unpack(*sent)]
-        self._others += received
         own = [contents for added in self._step.values() for contents in added]
-        self._decided, self._step = [*own, *received], {}
+        self._decided, self._step = own, {}
+        self._take_in([contents for sent in others for contents in self._unpack(*sent)])
 
     def _unpack(self, states: Sequence[MetricState], tensors: Sequence[Tensor]) -> Iterator[tuple[str, MetricContents]]:
         begin = 0
         for sent in states:
-            metric = self._metrics.get(sent.name)
-            if metric is None:  # logged there, and not here as yet
-                metric = dict(self._module.named_modules()).get(sent.name)
-                if not isinstance(metric, Metric):
-                    raise ProtocolError(f"another trainer logged the metric {sent.name!r}, and there is none here")
-                self.follow(metric)
             end = begin + sum(sent.lengths)
-            yield sent.name, unpack(metric, sent, tensors[begin:end])
+            try:
+                yield sent.name, unpack(self._metric(sent.name), sent, tensors[begin:end])
+            except (ProtocolError, ConfigError) as error:
+                self._leave_out(sent.name, error)
             begin = end
+
+    def _metric(self, name: str) -> Metric:
+        metric = self._metrics.get(name)
+        if metric is None:  # logged there, and not here as yet
+            metric = dict(self._module.named_modules()).get(name)
+            if not isinstance(metric, Metric):
+                raise ProtocolError("there is no metric of that name here")
+            check_metric(name, metric)
+        return metric
+
+    def _take_in(self, received: Sequence[tuple[str, MetricContents]]) -> None:
+        """Take in what goes together with a batch of the lead's own; hold what there is none for."""
+        for name, contents in received:
+            if name not in self._samples:
+                self._held.append((name, contents))
+                continue
+            try:
+                check_alike(self._metrics[name], self._samples[name], contents)
+            except ProtocolError as error:
+                self._leave_out(name, error)
+                continue
+            self._others.append((name, contents))
+            self._decided.append((name, contents))
+        # A trainer may name metrics that the lead never logs, step after step.
+        while sum(contents.num_bytes for _, contents in self._held) > _MAX_HELD_BYTES:
+            del self._held[0]
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        if len(self._warned) < MAX_LOGS and name not in self._warned:
+            self._warned.add(name)
+            _log.warning("What another trainer's batch added to the metric %r is left out: %s", name, error)
 
     def replay(self) -> None:
         """Add what others' batches added, at the lead, after its own batch and before Lightning logs the step."""
         if self._before is not None:  # the batch in hand failed
             self.finish_batch(counts=False)
+        held, self._held = self._held, []
+        self._take_in(held)
         others, self._others = self._others, []
         for name, contents in others:
             metric = self._metrics[name]
@@ -218,6 +256,7 @@ class SharedLogs:
         self._step: dict[int, list[LoggedValue]] = {}  # of this trainer's batches in the open step, by their leases
         self._others: list[LoggedValue] = []
         self._decided: list[LoggedValue] = []  # of all batches of the newest step
+        self._made: set[str] = set()  # the results that only other trainers logged so far, by their keys
         self._own_log = Override(results, "log", self._log)
 
     def release(self) -> None:
@@ -311,7 +350,7 @@ class SharedLogs:
 
     def _log(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
         """Takes the place of `_ResultCollection.log`. Lightning must not reduce: that is done here."""
-        self._own_log.replaced(fx, name, value, sync_dist=False, **options)
+        self._log_own(fx, name, value, options)
         if not sync_dist:
             return
         if self._num_samples is None or fx != _HOOK:
@@ -335,10 +374,22 @@ class SharedLogs:
             )
         )
 
+    def _log_own(self, fx: str, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Log in the results. What is logged here goes before what others logged by this name in another way."""
+        key = f"{fx}.{name}"
+        made = self._results.pop(key, None) if key in self._made else None
+        self._made.discard(key)
+        self._own_log.replaced(fx, name, value, sync_dist=False, **options)
+        if made is not None and made.meta == self._results[key].meta and isinstance(value, torch.Tensor):
+            self._results[key] = made
+            self._own_log.replaced(fx, name, value, sync_dist=False, **options)
+
     def _entry(self, logged: LoggedValue) -> Any:
         """The lead's own result of this name, made with the other trainer's options if it has none yet."""
         key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
+            if logged.name in _RESERVED:
+                return None
             reduce_fx = REDUCTIONS[logged.reduce]
             options = {name: getattr(logged, name) for name in LOG_OPTIONS}
             nothing = torch.tensor(float("nan"))
@@ -346,6 +397,7 @@ class SharedLogs:
                 self._results, _HOOK, logged.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options
             )
             self._results[key].reset()
+            self._made.add(key)
         metric = self._results[key]
         if not metric.is_tensor:
             _log.warning("Another trainer logged %r as a number; here it is a metric object.", logged.name)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 import torchmetrics
 from torch import nn
 
-from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.client.generation import Metrics
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.protocol.messages.batches import MetricState
+from lightning_swarm.strategy import metrics
 from lightning_swarm.strategy.metrics import SharedMetrics
 from tests.unit.strategy.test_metric_states import batch
 
@@ -66,10 +72,95 @@ def test_the_lead_may_hear_of_a_metric_before_it_logs_it() -> None:
     of_lead.replay()
     assert values(lead) == whole(0, 1)
 
-    train(other, of_other, 2)
-    states, tensors = of_other.finish_batch(counts=True)
-    with pytest.raises(ProtocolError, match=r"another trainer logged the metric 'both.\w+', and there is none here"):
-        SharedMetrics(nn.Linear(1, 1), {}, max_bytes=None).decide([(states, tensors)])
+
+class Growing(nn.Module):
+    """A metric whose states grow, one whose states are sums, one that finds its shape as it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = torchmetrics.AUROC("multiclass", num_classes=3)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.mean = torchmetrics.MeanMetric()
+        self.bootstrapped = torchmetrics.BootStrapper(torchmetrics.MeanMetric())
+        self.validation = torchmetrics.SumMetric()
+
+    def compute(self) -> dict[str, Any]:
+        return {name: getattr(self, name).compute().tolist() for name in ("auroc", "accuracy", "mean")}
+
+
+def train_growing(module: Growing, shared: SharedMetrics, seed: int) -> Metrics:
+    shared.begin_batch(seed)
+    for metric in (module.auroc, module.accuracy):
+        metric.update(*batch(seed))
+        shared.follow(metric)
+    module.mean.update(float(seed))
+    shared.follow(module.mean)
+    return shared.finish_batch(counts=True)
+
+
+def of_one_process(*seeds: int) -> dict[str, Any]:
+    module = Growing()
+    for seed in seeds:
+        train_growing(module, SharedMetrics(module, {}, max_bytes=1000), seed)
+    return module.compute()
+
+
+def state(name: str, *lengths: int, num_updates: int = 1) -> MetricState:
+    return MetricState(name=name, num_updates=num_updates, lengths=list(lengths))
+
+
+X = torch.rand(6, 3)
+Y = torch.zeros(6, dtype=torch.int64)
+FORGED: dict[str, Metrics] = {
+    "of no metric": ([state("accuracy2", 1)], [X]),
+    "of a module": ([state("", 1)], [X]),
+    "of a metric made of others": ([state("bootstrapped", 1)], [X]),
+    "of too few states": ([state("auroc", 1)], [X]),
+    "of no states": ([state("auroc")], []),
+    "of too many states": ([state("mean", 1, 1, 1)], [X, X, X]),
+    "of fewer tensors than it says": ([state("auroc", 2, 1)], [X]),
+    "of another dtype": ([state("mean", 1, 1)], [torch.tensor(1j), torch.tensor(1.0)]),
+    "of another shape": ([state("accuracy", 1, 1, 1, 1)], [torch.zeros(4, dtype=torch.int64)] * 4),
+    "of a shape where there is a number": ([state("mean", 1, 1)], [torch.ones(2), torch.ones(2)]),
+    "a list in place of a number": ([state("mean", 2, 1)], [torch.tensor(1.0)] * 3),
+    "of other rows": ([state("auroc", 1, 1)], [torch.rand(6, 4), Y]),
+    "of targets that are no numbers of classes": ([state("auroc", 1, 1)], [X, torch.zeros(6)]),
+    "of unequal lengths": ([state("auroc", 1, 1)], [X, Y[:4]]),
+    "of more predictions than targets": ([state("auroc", 2, 1)], [X, X, Y]),
+    "of a metric that is not logged in training": ([state("validation", 1)], [torch.tensor(1e9)]),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=lambda one: one.replace(" ", "-"))
+def test_what_no_metric_can_have_added_is_left_out(forged: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The lead goes on, and what honest trainers added counts."""
+    lead, other = Growing(), Growing()
+    of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
+    for seed in (0, 2, 4):
+        train_growing(lead, of_lead, seed)
+        of_lead.decide([FORGED[forged], train_growing(other, of_other, seed + 1), FORGED[forged]])
+        of_lead.replay()
+    assert lead.compute() == of_one_process(*range(6))
+    assert lead.validation.update_count == 0
+    assert len([one for one in caplog.records if "is left out" in one.message]) == ("training" not in forged)
+
+
+def test_what_comes_before_the_leads_own_is_judged_with_it() -> None:
+    lead, other = Growing(), Growing()
+    of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
+    of_lead.decide([train_growing(other, of_other, 1), FORGED["of unequal lengths"]])
+    train_growing(lead, of_lead, 0)
+    of_lead.replay()
+    assert lead.compute() == of_one_process(0, 1)
+
+
+def test_what_is_held_for_metrics_that_the_lead_never_logs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_MAX_HELD_BYTES", 10)
+    shared = SharedMetrics(Growing(), {}, max_bytes=None)
+    for _ in range(5):
+        shared.decide([([state("validation", 1)], [torch.tensor(1.0)])])
+        shared.replay()
+    assert len(shared._held) == 2
 
 
 def test_a_batch_that_failed_leaves_nothing_behind() -> None:
