@@ -179,6 +179,7 @@ class Trainer:
         self.steps._on_record = self._follow
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
+        self._scale = swarm.steps.run.loss_scale or SCALE
         self._is_alone = len(swarm.manifest.trainers) == 1
         self.num_ahead = 0  # batches that had their places before they were begun
         self.num_batches = 0
@@ -220,7 +221,7 @@ class Trainer:
     async def _batch(self, number: int) -> bool:
         """Train on a batch; False: it was struck, and the same samples are for another place."""
         self.num_ahead += self.steps.generation.reserved is not None
-        grant = await self.steps.grant(NUM_MICROBATCHES * ROWS, SCALE)
+        grant = await self.steps.grant(NUM_MICROBATCHES * ROWS, self._scale)
         try:
             await self._in_a_place(grant, number)
         except LeaseRevoked:
@@ -235,7 +236,9 @@ class Trainer:
             works.append(self.steps.begin_batch(grant))
         await gather(works)
         ahead = (
-            NextGrant(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=SCALE) if self._is_alone else None
+            NextGrant(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=self._scale)
+            if self._is_alone
+            else None
         )
         receipts = [passage.microbatch.key.receipt for passage in passages]
         closing = await self.steps.done(grant.lease, receipts, ahead=ahead)
@@ -269,7 +272,7 @@ class Trainer:
         output = decoded(received, self._codecs.activations, CPU)
         await asyncio.sleep(self._pace.losses_s.get(number, 0.0))
         # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
-        gradients = encoded([output * (SCALE / (NUM_MICROBATCHES * ROWS))], self._codecs.gradients)
+        gradients = encoded([output * (self._scale / (NUM_MICROBATCHES * ROWS))], self._codecs.gradients)
         aside = [await passage.backward(gradients, adds=False) for _ in range(self.num_input_only)]
         last = await passage.backward(gradients)
         assert all(torch.equal(gradient[0], last[0]) for gradient in aside)
@@ -314,6 +317,7 @@ class FaultySwarm(Swarm):
         network: Another one than the plain one.
         invitations: By which the first members came; unset: the run takes any peer.
         look: Called with every message, before anything is done with it.
+        is_scaled: Whether several trainers scale their losses.
     """
 
     def __init__(
@@ -333,6 +337,7 @@ class FaultySwarm(Swarm):
         network: MemoryNetwork | None = None,
         invitations: UsedInvitations = UNSET,
         look: Callable[[MessagePoint], None] = lambda _: None,
+        is_scaled: bool = True,
     ) -> None:
         names = trainers.split()
         target = 2 * NUM_MICROBATCHES * ROWS
@@ -350,7 +355,7 @@ class FaultySwarm(Swarm):
             delays=delays,
             network=network,
             invitations=invitations,
-            scaling=SCALING if len(names) > 1 else None,
+            scaling=SCALING if is_scaled and len(names) > 1 else None,
         )
         self.plan = plan
         self.books = Books()
