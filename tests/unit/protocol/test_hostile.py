@@ -28,7 +28,9 @@ from lightning_swarm.protocol.messages.batches import (
     BatchDone,
     BatchMetrics,
     ChangeRequest,
+    Grant,
     GrantRequest,
+    Lease,
     LoggedValue,
     MetricsRequest,
     MetricState,
@@ -174,6 +176,10 @@ class Sample:
     def name(self) -> str:
         return f"{self.method} ({self.kind})"
 
+    @property
+    def _of_epoch(self) -> bool:
+        return (self.method, self.phase) == (REGISTER, "idle")
+
     def send(self, swarm: Swarm, message: Message) -> Message:
         transport = swarm.trainer if self.caller == LEAD else swarm.servers[self.caller]._transport
         if self.kind == STREAM:
@@ -186,10 +192,12 @@ class Sample:
             "a",
             "b",
             admit=self.phase not in ("new", "admitted"),
-            target_batch_size=4 if self.method in (PLAN, TAKE_PLAN) else None,
+            target_batch_size=4 if self.method in (PLAN, TAKE_PLAN) or self._of_epoch else None,
             open_to_trainers=self.method in (ENLIST, RETIRE),
             trainers=f"{LEAD} a b" if self.method in (ENLIST, RETIRE) else "",
         )
+        if self.method == REGISTER:  # as if another peer had coordinated before
+            swarm.coordinator.generation.trainers._first_lease = 100
         if self.method == TAKE_OVER:
             swarm.servers[A].admission.leadership._successor = B
         if self.phase == "admitted":
@@ -253,7 +261,41 @@ def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
     return msgspec.structs.replace(asked, **changes)
 
 
-NOTHING = ReportReply(begun=True, leases=[], closed=[])
+def registering(swarm: Swarm) -> RegisterRequest:
+    """By the lead: a batch that is through, one that is under way, and one of an epoch that was dropped."""
+    through = Lease(
+        grant=Grant(lease=7, generation=0, step=0, first=2, weight=1.0),
+        request=GrantRequest(step=0, num_samples=2, generation=0, number=1),
+        completed=[(2, 0, 0)],
+        logs=[LOGGED],
+    )
+    under_way = Lease(
+        grant=Grant(lease=8, generation=0, step=0, first=4, weight=1.0),
+        request=GrantRequest(step=0, num_samples=2, generation=0, number=2),
+        armed=[(4, 0, 0)],
+        has_metrics=True,
+    )
+    dropped = Lease(
+        grant=Grant(lease=9, generation=0, step=0, first=0, weight=1.0, batch=(0, 1), samples=2),
+        request=GrantRequest(step=0, num_samples=2, generation=0, number=3, batch=(0, 1)),
+        withdrawn=True,
+        dropped=True,
+    )
+    leases = [through, under_way, dropped]
+    return RegisterRequest(generation=0, step=0, report=ReportReply(begun=True, leases=leases, closed=[(1, 2.0)]))
+
+
+def registering_epoch(swarm: Swarm) -> RegisterRequest:
+    """By the lead, in a run where trainers share the order of an epoch."""
+    brought = Lease(
+        grant=Grant(lease=7, generation=0, step=0, first=2, weight=2.0, batch=(0, 1), samples=2),
+        request=GrantRequest(step=0, num_samples=2, generation=0, number=1, batch=(0, 1)),
+        completed=[(2, 0, 0)],
+    )
+    report = ReportReply(begun=True, leases=[brought], closed=[], plans=[EPOCH_PLAN], position=(0, 0))
+    return RegisterRequest(generation=0, step=0, report=report)
+
+
 FREEZING = FreezeRequest(generation=0, step=0)
 
 
@@ -551,12 +593,8 @@ SAMPLES = [
         caller=A,
         phase="averaged",
     ),
-    Sample(
-        CALL,
-        REGISTER,
-        plain(lambda _: RegisterRequest(generation=0, step=0, report=NOTHING)),
-        target=A,
-    ),
+    Sample(CALL, REGISTER, plain(registering), target=A),
+    Sample(CALL, REGISTER, plain(registering_epoch), target=A, phase="idle"),
     Sample(CALL, BEGIN, plain(lambda _: BatchBegins(generation=0, step=0, first=0)), target=A),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(CALL, DONE, plain(done_and_more), target=A),
@@ -645,13 +683,20 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "ticket_key",
         *(name for name in RunSettings.__struct_fields__ if name != "target_batch_size"),
     }
+    by_place: dict[tuple[Any, ...], set[str]] = {
+        ("change",): {"selection", "written"},
+        ("leases",): {"completed", "armed", "withdrawn", "has_metrics"},
+    }
     for path, value in paths(message):
         if not {"structure", "hyperparameters"}.isdisjoint(path):
             continue  # free form
         if isinstance(value, dict):
             yield from (
                 msgspec.msgpack.encode(with_value(message, path, {n: v for n, v in value.items() if n != name}))
-                for name in value.keys() - defaults - ({"selection", "written"} if path[-1:] == ("change",) else set())
+                for name in value.keys()
+                - defaults
+                - by_place.get(path[-1:] or (), set())
+                - by_place.get(path[-2:-1], set())
                 if not {"hyperparameters", "groups"} & set(path)
             )
         if not {"hyperparameters", "structure"} & set(path):
