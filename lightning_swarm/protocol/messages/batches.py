@@ -113,6 +113,11 @@ class LoggedValue(WireMessage, frozen=True):
     prog_bar: bool
     logger: bool
 
+    def __post_init__(self) -> None:
+        """Refuse what Lightning refuses to log."""
+        if not self.on_step and not self.on_epoch:
+            raise ValueError(f"{self.name!r} must be logged for each step or for the epoch")
+
 
 class MetricState(WireMessage, frozen=True):
     """The updates of a batch, or of several, to a torchmetrics object that is logged with `sync_dist=True`."""

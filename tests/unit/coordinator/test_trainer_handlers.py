@@ -502,6 +502,12 @@ def test_there_is_an_end_to_what_a_step_logs(make_swarm: MakeSwarm) -> None:
     assert swarm.state() == before
 
 
+def test_what_is_logged_for_nothing_is_refused() -> None:
+    forged = encode(logged()).replace(b"on_step\xc3", b"on_step\xc2").replace(b"on_epoch\xc3", b"on_epoch\xc2")
+    with pytest.raises(ProtocolError, match="must be logged for each step or for the epoch"):
+        decode(forged, LoggedValue)
+
+
 def of_metric(seed: int, lengths: list[int]) -> tuple[list[MetricState], list[torch.Tensor]]:
     return [MetricState(name="accuracy", num_updates=1, lengths=lengths)], [rows(seed)] * sum(lengths)
 

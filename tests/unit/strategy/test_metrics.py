@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 
 from lightning_swarm.client.generation import Metrics
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.protocol.messages.batches import MetricState
+from lightning_swarm.protocol.messages.batches import LoggedValue, MetricState
 from lightning_swarm.strategy import metrics
-from lightning_swarm.strategy.metrics import SharedMetrics
+from lightning_swarm.strategy.metrics import SharedLogs, SharedMetrics
 from tests.unit.strategy.test_metric_states import batch
 
 OPTIONS = {"task": "multiclass", "num_classes": 3, "average": "macro"}
@@ -143,6 +144,51 @@ def test_what_no_metric_can_have_added_is_left_out(forged: str, caplog: pytest.L
     assert lead.compute() == of_one_process(*range(6))
     assert lead.validation.update_count == 0
     assert len([one for one in caplog.records if "is left out" in one.message]) == ("training" not in forged)
+
+
+def of_other(name: str, **changes: Any) -> LoggedValue:
+    fields = {"reduce": "mean", "value": 4.0, "on_step": True, "on_epoch": True, "prog_bar": False, "logger": True}
+    return LoggedValue(name=name, batch_size=2, **{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("sent", "mean"),
+    [
+        ({}, 3.0),
+        ({"on_step": False}, 2.0),
+        ({"prog_bar": True}, 2.0),
+        ({"reduce": "max"}, 2.0),
+    ],
+)
+def test_how_the_lead_logs_a_name_goes_before_how_others_did_earlier(sent: dict[str, Any], mean: float) -> None:
+    results = _ResultCollection(training=True)
+    logs = SharedLogs(nn.Linear(1, 1), results, SharedMetrics(nn.Linear(1, 1), {}, max_bytes=None))
+    for name in (None, "rare"):
+        logs.begin_batch(2, 0)
+        if name is not None:
+            options = {"on_step": True, "on_epoch": True, "sync_dist": True, "batch_size": 2}
+            results.log("training_step", name, torch.tensor(2.0), **options)
+        logs.finish_batch()
+        logs.decide([] if name else [of_other("rare", **sent), of_other("step", value=float("nan"))], [])
+        logs.replay()
+    logs.release()
+    assert list(results) == ["training_step.rare"]
+    assert results["training_step.rare"].compute() == mean
+
+
+def test_a_metric_of_the_leads_takes_the_place_of_a_number_of_others() -> None:
+    results, module = _ResultCollection(training=True), Growing()
+    logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=None))
+    logs.begin_batch(2, 0)
+    logs.finish_batch()
+    logs.decide([of_other("mean")], [])
+    logs.replay()
+    logs.begin_batch(2, 1)
+    module.mean.update(2.0)
+    results.log("training_step", "mean", module.mean, on_step=True, on_epoch=True, sync_dist=True, batch_size=2)
+    logs.finish_batch()
+    logs.release()
+    assert results["training_step.mean"].value is module.mean
 
 
 def test_what_comes_before_the_leads_own_is_judged_with_it() -> None:

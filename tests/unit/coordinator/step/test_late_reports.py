@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace as replaced
 
+from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.takeover import rebuild
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import (
@@ -25,10 +28,10 @@ from tests.unit.swarm import Swarm
 A, B, OTHER = PeerId("a"), PeerId("b"), PeerId("other")
 
 
-def lease(number: int, first: int, *, step: int = 0) -> Lease:
+def lease(number: int, first: int, *, step: int = 0, scale: float = 1.0) -> Lease:
     return Lease(
         grant=Grant(lease=number, generation=0, step=step, first=first, weight=2.0),
-        request=GrantRequest(step=step, num_samples=2, generation=0),
+        request=GrantRequest(step=step, num_samples=2, generation=0, gradient_scale=scale),
         completed=[(first, 0, 0)],
     )
 
@@ -108,3 +111,51 @@ def test_a_batch_that_no_coordinator_before_granted_is_refused(number: int) -> N
     finally:
         swarm.run(other.close())
         swarm.close()
+
+
+FORGED = {
+    "at the last place of a message": lease(1, (1 << 63) - 1),
+    "at a place of no former coordinator": lease(1, 1 << 40),
+    "of more samples than there are": replaced(
+        lease(1, 0), request=GrantRequest(step=0, num_samples=1 << 40, generation=0)
+    ),
+    "at another scale": lease(1, 0, scale=2.0),
+    "of another weight": replaced(lease(1, 0), grant=replaced(lease(1, 0).grant, weight=1e300)),
+    "dropped": replaced(lease(1, 0), withdrawn=True, dropped=True),
+    "with metrics": replaced(lease(1, 0), has_metrics=True),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=lambda one: one.replace(" ", "-"))
+def test_what_one_trainer_registers_keeps_no_place_from_the_lead(forged: str) -> None:
+    swarm = Swarm("a b", trainers="trainer other", target_batch_size=4)
+    other = swarm.network.transport("other")
+    trainers = swarm.coordinator.generation.trainers
+    trainers._first_lease = 100  # as of one that came after another
+    report = ReportReply(begun=True, leases=[FORGED[forged]], closed=[])
+
+    async def go() -> None:
+        await other.call(A, REGISTER, encode(RegisterRequest(generation=0, step=0, report=report)), timeout=60.0)
+        grant = await swarm.steps.grant(2)
+        assert grant.first < 1 << 33
+        await swarm.steps.withdraw(grant.lease)
+
+    try:
+        swarm.run(go())
+    finally:
+        swarm.run(other.close())
+        swarm.close()
+
+
+def test_a_new_coordinator_takes_no_lease_of_its_own_term_from_a_report() -> None:
+    """It would give that number to another batch."""
+    swarm = Swarm("a b", trainers="trainer other", target_batch_size=8)
+    run = swarm.steps.run
+    run.follow_term((2, "b", 101))
+    own = first_lease(run.term)
+    leases = [lease(own, 0), lease(own + 1, 2), lease(1, 4), lease(2, 6, scale=2.0), lease(3, 1 << 40)]
+    try:
+        step = rebuild(run, {OTHER: ReportReply(begun=True, leases=leases, closed=[])}, {}, complete=False).open
+    finally:
+        swarm.close()
+    assert step.weights == {4: 2.0}
