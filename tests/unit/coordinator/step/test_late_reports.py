@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
+import torch
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.takeover import rebuild
+from lightning_swarm.coordinator.takeover import fetch_metrics, rebuild
+from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.batches import (
+    BatchMetrics,
     Grant,
     GrantReply,
     GrantRequest,
     Lease,
+    MetricState,
     RegisterRequest,
     ReportReply,
     ReportRequest,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import GRANT, REGISTER
+from lightning_swarm.protocol.methods import GRANT, REGISTER, REPORT_METRICS
 from tests.unit.swarm import Swarm
 
 A, B, OTHER = PeerId("a"), PeerId("b"), PeerId("other")
@@ -159,3 +165,41 @@ def test_a_new_coordinator_takes_no_lease_of_its_own_term_from_a_report() -> Non
     finally:
         swarm.close()
     assert step.weights == {4: 2.0}
+
+
+KEPT = encode(
+    BatchMetrics(generation=0, step=0, lease=1, metrics=[MetricState(name="accuracy", num_updates=1, lengths=[1])])
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_taken"),
+    [
+        (Message(KEPT, (torch.zeros(2),)), 2),
+        (Message(KEPT, (torch.zeros(3),)), 1),
+        (Message(KEPT, (torch.zeros(5),)), 0),
+        (Message(KEPT), 0),
+        (Message(b"\xc1", (torch.zeros(1),)), 0),
+        (Message(), 0),
+    ],
+    ids=["two", "too-many", "too-large", "too-few-tensors", "no-message", "nothing"],
+)
+def test_metrics_that_a_new_coordinator_fetches_are_checked(answer: Message, num_taken: int) -> None:
+    network = MemoryNetwork()
+    other, new = network.transport("other"), network.transport("a")
+
+    async def answering(caller: PeerId, message: Message) -> Message:
+        return answer
+
+    async def go() -> int:
+        other.handle_stream(REPORT_METRICS, answering, max_bytes=0)
+        leases = [replaced(lease(number, 2 * number), has_metrics=True) for number in range(1, 3)]
+        reports = {OTHER: ReportReply(begun=True, leases=leases, closed=[])}
+        try:
+            return len(await fetch_metrics(new, reports, timeout=5.0, max_bytes=16))
+        finally:
+            await other.close()
+            await new.close()
+
+    with contextlib.closing(VirtualLoop()) as loop:
+        assert loop.run_until_complete(go()) == num_taken
