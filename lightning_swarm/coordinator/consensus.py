@@ -9,6 +9,7 @@ notes that whatever lower terms proposed for the slot is dead, although some vot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from lightning_swarm.protocol.run_state import RunState
 MAX_STEP: Final = 64
 """The most by which a term's number may exceed all that a voter knows: numbers end, and nobody may use them up."""
 
+_MAX_BURST: Final = 8  # new terms of one candidate; two that stand against each other may need some at once
+
 Slot = tuple[int, int]
 """``(run generation, step)``: later ones compare higher."""
 
@@ -36,16 +39,19 @@ Slot = tuple[int, int]
 class Voter:
     """One vote, in one life of its process: calls to another life are refused, for what that accepted is forgotten."""
 
-    def __init__(self, boot_id: int) -> None:
+    def __init__(self, boot_id: int, *, pace_s: float = 0.0) -> None:
         self._boot_id = boot_id
+        self._pace_s = pace_s  # between new terms of one candidate, on average; 0: no limit
         self.void_promises()
 
     def void_promises(self) -> None:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
         self.term = NO_TERM  # the highest one that it promised, or that its server follows
         self._reached = 0  # numbers up to this one were asked for, step by step
+        self._due_s: dict[str, float] = {}  # by candidate: when all its terms would have come at the given pace
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
-        self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead
+        # From a slot on, what is below a term is dead. Two are kept, for the newer one may be of a slot too early.
+        self._fences: list[tuple[Slot, Term]] = [((-1, 0), NO_TERM)]
 
     def promise(self, request: Prepare) -> Promise:
         """Promise to accept nothing of a lower term; refuse if its number was promised or the slot decided."""
@@ -53,14 +59,16 @@ class Voter:
         slot = (request.generation, request.step)
         if self._is_decided(slot):
             return Promise(promised=False, term=self.term, behind=True)
-        if self._refuses(request.term) or self._leaps(request.term):
+        if self._refuses(request.term) or self._hurries(request.term):
             return Promise(promised=False, term=self.term)
         self.term = request.term
         if request.fence:
-            self._fence = (slot, request.term)
+            # No term before was higher, so a fence of this slot or a later one tells nothing beside it.
+            self._fences = [*(one for one in self._fences if one[0] < slot), (slot, request.term)][-2:]
         known = self._accepted.get(slot)
         accepted = None if known is None else Accepted(term=known[0], record=decode(known[1], Record))
-        return Promise(promised=True, term=self.term, accepted=accepted, fence=self._fence[1])
+        fence = max((term for since, term in self._fences if since <= slot), default=NO_TERM)
+        return Promise(promised=True, term=self.term, accepted=accepted, fence=fence)
 
     def consider(self, proposal: Proposal) -> Vote:
         """Accept the record; or refuse it, if its term is too low or has another record, or the step was decided."""
@@ -69,7 +77,7 @@ class Voter:
         slot = slot_of(proposal.record)
         known = self._accepted.get(slot)
         rival = known is not None and known[0] == proposal.term and known[1] != body
-        if self._refuses(proposal.term) or self._is_decided(slot) or rival or self._leaps(proposal.term):
+        if self._refuses(proposal.term) or self._is_decided(slot) or rival or self._hurries(proposal.term):
             return Vote(accepted=False, term=self.term)
         self.term = proposal.term
         # Older records were decided before this one could be proposed, so of them only the place is remembered.
@@ -78,6 +86,7 @@ class Voter:
 
     def follow(self, term: Term) -> None:
         """Promise nothing to lower terms than the one that the voter's server follows."""
+        self._due_s.clear()  # an election came to its end
         self.term = max(self.term, term)
 
     @property
@@ -85,8 +94,18 @@ class Voter:
         """The highest number that a term may have which this voter promises next."""
         return max(self.term[0], self._reached) + MAX_STEP
 
-    def _leaps(self, term: Term) -> bool:
-        """Return whether a term's number is too far above those that the voter knows."""
+    def _hurries(self, term: Term) -> bool:
+        """Return whether a term's number is too far above those known here, or its candidate had another just now."""
+        if term == self.term:
+            return False
+        # Each new term may end what another candidate has begun, and numbers that one voter alone knows of take the
+        # others long to reach: so no candidate has more of them in a while than the others together can make good.
+        if self._pace_s > 0.0:
+            at_s = now_s()
+            due_s = max(self._due_s.get(term[1], at_s), at_s)
+            if due_s > at_s + (_MAX_BURST - 1) * self._pace_s:
+                return True
+            self._due_s[term[1]] = due_s + self._pace_s
         if term[0] <= self.highest_number:
             return False
         # Asked again it gets there: the others may have gone on without this voter.
@@ -99,8 +118,10 @@ class Voter:
         return term != self.term and term[0] <= self.term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
-        """Return whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
-        return slot < self._fence[0] or any(slot < later for later in self._accepted)
+        """Return whether a later slot was proposed for, or two were fenced: nobody does that before it is decided."""
+        # One fence proves nothing, for it may be that of a proposer which is a slot ahead of this voter, or lies.
+        is_fenced = len(self._fences) > 1 and slot < self._fences[0][0]
+        return is_fenced or any(slot < later for later in self._accepted)
 
     def _check_life(self, boot_id: int) -> None:
         if boot_id != self._boot_id:
@@ -127,7 +148,9 @@ class Ballot:
         self.rival: Term | None = None  # of this number or a higher one, that a voter knows of
         self.behind = False  # a voter says that the slot was decided without this proposer
         self._refused: set[Member] = set()
+        self._numbers: dict[Member, int] = {}  # of the terms in this one's way; 0: none
         self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: it binds, and tells nothing
+        self._settled = False  # what is to be finished, or that nothing is: other voters have heard of it
         self._fenced = set(fenced)
         self._proposed: bytes | None = None
         self._votes: set[Member] = set()
@@ -136,6 +159,7 @@ class Ballot:
         """Make the first request to a voter; with `fence` to reach `may_begin`."""
         if fence and (not self.prepared or self.chosen is not None):
             raise ProtocolError(f"{self.slot} may be fenced when a majority promised and nothing is to be finished")
+        self._settled |= fence
         generation, step = self.slot
         return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
 
@@ -147,8 +171,8 @@ class Ballot:
             self._refused.add(voter)
         if not self._counts(voter, promise.promised, promise.term):
             return
-        # What the first majority accepted settles what is to be finished; what others did changes it no more.
-        self._promises.setdefault(voter, None if self.prepared else promise)
+        # What a majority accepted settles what is to be finished; what others did changes it no more.
+        self._promises.setdefault(voter, None if self._settled else promise)
         if fence:
             self._fenced.add(voter)
 
@@ -160,10 +184,31 @@ class Ballot:
     @property
     def chosen(self) -> Record | None:
         """Once `prepared`: the record that must be finished; None: none can have been decided, and none will be."""
-        heard = [promise for promise in self._promises.values() if promise is not None]
-        fence = max((promise.fence for promise in heard), default=NO_TERM)
-        accepted = [one.accepted for one in heard if one.accepted is not None and one.accepted.term >= fence]
+        accepted = [one for one in self._accepted if one.term >= self._fence]
         return max(accepted, key=lambda one: one.term).record if accepted else None
+
+    @property
+    def doubtful(self) -> bool:
+        """Return whether a fence voids what a voter accepted, on the word of fewer voters than could be heard."""
+        is_void = any(one.term < self._fence for one in self._accepted)
+        return is_void and self.chosen is None and not self._settled and len(self._heard) < len(self.voters)
+
+    @property
+    def _heard(self) -> list[Promise]:
+        return [promise for promise in self._promises.values() if promise is not None]
+
+    @property
+    def _accepted(self) -> list[Accepted]:
+        return [promise.accepted for promise in self._heard if promise.accepted is not None]
+
+    @property
+    def _fence(self) -> Term:
+        """The highest term that a majority may have fenced the slot under, as far as is heard."""
+        # Who began a round was told so by a majority. All of it but those that were not heard say so again, and what
+        # fewer say is the fence of a proposer that never began, or a lie.
+        fences = sorted((promise.fence for promise in self._heard), reverse=True)
+        least = len(self.voters) // 2 + 1 - (len(self.voters) - len(fences))
+        return fences[max(least, 1) - 1] if fences else NO_TERM
 
     @property
     def may_begin(self) -> bool:
@@ -177,7 +222,7 @@ class Ballot:
         free = self.may_begin if chosen is None else encode(chosen) == body
         if not self.prepared or not free or self._proposed not in (None, body) or slot_of(record) != self.slot:
             raise ProtocolError(f"under term {self.term} another record is to be finished for {self.slot} first")
-        self._proposed = body
+        self._proposed, self._settled = body, True
         return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
 
     def hear_vote(self, voter: Member, vote: Vote) -> None:
@@ -195,6 +240,13 @@ class Ballot:
         """Return whether no majority can come under this term any more."""
         return not self._is_majority(set(self.voters) - self._refused)
 
+    @property
+    def number_in_the_way(self) -> int:
+        """The least number that a majority of those that were heard would not promise any more; 0: it would any."""
+        # One voter may say what it likes of its term: the others are enough, unless too few of them answer.
+        numbers = sorted(self._numbers.values())
+        return numbers[min(len(self.voters) // 2, len(numbers) - 1)] if numbers else 0
+
     def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
         """Begin the same proposer's part in a later slot. Promises stay valid if the voters are the same."""
         same = set(voters) == set(self.voters) and self.prepared
@@ -202,7 +254,9 @@ class Ballot:
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
 
     def _counts(self, voter: Member, agreed: bool, term: Term) -> bool:
-        if term != self.term and term[0] >= self.term[0]:
+        is_rival = term != self.term and term[0] >= self.term[0]
+        self._numbers[voter] = term[0] if is_rival else 0
+        if is_rival:
             self.rival = max(term, self.rival or NO_TERM)
             self._refused.add(voter)
         return agreed and term == self.term and voter in self.voters
@@ -220,6 +274,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=WireMessage)
 
 _RETRY_S: Final = 1.0
+_GRACE_S: Final = 2.0  # for voters that may be gone, where the others do without them
 _LOG_EVERY_S: Final = 60.0
 
 
@@ -229,6 +284,7 @@ def serve(
     may_propose: Callable[[PeerId], bool],
     # Whether the voter misses the coordinator, or that one hands over.
     may_succeed: Callable[[PeerId], Awaitable[bool]],
+    check_slot: Callable[[int, int], None],  # raises if no slot of this generation and step can be open
     check_record: Callable[[Record], Awaitable[None]],  # raises if the voter can tell that a record is wrong
 ) -> None:
     """Answer proposers who may be one; the term must be the caller's own."""
@@ -244,6 +300,7 @@ def serve(
     async def handle_prepare(caller: PeerId, body: bytes) -> bytes:
         request = decode(body, Prepare)
         await check(caller, request.term)
+        check_slot(request.generation, request.step)
         return encode(voter.promise(request))
 
     async def handle_propose(caller: PeerId, body: bytes) -> bytes:
@@ -278,9 +335,9 @@ class Proposer:
         self.first_round = (term[0] - 1) << 20  # in each step: beyond those of all lower terms, and nobody else's
 
     @property
-    def rival_number(self) -> int:
-        """Highest number, its own included, that a voter is known to have promised to another peer; 0: none."""
-        return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
+    def number_in_the_way(self) -> int:
+        """The number that the proposer's next term has to exceed so that a majority may promise it; 0: any is free."""
+        return 0 if self._ballot is None else self._ballot.number_in_the_way
 
     async def prepare(self) -> Record | None:
         """Get the right to work towards the open step's record, or return what another coordinator began to decide."""
@@ -291,7 +348,12 @@ class Proposer:
         elif self._ballot.slot != slot:
             self._ballot = self._ballot.after(slot, self._run.voters)
         ballot = self._ballot
-        await self._until(ballot, "promised", lambda: ballot.prepared, lambda one: self._prepare(ballot, one))
+        ask = partial(self._prepare, ballot)
+        await self._until(ballot, "promised", lambda: ballot.prepared, ask)
+        if ballot.doubtful:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S):
+                    await _ask_all(ballot, lambda: not ballot.doubtful, ask)
         chosen = ballot.chosen
         if chosen is None:
             fence = partial(self._prepare, ballot, fence=True)
@@ -312,11 +374,16 @@ class Proposer:
             ballot.hear_promise(voter, self._checked(ballot, voter, promise), fence=fence)
 
     def _checked(self, ballot: Ballot, voter: Member, promise: Promise) -> Promise:
-        """Take no notice of a record that no voter can have accepted: it would never be decided."""
+        """Take no notice of a fence or a record that no voter can have had: other records would never be decided."""
+        if promise.fence > ballot.term:  # who noted it promises lower terms nothing
+            _log.warning("Voter %s promises what its fence %s forbids", voter.peer_id, promise.fence)
+            promise = replaced(promise, fence=NO_TERM)
         if promise.accepted is None:
             return promise
         record = promise.accepted.record
         try:
+            if promise.accepted.term >= ballot.term:
+                raise ProtocolError(f"{ballot.term} has proposed nothing yet, got a record of {promise.accepted.term}")
             if slot_of(record) != ballot.slot:
                 raise ProtocolError(f"{ballot.slot} was asked for, got a record for {slot_of(record)}")
             self._check_record(record)

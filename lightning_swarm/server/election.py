@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final
 
-from lightning_swarm.coordinator.consensus import MAX_STEP, Proposer, Voter, serve, slot_of
+from lightning_swarm.coordinator.consensus import Proposer, Voter, serve, slot_of
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.record_check import check_record
@@ -66,14 +66,21 @@ class Leadership:
         self._missed = NO_TERM  # the term whose coordinator does not answer this server, as far as it knows
         self._successor: PeerId | None = None  # which this server, as it leaves, asks to coordinate
         self._waits_until_s = 0.0  # see `follow`
-        self.voter = Voter(context.boot_id)
+        self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
         self.coordinator: Coordinator | None = None  # while this server coordinates
         self.behind = asyncio.Event()  # the others have a record that this server cannot get: it may be left out
         transport.handle_call(LEAD, self._handle_lead)
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
         transport.handle_call(TAKE_OVER, self._handle_take_over)
-        serve(self.voter, transport, self._membership.serves_with, self._may_succeed, self._check_proposed)
+        serve(
+            self.voter,
+            transport,
+            self._membership.serves_with,
+            self._may_succeed,
+            self._check_slot,
+            self._check_proposed,
+        )
 
     async def enter_run(self, run: RunState) -> None:
         """Enter a run that begins, and follow the coordinator of its manifest."""
@@ -225,6 +232,13 @@ class Leadership:
         except SwarmError as error:
             return not self._is_beginning(run, error)
         return not reply.coordinates or reply.successor == candidate
+
+    def _check_slot(self, generation: int, step: int) -> None:
+        """Refuse to promise anything for a slot that cannot be open: of the records this voter has missed one."""
+        run = self._membership.running
+        run.check_generation(generation)
+        if step > run.version + 1:  # who has missed more cannot vote either, see `_check_proposed`
+            raise Busy(f"this voter is at version {run.version}, and knows nothing of step {step}")
 
     async def _check_proposed(self, record: Record) -> None:
         """Refuse to vote for a record that cannot follow from the one before, which must be known here."""
@@ -382,8 +396,9 @@ class Leadership:
         except (TimeoutError, SwarmError) as error:
             why = str(error) or "no majority of the voters let it in time"
             _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
-            # By small steps, whatever a voter says: see `Voter`.
-            self._highest_number = max(self._highest_number, min(proposer.rival_number, number + MAX_STEP // 2))
+            # By small steps, whatever a voter says, and not beyond what this one would promise: see `Voter`.
+            in_the_way = min(proposer.number_in_the_way, self.voter.highest_number - 1)
+            self._highest_number = max(self._highest_number, in_the_way)
             self._leads = False
             return
         state = await gather_step_state(

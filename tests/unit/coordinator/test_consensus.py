@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import NO_CHANGE, Manifest, Member, Term
-from lightning_swarm.protocol.messages.step import Closing, Prepare, Proposal, Record
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
+from lightning_swarm.protocol.messages.step import Accepted, Closing, Prepare, Promise, Proposal, Record
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import PREPARE, PROPOSE
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import RunSettings
@@ -73,7 +74,7 @@ class Election:
         for voter, member in zip(self.voters, self.members, strict=True):
             self.transports.append(self.network.transport(member.peer_id))
             may_propose = (COORDINATOR, RIVAL, LATE).__contains__
-            serve(voter, self.transports[-1], may_propose, self.may_succeed, self.check_record)
+            serve(voter, self.transports[-1], may_propose, self.may_succeed, self.check_slot, self.check_record)
         self.run = RunState(
             Manifest(
                 protocol_version=PROTOCOL_VERSION,
@@ -106,6 +107,9 @@ class Election:
             events=self.events,
             check_record=lambda _: None,
         )
+
+    def check_slot(self, generation: int, step: int) -> None:
+        """Any may be open."""
 
     async def check_record(self, record: Record) -> None:
         """No voter finds anything wrong."""
@@ -238,6 +242,33 @@ def test_what_was_fenced_off_is_finished_by_nobody() -> None:
     assert third.chosen is None
 
 
+def test_a_fence_of_a_later_slot_leaves_the_open_one_open() -> None:
+    """A proposer may be a slot ahead of the voter, or lie; two fences tell that what was before them is decided."""
+    voter = Voter(0)
+    assert accepts(voter, record(1), (1, "x", 0))
+    assert voter.promise(prepare(2, (2, "liar", 0), fence=True)).promised
+    promise = voter.promise(prepare(1, (3, "y", 0)))
+    assert promise.accepted is not None
+    assert promise.accepted.record == record(1)
+    assert promise.fence == (0, "", 0), "that of slot 2 voids nothing of slot 1"
+    assert voter.promise(prepare(2, (4, "y", 0))).fence == (2, "liar", 0)
+    assert voter.promise(prepare(3, (5, "y", 0), fence=True)).promised
+    assert voter.promise(prepare(1, (6, "z", 0))).behind
+
+
+@pytest.mark.parametrize(
+    ("num_fenced", "num_heard", "voids"), [(1, 3, True), (1, 4, False), (2, 5, False), (3, 5, True)]
+)
+def test_a_fence_voids_a_record_if_a_majority_may_have_noted_it(num_fenced: int, num_heard: int, voids: bool) -> None:
+    members = [Member(peer_id=PeerId(f"v{i}"), boot_id=i) for i in range(5)]
+    ballot = Ballot((3, "z", 0), (0, 0), members)
+    promise = Promise(promised=True, term=ballot.term, accepted=Accepted(term=(1, "x", 0), record=record()))
+    for i, member in enumerate(members[:num_heard]):
+        ballot.hear_promise(member, replaced(promise, fence=(2, "y", 0)) if i < num_fenced else promise)
+    assert (ballot.chosen is None) == voids
+    assert ballot.doubtful == (voids and num_heard < 5), "others may know better"
+
+
 def test_promises_hold_on_for_the_same_voters_only() -> None:
     voters = [Voter(i) for i in range(3)]
     members = [Member(peer_id=PeerId(f"v{i}"), boot_id=i) for i in range(3)]
@@ -336,6 +367,31 @@ def test_a_new_term_finishes_what_a_majority_accepted(loop: VirtualLoop) -> None
     assert election.begin(rival) == record(clip_factor=0.5)
     with pytest.raises(ProtocolError, match="another record is to be finished"):
         election.decide(record(clip_factor=0.1), rival)
+    election.decide(record(clip_factor=0.5), rival)
+
+
+@pytest.mark.parametrize(
+    ("lie", "num_dead"),
+    [
+        ({"fence": (2**30, "z", 0)}, 2),
+        ({"fence": (4, "z", 0)}, 1),  # which could be true of that voter
+        ({"accepted": Accepted(term=(2**30, "z", 0), record=record(clip_factor=0.1))}, 2),
+        ({"accepted": Accepted(term=(5, RIVAL, 0), record=record(clip_factor=0.1))}, 2),
+    ],
+)
+def test_one_voter_that_lies_voids_no_decided_record(loop: VirtualLoop, lie: dict[str, Any], num_dead: int) -> None:
+    election = Election(loop, 5)
+    election.decide(record(clip_factor=0.5))
+    loop.run_until_complete(asyncio.sleep(1.0))  # until all have heard of it
+    election.kill(range(num_dead))
+    honest = election.transports[4]._call_handlers[PREPARE]  # type: ignore[attr-defined]
+
+    async def answer(caller: PeerId, body: bytes) -> bytes:
+        return encode(replaced(decode(await honest(caller, body), Promise), **lie))
+
+    election.transports[4]._call_handlers[PREPARE] = answer  # type: ignore[attr-defined]
+    rival = election.proposes(RIVAL, (5, RIVAL, 0))
+    assert election.begin(rival) == record(clip_factor=0.5)
     election.decide(record(clip_factor=0.5), rival)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.unit.coordinator.test_takeover import Trial
 A, B, C, D, E = map(PeerId, "abcde")
 LIAR = C
 HIGHEST = 1 << 30
+LEADS_WITHIN_S = 120.0
 
 
 class Coup(Trial):
@@ -41,9 +43,17 @@ class Coup(Trial):
         transport = self.swarm.servers[LIAR]._transport
         return self.swarm.run(transport.call(peer, method, encode(message), timeout=30.0))
 
-    def prepare(self, peer: PeerId, number: int) -> Prepare:
+    def prepare(self, peer: PeerId, number: int, **changes: Any) -> Prepare:
         boot_id = self.swarm.members[peer].boot_id
-        return Prepare(term=self.term(number), boot_id=boot_id, generation=0, step=len(self.records))
+        prepare = Prepare(term=self.term(number), boot_id=boot_id, generation=0, step=len(self.records))
+        return replaced(prepare, **changes)
+
+    def stand(self, peers: Sequence[PeerId], **changes: Any) -> None:
+        """Have the liar ask voters for their promises, under a term just above theirs."""
+        for peer in peers:
+            number = self.swarm.servers[peer].voter.term[0] + 1
+            with contextlib.suppress(Busy, ProtocolError):
+                self.tell(peer, PREPARE, self.prepare(peer, number, **changes))
 
     def answer(self, method: str, lie: Callable[[bytes], bytes]) -> None:
         """Have the liar answer so, on top of what it would have answered."""
@@ -143,6 +153,59 @@ def test_a_voter_that_was_away_for_long_promises_high_terms_in_the_end(make_swar
     coup.check()
 
 
+EARLY = {
+    "the next slot": {"step": 2},
+    "a slot far beyond": {"step": 10**9},
+    "a later generation": {"generation": 10**9},
+    "the next generation": {"generation": 1},
+    "a slot before": {"step": 0},
+    "the slot itself": {},
+}
+
+
+@pytest.mark.parametrize("fence", [False, True], ids=["promise", "fence"])
+@pytest.mark.parametrize("early", EARLY, ids=lambda early: early.replace(" ", "-"))
+def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: str, fence: bool) -> None:
+    """The voters decide the open one, whatever a member that leads nobody has fenced."""
+    coup = Coup(make_swarm)
+    coup.swarm.network.kill(A)
+    coup.stand([B, D, E], **{**EARLY[early], "fence": fence})
+    coup.train(2, avoid="a")
+    coup.swarm.settle()
+    (leader,) = set(coup.coordinators) - {A}
+    coup.check_led_by(leader, below=MAX_STEP)
+    coup.check()
+
+
+@pytest.mark.parametrize("asked", ["b", "b d e"])
+def test_numbers_rise_no_faster_than_the_others_follow(make_swarm: MakeSwarm, asked: str) -> None:
+    """However often a member asks while there is no coordinator: soon after it is silent somebody leads."""
+    coup = Coup(make_swarm)
+    voters = {peer: coup.swarm.servers[peer].voter for peer in map(PeerId, asked.split())}
+    transport = coup.swarm.servers[LIAR]._transport
+    coup.swarm.network.kill(A)
+
+    async def storm() -> None:
+        for _ in range(10_000 // len(voters)):
+            for peer, voter in voters.items():
+                request = coup.prepare(peer, voter.highest_number)
+                with contextlib.suppress(SwarmError):
+                    await transport.call(peer, PREPARE, encode(request), timeout=1.0)
+
+    coup.swarm.run(storm())
+    coup.refuse(PREPARE, Busy("not now"))
+    coup.refuse(WATCH, Busy("not now"))
+
+    async def until_led() -> None:
+        async with asyncio.timeout(LEADS_WITHIN_S):
+            while not set(coup.coordinators) - {A}:  # noqa: ASYNC110 - it tells nobody here
+                await asyncio.sleep(1.0)
+
+    coup.swarm.run(until_led())
+    coup.train(1, avoid="a")
+    coup.check()
+
+
 WATCHED = ("a term that nobody promised", "a record that nobody decided")
 LIES: dict[str, Callable[[Coup], None]] = {
     "a term that nobody promised": lambda coup: coup.lie(
@@ -155,6 +218,9 @@ LIES: dict[str, Callable[[Coup], None]] = {
     "that the step was decided": lambda coup: coup.lie(PREPARE, Promise, promised=False, behind=True),
     "that it accepted what nobody averaged": lambda coup: coup.claim(round=7),
     "that it accepted a record of another step": lambda coup: coup.claim(step=9),
+    "that its slot was fenced under a term beyond all": lambda coup: coup.lie(
+        PREPARE, Promise, promised=True, fence=(HIGHEST, "z", 0)
+    ),
     "a vote for another": lambda coup: coup.lie(PROPOSE, Vote, accepted=False, term=(HIGHEST, "d", 103)),
     "no message": lambda coup: coup.talk_nonsense(WATCH, PREPARE, PROPOSE),
 }

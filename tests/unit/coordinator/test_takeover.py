@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.batches import (
     RegisterRequest,
     ReportReply,
 )
-from lightning_swarm.protocol.messages.step import Prepare, Record
+from lightning_swarm.protocol.messages.step import Prepare, Promise, Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, GRANT, REGISTER, TAKE_METRICS
 from lightning_swarm.testing import FaultPlan, Phase
@@ -281,7 +281,11 @@ def test_a_voter_that_tried_to_coordinate_in_vain_still_makes_a_majority(make_sw
     server = trial.swarm.servers[B]
     boot_id = server.membership.me.boot_id
     higher = Prepare(term=(number, B, boot_id), boot_id=boot_id, generation=0, step=1, fence=False)
-    assert server.voter.promise(higher).promised
+
+    async def ask() -> Promise:
+        return server.voter.promise(higher)
+
+    assert trial.swarm.run(ask()).promised
     trial.train(3, avoid="c")
     trial.check()
     assert trial.count("takeover") == 1
