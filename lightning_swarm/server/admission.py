@@ -154,7 +154,7 @@ class Admission:
         return b""
 
     async def _check_lead_missed(self, run: RunState) -> None:
-        """Refuse another lead while the present one answers here: the coordinator alone replaces nobody."""
+        """Refuse to go on without the lead while it answers here: the coordinator alone replaces and ends nothing."""
         lead, timeout = run.manifest.lead, self._silence_s / 4  # the coordinator has waited for long
         if not await alive_among(self._transport, [lead], timeout=timeout):
             return
@@ -165,12 +165,14 @@ class Admission:
             if isinstance(error, ProtocolError) and not isinstance(error, AccessDenied):
                 return  # it was started again, and is in no run, or in another one
             _log.info("The lead answers pings, and not this server: %s", error)
-        raise Busy(f"the lead {lead} answers this server, so nobody takes the run over from it")
+        raise Busy(f"the lead {lead} answers this server, so nobody takes the run over from it, or ends it")
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         self.membership.check_ended_by(caller)
         if body:
             raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
+        if (run := self.membership.ended_by_lead(caller)) is not None:
+            await self._check_lead_missed(run)
         self.left.set()
         return b""
 
@@ -179,6 +181,8 @@ class Admission:
         broken_off = decode(body, RunAborted)
         if not self.membership.led_by(caller):
             raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
+        if not self.left.is_set() and (run := self.membership.ended_by_lead(caller)) is not None:
+            await self._check_lead_missed(run)
         if not self.left.is_set():  # the first ending counts
             self._broken_off = printable_lines(broken_off.reason)
             self.left.set()

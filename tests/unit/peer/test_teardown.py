@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_swarm.core.errors import ProtocolError, RunOver, StepError, Unreachable
+from lightning_swarm.core.errors import Busy, ProtocolError, RunOver, StepError, Unreachable
 from lightning_swarm.core.event_loop import InlineRuntime, UntilRunEnds
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
@@ -196,6 +196,29 @@ def test_servers_end_where_nobody_may_coordinate(
     assert silent == ["a", "a", "b", "b", LEAD, LEAD], "each of the two says so once, at whatever number of looks"
 
 
+def test_who_coordinates_ends_nothing_while_the_lead_answers(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    joiner = swarm.join("e")
+    body = encode(RunAborted(reason="I am tired of it"))
+    call = swarm.servers[A]._transport.call
+
+    async def go() -> Record:
+        for method, words in ((BREAK_OFF, body), (LEAVE, b"")):
+            for peer in (B, C, D):
+                with pytest.raises(Busy, match=r"the lead trainer answers this server, so nobody .* ends it"):
+                    await call(peer, method, words, timeout=SILENCE_S)
+                assert not swarm.servers[peer].admission.left.is_set()
+        record = await swarm.step(rows(1))
+        assert not joiner.admission.left.is_set()
+        swarm.network.freeze(LEAD)
+        await call(B, LEAVE, b"", timeout=SILENCE_S)
+        await call(C, BREAK_OFF, body, timeout=SILENCE_S)
+        assert all(swarm.servers[peer].admission.left.is_set() for peer in (B, C)), "then its word is enough"
+        return record
+
+    assert swarm.run(go()).step == 1
+
+
 def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     body = encode(RunAborted(reason="I am tired of it"))
@@ -206,7 +229,7 @@ def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
                 await swarm.servers[liar]._transport.call(B, BREAK_OFF, body, timeout=1.0)
         assert not swarm.servers[B].admission.left.is_set()
         await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
-        await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)
+        await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)  # though the lead answers
         assert isinstance(swarm.servers[B].admission.ending_error, RunOver), "what was said first holds"
 
     swarm.run(go())

@@ -226,7 +226,7 @@ class Sample:
         if self.phase == "decided":
             swarm.run(decided(swarm))
             swarm.run(asyncio.sleep(1.0))  # until the snapshots are where they are kept
-            if self.method == INHERIT:
+            if self.method in (BREAK_OFF, INHERIT):
                 swarm.network.freeze(LEAD)
             return swarm
         for peer in (A, B):
@@ -485,7 +485,9 @@ SAMPLES = [
     Sample(STREAM, LOAD, momenta),
     Sample(STREAM, SET_EVALUATION_WEIGHTS, evaluation_weights),
     Sample(CALL, LEAVE, lambda _: Message()),
-    Sample(CALL, BREAK_OFF, plain(lambda _: RunAborted(reason="the lead is gone")), target=B, caller=A),
+    Sample(
+        CALL, BREAK_OFF, plain(lambda _: RunAborted(reason="the lead is gone")), target=B, caller=A, phase="decided"
+    ),
     Sample(
         CALL,
         INHERIT,
