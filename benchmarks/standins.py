@@ -52,7 +52,8 @@ class Standin:
         self.held: set[Receipt] = set()
         self.weight = 1.0
         voter = Voter(member.boot_id)
-        serve(voter, transport, lambda peer: peer == coordinator, self._may_succeed, self._check_record)
+        any_slot = lambda generation, step: None  # noqa: E731
+        serve(voter, transport, lambda peer: peer == coordinator, self._may_succeed, any_slot, self._check_record)
         transport.handle_call(ADMIT, self._agree)
         transport.handle_stream(LOAD, self._take)
         transport.handle_stream(KEEP, self._take)
