@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.run import NO_CHANGE, BatchNumber, EpochP
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
-_MAX_MISWEIGHED: Final = 3
+_MAX_FALSE_BATCHES: Final = 3
 
 
 @dataclass(eq=False)
@@ -172,7 +172,8 @@ class CoordinatorContext:
     outage: OutageWait = field(init=False)
     leases: Iterator[int] = field(init=False)  # numbers of the leases that it grants
     invitations: InvitationUses = field(init=False)
-    misweighing: Counter[PeerId] = field(init=False, default_factory=Counter)  # struck batches with a wrong weight
+    # Struck batches of each trainer that had a wrong weight, or receipts for nothing.
+    false_batches: Counter[PeerId] = field(init=False, default_factory=Counter)
     members: set[PeerId] = field(init=False)  # those that were in the run by the newest record
 
     def __post_init__(self) -> None:
@@ -188,19 +189,20 @@ class CoordinatorContext:
         # `begun` is kept: trainers do not wait for the lead to begin once more.
         after = replace(self, step_state=StepState.of(self.run, begun=self.step_state.begun))
         # No lease has the number of an earlier one: trainers keep what they logged by lease in the state of their loop.
-        after.leases, after.members, after.misweighing = self.leases, self.members, self.misweighing
+        after.leases, after.members, after.false_batches = self.leases, self.members, self.false_batches
         return after
 
-    def misweighs(self, trainer: PeerId) -> bool:
-        """Tell whether a trainer's batches came with wrong weights so often that it brings no more."""
-        return self.misweighing[trainer] >= _MAX_MISWEIGHED
+    def is_excluded(self, trainer: PeerId) -> bool:
+        """Tell whether a trainer's batches were false so often that it brings no more."""
+        return self.false_batches[trainer] >= _MAX_FALSE_BATCHES
 
-    def check_weighs(self, trainer: PeerId) -> None:
-        """Refuse a trainer whose batches came with wrong weights too often."""
-        if self.misweighs(trainer):
+    def check_honest(self, trainer: PeerId) -> None:
+        """Refuse a trainer whose batches were false too often."""
+        if self.is_excluded(trainer):
             raise ConfigError(
-                f"the gradients of a batch have the weight of its lease, and {self.misweighing[trainer]} batches of "
-                f"{trainer} were struck for another weight. Train with an unchanged lightning_swarm there."
+                "the gradients of a batch have the weight of its lease, and are in the sums when it is reported. "
+                f"{self.false_batches[trainer]} batches of {trainer} were struck for another weight, or because no sum "
+                "had them. Train with an unchanged lightning_swarm there."
             )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

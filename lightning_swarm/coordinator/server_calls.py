@@ -52,6 +52,9 @@ _T = TypeVar("_T")
 _ROUND_TIMEOUTS: Final = 5.0
 """A server waits for the parts of the others, then for what they made of them; with PowerSGD for both twice."""
 
+_REPLAY_TIMEOUTS: Final = 3
+"""A trainer finds out within one that a holder does not answer, asks it once more, and has one for the rest."""
+
 _MAX_DAMAGED: Final = 3
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
@@ -120,7 +123,8 @@ class ServerCalls:
 
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
         """Have a trainer send microbatches again; raise SwarmError if it did not."""
-        timeout = self._timeout * (1 + len(request.work))
+        # Not longer for more of them: what was added in the time stays, and the rest is asked for again.
+        timeout = self._timeout * min(1 + len(request.work), _REPLAY_TIMEOUTS)
         return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
 
     async def apply(self, record: Record) -> None:

@@ -75,7 +75,7 @@ class TrainerHandlers:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._events, self._limits, self._changes = context.events, context.limits, context.changes
         self._servers, self._lease_expiry, self._on_change = servers, lease_expiry, on_change
-        self._check_weighs, self._misweighs = context.check_weighs, context.misweighs
+        self._check_honest, self._is_excluded = context.check_honest, context.is_excluded
         self._first_lease = first_lease(context.proposer.term)
         self._settling = asyncio.Lock()
         self.lead = LeadLiveness(context)
@@ -149,7 +149,7 @@ class TrainerHandlers:
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
         request = self._read(caller, body, GrantRequest)
-        self._check_weighs(caller)
+        self._check_honest(caller)
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
@@ -184,7 +184,7 @@ class TrainerHandlers:
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
         """Grant a place for the next batch of a trainer that knows which step is open, if that one or the next is."""
         # The lead gets one before it trains, so this lets no record come: it may validate first.
-        if request.following is None or self._misweighs(caller):
+        if request.following is None or self._is_excluded(caller):
             return None
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile

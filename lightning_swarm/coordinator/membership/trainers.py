@@ -37,7 +37,7 @@ _FIRST_LOOK_S: Final = 0.1
 _LONGEST_LOOK_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
-_MISWEIGHS: Final = "its batches had other weights than their leases"
+_EXCLUDED: Final = "its batches had other weights than their leases, or were in no sum when it reported them"
 _BANNED: Final = "the run's owner banned it"
 _ANEW: Final = "it was started again"
 
@@ -197,7 +197,7 @@ class TrainerMembership:
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._changes, self._events = context.changes, context.events
-        self._misweighs, self._check_weighs = context.misweighs, context.check_weighs
+        self._is_excluded, self._check_honest = context.is_excluded, context.check_honest
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
         self._lease_expiry, self._epoch = lease_expiry, epoch
@@ -233,7 +233,7 @@ class TrainerMembership:
         run = self._run
         if not run.manifest.open_to_trainers:
             return [], []
-        going = {trainer for trainer in run.trainers if trainer in self._going or self._misweighs(trainer)}
+        going = {trainer for trainer in run.trainers if trainer in self._going or self._is_excluded(trainer)}
         going |= self._banned(run.trainers)
         return trainer_changes(run.trainers, lead=run.manifest.lead, going=going, coming=self.waiting)
 
@@ -249,7 +249,7 @@ class TrainerMembership:
         banned = self._banned(record.retired)
         for peer in record.retired:
             self._heard_s.pop(peer, None)
-            silent = _BANNED if peer in banned else _MISWEIGHS if self._misweighs(peer) else _SILENT
+            silent = _BANNED if peer in banned else _EXCLUDED if self._is_excluded(peer) else _SILENT
             reason = self._going.pop(peer, silent)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
@@ -295,7 +295,7 @@ class TrainerMembership:
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         check_open(manifest)
-        self._check_weighs(caller)
+        self._check_honest(caller)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(
                 f"a run has at most {MAX_TRAINERS} trainers, and {manifest.run_id!r} has as many. Serve it, with "

@@ -34,6 +34,7 @@ from lightning_swarm.coordinator.step.replay_plan import (
 from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
+    DeadlineExceeded,
     NotMember,
     PeerError,
     ProtocolError,
@@ -60,14 +61,17 @@ _MAX_DISCARDS: Final = 4  # of one server's sums in one step
 _MAX_CORRECTIONS: Final = 2  # replays of a microbatch whose batch came with another weight than its lease's
 
 
-_MAX_REPLAYS: Final = 16
-"""Replays of one microbatch in one step. More is no fault of peers."""
-
+_MAX_REPLAYS: Final = 16  # of one microbatch in one step
+_MAX_UNFILLED: Final = 2  # replays of a microbatch that were answered, and whose holder, which is there, lacks it
 _MAX_FAILURES: Final = 3
-_MAX_WORK: Final = 64
+_MAX_SILENCES: Final = 2  # in a row, each of several call timeouts
+_MAX_WORK: Final = 64  # microbatches of one trainer, until the sums are looked at again
 _PAUSE_S: Final = 0.5
 
 
+# A trainer's answer says that all it was asked for was added. The sums show whether that is so: a trainer that was
+# granted a place and computed nothing may claim it for ever. So each is asked for a few microbatches at a time, and the
+# sums are looked at before it is asked for more.
 class ReplayRounds:
     """Has the trainers of one step send microbatches again."""
 
@@ -76,8 +80,11 @@ class ReplayRounds:
         self._servers = servers  # through which trainers are asked, too
         self._step = step
         self._replayed: Counter[Receipt] = Counter()
-        self._failures: Counter[PeerId] = Counter()  # of trainers
+        self._failures: Counter[PeerId] = Counter()  # of trainers, in a row
+        self._silences: Counter[PeerId] = Counter()  # likewise
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
+        self._claimed: dict[Receipt, Mapping[int, PeerId]] = {}  # by the newest answers, who added them, by stage
+        self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # the holders that lacked them after all
 
     def number(self, receipt: Receipt) -> int:
         """Return the number of replays asked for of a microbatch."""
@@ -87,50 +94,64 @@ class ReplayRounds:
         """The servers that a trainer did not reach."""
         return self._unreached[trainer]
 
-    async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
-        """Have each microbatch in `holes` computed again and added, by stage, by the peer named there.
+    def compare(self, ledgers: Ledgers) -> None:
+        """Compare what trainers answered with what the sums hold. A holder that is gone excuses its trainer."""
+        for receipt, holders in self._claimed.items():
+            held = {
+                index: one.held
+                for index, peer in holders.items()
+                for member, one in ledgers[index].items()
+                if member.peer_id == peer
+            }
+            self._unfilled[receipt] += [holders[index] for index, there in held.items() if receipt not in there]
+        self._claimed = {}
 
-        Returns the batches that cannot be. Raises StepError if one was computed too often, and is missing still.
+    def never_added(self, holes: Mapping[Receipt, Mapping[int, PeerId]]) -> dict[int, set[PeerId]]:
+        """The batches that were said to be added, and were not, by place, with the servers that lack them."""
+        found: defaultdict[int, set[PeerId]] = defaultdict(set)
+        for receipt in holes:
+            if len(self._unfilled[receipt]) >= _MAX_UNFILLED or self._replayed[receipt] >= _MAX_REPLAYS:
+                found[receipt[0]] |= {*self._unfilled[receipt]}
+        return dict(found)
+
+    async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
+        """Have microbatches in `holes` computed again and added, by stage, by the peer named there.
+
+        Each trainer is asked for some of its own. Returns the batches that cannot be computed again.
         """
         by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
         for receipt, holders in sorted(holes.items()):
-            self._count(receipt, holders)
             by_trainer[self._step.trainer_of(receipt[0])].append(Replay(receipt=receipt, holders=dict(holders)))
         found = await gather(self._ask(trainer, work, gone) for trainer, work in by_trainer.items())
         return set().union(*found)
 
-    def _count(self, receipt: Receipt, holders: Mapping[int, PeerId]) -> None:
-        self._replayed[receipt] += 1
-        if self._replayed[receipt] > _MAX_REPLAYS:
-            raise StepError(
-                f"step {self._step.step}: microbatch {receipt} was computed again {_MAX_REPLAYS} times, and is still "
-                f"missing in the stages {sorted(holders)}"
-            )
-        for stage_index, peer in holders.items():
-            self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
+    def _count(self, work: Sequence[Replay]) -> None:
+        for one in work:
+            self._replayed[one.receipt] += 1
+            for stage_index, peer in one.holders.items():
+                self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
 
-    async def _ask(self, trainer: PeerId, work: list[Replay], gone: Collection[PeerId]) -> set[int]:
-        lost: set[int] = set()
-        for begin in range(0, len(work), _MAX_WORK):
-            request = ReplayRequest(
-                generation=self._generation,
-                step=self._step.step,
-                work=work[begin : begin + _MAX_WORK],
-                avoid=sorted(gone),
-            )
-            try:
-                reply = await self._servers.replay(trainer, request)
-            except (PeerError, ProtocolError) as error:  # anything else is a bug there
-                self._failures[trainer] += 1
-                self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
-                if self._failures[trainer] < _MAX_FAILURES:
-                    await asyncio.sleep(_PAUSE_S)
-                    return lost
-                return {one.receipt[0] for one in work}
-            self._failures[trainer] = 0
-            self._unreached[trainer] |= set(reply.unreached) - set(gone)
-            lost |= {first for first, _, _ in reply.lost}
-        return lost
+    async def _ask(self, trainer: PeerId, wanted: Sequence[Replay], gone: Collection[PeerId]) -> set[int]:
+        work = list(wanted[:_MAX_WORK])
+        self._count(work)
+        request = ReplayRequest(generation=self._generation, step=self._step.step, work=work, avoid=sorted(gone))
+        try:
+            reply = await self._servers.replay(trainer, request)
+        except (PeerError, ProtocolError) as error:  # anything else is a bug there
+            self._failures[trainer] += 1
+            self._silences[trainer] = self._silences[trainer] + 1 if isinstance(error, DeadlineExceeded) else 0
+            self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
+            if self._failures[trainer] < _MAX_FAILURES and self._silences[trainer] < _MAX_SILENCES:
+                await asyncio.sleep(_PAUSE_S)
+                return set()
+            return {one.receipt[0] for one in wanted}
+        self._failures[trainer] = self._silences[trainer] = 0
+        self._unreached[trainer] |= set(reply.unreached) - set(gone)
+        lost = set(reply.lost)
+        for one in work:
+            if one.receipt not in lost and not self._unreached[trainer].intersection(one.holders.values()):
+                self._claimed[one.receipt] = one.holders
+        return {first for first, _, _ in lost}
 
 
 _FIRST_PAUSE_S: Final = 0.5
@@ -172,13 +193,15 @@ class SumReconciliation:
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
         self._fence = fence
-        self._outage, self._misweighing = context.outage, context.misweighing
+        self._outage, self._false_batches = context.outage, context.false_batches
         # Nobody else counts rounds of this step from there.
         self._rounds = itertools.count(context.proposer.first_round)
         self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
         self._discards: Counter[PeerId] = Counter()
         self._misweighed: set[int] = set()  # places of batches of which a sum held something with another weight
+        self._falsified: set[int] = set()  # places of batches that their trainers reported, and never had added
+        self._seen: set[Receipt] = set()  # all that some sum ever held
         self._informed: set[PeerId] = set()  # the servers that know the weights of all that they may add
         self._trained = trained_names(selection) if selection is not None else ()
         self.step_servers = StepServers(context, servers, step.step)
@@ -218,6 +241,8 @@ class SumReconciliation:
             spoilt = self._find_misweighed(ledgers)
             if self._informed & set[PeerId]().union(*spoilt):
                 continue
+            self._replays.compare(ledgers)
+            self._seen = self._seen.union(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
             if plan.done:
                 self.loads = reported_loads(ledgers)
@@ -226,7 +251,14 @@ class SumReconciliation:
                 return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge, self._snapshots)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
-            lost = set(plan.lost) or self._never_corrected(plan) or await self._repair(plan, spoilt)
+            lost = set(plan.lost) or self._never_corrected(plan)
+            if not lost:
+                never_added = self._replays.never_added(plan.holes)
+                if self._believe_lead(never_added):
+                    continue
+                self._falsified |= never_added.keys()
+                lost = set(never_added) or await self._repair(plan, spoilt)
+            self._falsified |= self._never_seen(lost)
             if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
                 return None
 
@@ -325,6 +357,23 @@ class SumReconciliation:
             if receipt[0] in self._misweighed and self._replays.number(receipt) >= _MAX_CORRECTIONS
         }
 
+    def _believe_lead(self, never_added: Mapping[int, Collection[PeerId]]) -> bool:
+        """Go on without the servers that lack what the lead says it added; return whether there are any."""
+        lead = self._run.manifest.lead
+        lacking = {
+            peer for first, peers in never_added.items() if self._step.trainer_of(first) == lead for peer in peers
+        }
+        for peer in sorted(lacking):
+            reason = f"{peer} was sent microbatches again by the lead, and lacks them still"
+            self.step_servers.lose(peer, ProtocolError(reason))
+        return bool(lacking)
+
+    def _never_seen(self, lost: Collection[int]) -> set[int]:
+        """The lost batches of which no sum ever held a microbatch that was reported."""
+        if self.step_servers.gone:  # a sum may have gone along, and the trainer said the truth
+            return set()
+        return {receipt[0] for receipt in self._step.counted if receipt[0] in lost and receipt not in self._seen}
+
     def _plan(self, ledgers: Ledgers, spoilt: Sequence[Collection[PeerId]]) -> ReplayPlan:
         expected = [self._expected(index) for index in range(len(ledgers))]
         sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
@@ -406,8 +455,11 @@ class SumReconciliation:
         for first in sorted(firsts):
             trainer, reason = self._step.trainer_of(first), f"the batch at {first} cannot be computed again"
             if first in self._misweighed:
-                self._misweighing[trainer] += 1
+                self._false_batches[trainer] += 1
                 reason += ": it came with another weight than its lease's"
+            elif first in self._falsified and trainer != self._run.manifest.lead:
+                self._false_batches[trainer] += 1
+                reason += ": its trainer reported receipts, and no sum came to hold it"
             self._events.note("strike", peer=trainer, step=self._step.step, reason=reason)
         reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
