@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
-from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.calls import Origin, Receipt
 from lightning_swarm.server.averaging import deterministic
 
-_NOTHING: Final = MappingProxyType[int, float]({})
+_NOTHING: Final = MappingProxyType[int, Origin]({})
 
 
 # The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
@@ -26,8 +26,8 @@ class ReceiptLedger:
         self.step = step
         self._receipts: set[Receipt] = set()
         self._named: frozenset[Receipt] | None = None
-        self.weights: dict[int, float] = {}  # of the batches that it holds something of, by their places
-        self._granted: Mapping[int, float] = _NOTHING  # the weights of the named batches
+        self.origins: dict[int, Origin] = {}  # of the batches that it holds something of, by their places
+        self._granted: Mapping[int, Origin] = _NOTHING  # those of the named batches
 
     @property
     def final(self) -> bool:
@@ -43,8 +43,11 @@ class ReceiptLedger:
         """Tell whether the microbatch's gradient is in the sum."""
         return receipt in self._receipts
 
-    def add(self, receipt: Receipt, weight: float) -> bool:
-        """Enter a receipt; false if it is there already, and then nothing may be added to the sum."""
+    def add(self, receipt: Receipt, origin: Origin) -> bool:
+        """Enter a receipt; false if it is there already, and then nothing may be added to the sum.
+
+        False, too, if the sum holds something of the batch from another trainer.
+        """
         first, _, _ = receipt
         if receipt in self._receipts:
             return False
@@ -52,23 +55,33 @@ class ReceiptLedger:
         # more; or another server's sum has the microbatch, or shall have it.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
-        wanted = self._granted.get(first, self.weights.get(first, weight))
-        if weight != wanted:
+        granted = self._granted.get(first)
+        if granted is not None and granted.trainer != origin.trainer:
             raise ProtocolError(
-                f"the batch at {first} of step {self.step} has the weight {wanted!r}, got a gradient with {weight!r}. "
-                "A trainer sends all of a batch's gradients with the weight of its lease."
+                f"the batch at {first} of step {self.step} was granted to {granted.trainer}, got a gradient of it from "
+                f"{origin.trainer}"
+            )
+        before = granted or self.origins.get(first, origin)
+        # Only the coordinator knows whose the batch is. If it is the second caller's, that one shall not be refused for
+        # what the first did: the sum begins anew when the step closes, and the batch's own trainer sends it again.
+        if before.trainer != origin.trainer:
+            return False
+        if before != origin:
+            raise ProtocolError(
+                f"the batch at {first} of step {self.step} has the weight {before.weight!r}, got a gradient with "
+                f"{origin.weight!r}. A trainer sends all of a batch's gradients with the weight of its lease."
             )
         self._receipts.add(receipt)
-        self.weights[first] = weight
+        self.origins[first] = origin
         return True
 
-    def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, float] = _NOTHING) -> None:
+    def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, Origin] = _NOTHING) -> None:
         """Add only what `named` holds from now on: nothing while ledgers are read, then what is this server's."""
         self._named, self._granted = frozenset(named), granted
 
-    def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, float]) -> bool:
-        """Tell whether the sum holds nothing but what is named, and that with these weights of its batches."""
-        return self._receipts <= named and all(granted[first] == weight for first, weight in self.weights.items())
+    def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, Origin]) -> bool:
+        """Tell whether the sum holds nothing but what is named, and that with these origins of its batches."""
+        return self._receipts <= named and all(granted[first] == origin for first, origin in self.origins.items())
 
     def thaw(self) -> None:
         """Take any receipt again: the step takes batches again."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from msgspec import UNSET
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError
 from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, pack_weights, unpack, unpack_weights
+from lightning_swarm.protocol.messages.calls import CallKey, Origin, Receipt, pack, pack_origins, unpack, unpack_origins
 from lightning_swarm.protocol.messages.run import (
     NO_CHANGE,
     NO_TERM,
@@ -35,6 +37,8 @@ from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage
 
+_MAX_STRAY_STEPS: Final = 3
+
 
 @dataclass
 class _OpenSums:
@@ -45,8 +49,8 @@ class _OpenSums:
 
 
 _Named = tuple[
-    set[Receipt], dict[int, float]
-]  # what one sum shall hold, and the weights of its batches by their places
+    set[Receipt], dict[int, Origin]
+]  # what one sum shall hold, and the origins of its batches by their places
 
 WrittenByStage = Mapping[int, Mapping[str, Tensor]]
 """Weights that the lead's user code wrote, by stage and name."""
@@ -74,6 +78,8 @@ class GradientSums:
         self._open: dict[int, _OpenSums] = {}  # by step
         self._joining = False  # a peer was joining when this server froze last
         self.next = _NextStep()
+        # By trainer, the steps to which it sent gradients of a batch that the coordinator says is another one's.
+        self._strays: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
 
     def _begin_anew(self, run: RunState | None) -> None:
         """Have empty sums."""
@@ -210,19 +216,36 @@ class GradientSums:
         if key.step < stage.version:
             raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
 
+    def check_own_batches(self, trainer: PeerId) -> None:
+        """Refuse a trainer that sent gradients of others' batches in several steps."""
+        # Not for the first one: a place may have been granted again by a coordinator that had not heard of it.
+        if len(self._strays.get(trainer, ())) >= _MAX_STRAY_STEPS:
+            raise ProtocolError(
+                f"{trainer} sent gradients of batches that were granted to others in {_MAX_STRAY_STEPS} steps; no more "
+                "of it is computed here"
+            )
+
     # ------------------------------------------------------------------ adding
 
     def add(
-        self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float, seen: Tensor | None = None
+        self,
+        stage: Stage,
+        key: CallKey,
+        gradients: Sequence[Tensor | None],
+        origin: Origin,
+        seen: Tensor | None = None,
     ) -> bool:
-        """Enter the receipt and add gradients and what batch norms saw, once; true: the sum holds the microbatch."""
+        """Enter the receipt and add gradients and what batch norms saw, once.
+
+        True: the sum holds the microbatch, or something of its batch that another trainer sent.
+        """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
         index = self.stage(stage.index).index
         if key.step not in self._open:
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
-        if self._opened_step(key.step).ledgers[index].add(key.receipt, weight):
-            stage.sum_of(key.step).add(gradients, weight)
+        if self._opened_step(key.step).ledgers[index].add(key.receipt, origin):
+            stage.sum_of(key.step).add(gradients, origin.weight)
             stage.statistics.add(key, seen)
         return True
 
@@ -261,7 +284,7 @@ class GradientSums:
                 StageLedger(
                     stage_index=index,
                     held=pack(ledger.held),
-                    weights=pack_weights(ledger.weights),
+                    origins=pack_origins(ledger.origins),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
                     version_hash=stage.fingerprint(request.challenge) if self._is_compared(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
@@ -280,20 +303,24 @@ class GradientSums:
             raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
 
     def _named(self, named: Sequence[NamedReceipts]) -> dict[int, _Named]:
-        """The receipts that the sums here shall hold, and the weights of their batches, by stage."""
+        """The receipts that the sums here shall hold, and the origins of their batches, by stage."""
         indices = [part.stage_index for part in named]
         if sorted(indices) != sorted(self.stages):
             raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {indices[:100]}")
         found = {}
         for part in named:
             receipts = unpack(part.receipts)
-            found[part.stage_index] = receipts, unpack_weights(part.weights, {first for first, _, _ in receipts})
+            found[part.stage_index] = receipts, unpack_origins(part.origins, {first for first, _, _ in receipts})
         return found
 
     def _freeze_stage(self, stage: Stage, named: _Named | None, request: FreezeRequest) -> list[str]:
         """Decide what may be added to a stage's sum from now on; returns the tickets of earlier results, now stale."""
         step, ledgers = request.step, self._opened_step(request.step).ledgers
         ledger = ledgers[stage.index]
+        granted_to = {} if named is None else named[1]
+        for first, origin in ledger.origins.items():
+            if first in granted_to and granted_to[first].trainer != origin.trainer:
+                self._strays[origin.trainer].add((request.generation, step))
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and not ledger.agrees(*named)):
             stage.sum_of(step).clear()
@@ -305,7 +332,7 @@ class GradientSums:
         ledger.freeze(receipts, granted)
         lacking = sorted(receipts - ledger.held)  # to be computed: an earlier result would keep it from that
         return [
-            CallKey.of(request.generation, request.step, receipt).name(stage.index, "backward") for receipt in lacking
+            CallKey.of(request.generation, request.step, receipt).result(stage.index, "backward") for receipt in lacking
         ]
 
     def reopen(self) -> None:
@@ -339,11 +366,11 @@ class GradientSums:
         named = self._named(request.named)
         for index in self.stages:
             ledger, (receipts, granted) = self.ledgers[index], named[index]
-            if ledger.held != receipts or ledger.weights != granted:
+            if ledger.held != receipts or ledger.origins != granted:
                 raise ProtocolError(
                     f"the sum of stage {index} on {self._me.peer_id} is not what is named for step {closing.step}: it "
                     f"holds {len(ledger.held - receipts)} others, and lacks {len(receipts - ledger.held)}, or a batch "
-                    "has another weight"
+                    "has another weight or trainer"
                 )
 
     def check_frozen(self, closing: Closing) -> None:

@@ -34,6 +34,7 @@ from lightning_swarm.protocol.messages.calls import (
     CancelReply,
     CancelRequest,
     ForwardRequest,
+    Origin,
     StageReport,
     Ticket,
 )
@@ -97,10 +98,11 @@ class ComputeHandlers:
 
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
         self._membership.run.check_trainer(caller)
+        self._sums.check_own_batches(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         given = _checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
-        name = request.key.name(stage.index, "forward")
+        name = request.key.name(stage.index, "forward", caller)
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
             raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
@@ -156,12 +158,13 @@ class ComputeHandlers:
 
     async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
         self._membership.run.check_trainer(caller)
+        self._sums.check_own_batches(caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         self._check_backward(request)
         gradients, again = _gradient_tree(request, message.tensors)
-        name = request.key.name(stage.index, "backward")
-        work = partial(self._backward, name, stage, request, gradients, again)
+        name = request.key.name(stage.index, "backward", caller)
+        work = partial(self._backward, caller, stage, request, gradients, again)
         self.under_way.start(name, request.result_key, work)
         return Message()
 
@@ -177,19 +180,24 @@ class ComputeHandlers:
             raise ProtocolError(f"evaluations, and backwards for the input alone, add nothing to a sum: {key}")
 
     async def _backward(
-        self, name: str, stage: Stage, request: BackwardRequest, gradients: serialization.Tree, again: _Inputs | None
+        self,
+        trainer: PeerId,
+        stage: Stage,
+        request: BackwardRequest,
+        gradients: serialization.Tree,
+        again: _Inputs | None,
     ) -> None:
         key = request.key
-        kept = await self._kept(stage, request, again)  # before the gradient, which can be fetched only once
+        kept = await self._kept(trainer, stage, request, again)  # before the gradient, which can be fetched only once
         after: tuple[StageReport, ...] = ()
         if request.source is not None:
             try:
                 gradients, _, after = await self._fetch(request.source, gradient=True)
             except BaseException:
                 if key.evaluation or self._sums.may_count(key):  # for when another peer has the gradient
-                    self.cache.keep(key.name(stage.index, "forward"), kept)
+                    self.cache.keep(key.name(stage.index, "forward", trainer), kept)
                 raise
-        receipt, version = False, self._computes_on(key)
+        receipt, version, origin = False, self._computes_on(key), Origin(request.weight, trainer)
         await self._steps.wait_for_version(version)  # a peer that takes another one's place may be behind
 
         def compute() -> serialization.Tree:
@@ -200,18 +208,21 @@ class ComputeHandlers:
                 graph = kept.graph or stage.computation.graph(kept.call)
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
-                receipt = self._sums.add(stage, key, parameter_gradients, request.weight, graph.seen)
+                receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.seen)
             synchronize(stage.device)  # so that the call is said to take as long as its kernels do
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
         stage.load.count_samples(kept.call.num_samples, busy_s=own.busy_s, queued=own.queued)
+        name = key.name(stage.index, "backward", trainer)
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
-    async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> CachedForward:
+    async def _kept(
+        self, trainer: PeerId, stage: Stage, request: BackwardRequest, again: _Inputs | None
+    ) -> CachedForward:
         """Get what this peer kept of the forward, or what the request brings instead."""
-        forward_name = request.key.name(stage.index, "forward")
+        forward_name = request.key.name(stage.index, "forward", trainer)
         kept = self.cache.pop(forward_name)
         if kept is not None:
             return kept
@@ -225,7 +236,7 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        name = request.key.name(stage.index, request.direction)
+        name = request.key.name(stage.index, request.direction, caller)  # its own call, and nobody else's
         await self.under_way.cancel(name)
         if request.direction == "forward":
             return encode(CancelReply(added=False))
@@ -239,7 +250,8 @@ class ComputeHandlers:
         keys = [CallKey.of(request.generation, request.step, receipt) for receipt in request.receipts]
         # Before the compute thread is asked, for calls that are under way may be added meanwhile.
         pending = {
-            index: [key.name(index, "backward") in self.under_way.tasks for key in keys] for index in self._steps.stages
+            index: [key.name(index, "backward", request.trainer) in self.under_way.tasks for key in keys]
+            for index in self._steps.stages
         }
 
         def look(index: int) -> StageReceipts:

@@ -36,7 +36,7 @@ class PendingWork:
 
     def of(self, direction: Direction) -> list[asyncio.Task[None]]:
         """The calls of one direction."""
-        return [task for name, task in self.tasks.items() if name.endswith(f"/{direction}")]
+        return [task for name, task in self.tasks.items() if f"/{direction}@" in name]
 
     async def begins(self, *, within_s: float) -> bool:
         """Wait for the next call; false if none comes."""

@@ -15,7 +15,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import unrecorded
-from lightning_swarm.protocol.messages.calls import CallKey, batch_name
+from lightning_swarm.protocol.messages.calls import CallKey, Origin, batch_name
 from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, StepChange
 from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -120,7 +120,8 @@ class StepHandlers:
         """
         stage = self.stage(index)
         found = [gradients.get(name) for name in stage.trainable_names]
-        await self._compute(lambda: self.sums.add(stage, key, found, weight, seen))
+        origin = Origin(weight, self._membership.me.peer_id)
+        await self._compute(lambda: self.sums.add(stage, key, found, origin, seen))
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Copy a stage's weights of a version, or of the newest; returns the version with them."""

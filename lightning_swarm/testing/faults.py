@@ -99,7 +99,7 @@ _METHODS: Final[Mapping[str, Phase]] = {
     methods.LISTEN: Phase.LISTEN,
     methods.DRAIN: Phase.LEAVE,
 }
-_MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)")
+_MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)@.+")
 _RESULT_PHASES: Final = {
     "forward": (Phase.FORWARD_DONE, Phase.SEND_OUTPUT),
     "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),

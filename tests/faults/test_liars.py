@@ -122,7 +122,7 @@ def averaging(change: Callable[[AverageReply], AverageReply]) -> Callable[[bytes
 def misweighing(body: bytes) -> bytes:
     reply = decode(body, FreezeReply)
     doubled = [
-        replaced(ledger, weights=[(2 * weight, number) for weight, number in ledger.weights])
+        replaced(ledger, origins=[(2 * weight, trainer, number) for weight, trainer, number in ledger.origins])
         for ledger in reply.ledgers
     ]
     return encode(replaced(reply, ledgers=doubled))
@@ -139,9 +139,9 @@ LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "flags of more parameters": (FREEZE, freezing(touched=b"\x01\x02\x03")),
     "receipts of nothing, for ever": (
         FREEZE,
-        freezing(held=[(1 << 20, 0, b"\x01")], weights=[(4.0, 1)]),
+        freezing(held=[(1 << 20, 0, b"\x01")], origins=[(4.0, PeerId("other"), 1)]),
     ),
-    "receipts of batches without a weight": (FREEZE, freezing(weights=[])),
+    "receipts of batches without a weight": (FREEZE, freezing(origins=[])),
     "that gradients came with another weight": (FREEZE, misweighing),
     "more receipts than a message may name": (FREEZE, freezing(held=[(1, 0, b"\xff" * 60_000)])),
     "no mean": (AVERAGE, lambda _: b"\xc1"),

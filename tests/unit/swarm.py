@@ -89,9 +89,9 @@ def key(first: int = 0, index: int = 0, **changes: Any) -> CallKey:
     return CallKey(**{"generation": 0, "step": 0, "first": first, "index": index, "call": 0, **changes})
 
 
-def result_of(peer: PeerId, k: CallKey, stage: int, direction: Direction) -> Ticket:
+def result_of(peer: PeerId, k: CallKey, stage: int, direction: Direction, trainer: PeerId = LEAD) -> Ticket:
     """The ticket of a result that was asked for by hand, as below."""
-    return Ticket(peer_id=peer, name=k.name(stage, direction), key=RESULT_KEY)
+    return Ticket(peer_id=peer, name=k.name(stage, direction, trainer), key=RESULT_KEY)
 
 
 def closing(**changes: Any) -> Closing:
@@ -367,7 +367,7 @@ class Swarm:
                     stage.generation.evaluation_weights and stage.generation.evaluation_weights[0],
                     [len(group["params"]) for group in stage.optimizer.torch_optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
-                    (ledger.step, frozenset(ledger._receipts), dict(ledger.weights), ledger._named),
+                    (ledger.step, frozenset(ledger._receipts), dict(ledger.origins), ledger._named),
                 )
             if server.admission.leadership.coordinator is not None:
                 coordinator = server.admission.leadership.coordinator

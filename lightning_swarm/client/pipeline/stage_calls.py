@@ -209,12 +209,15 @@ class StageCalls:
             return from_message(message), decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
-        name = self.microbatch.key.name(stage, direction)
+        name = self._name(stage, direction)
         return Ticket(peer_id=self.peer(stage), name=name, key=self.context.result_key(name))
+
+    def _name(self, stage: int, direction: Direction) -> str:
+        return self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
 
     def result_key(self, stage: int, direction: Direction) -> TicketKey:
         """Return the key that the readers of a call's result show to its holder."""
-        return self.context.result_key(self.microbatch.key.name(stage, direction))
+        return self.context.result_key(self._name(stage, direction))
 
     @contextmanager
     def _blaming(self, stage: int) -> Iterator[None]:

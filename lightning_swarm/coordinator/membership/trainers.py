@@ -150,7 +150,7 @@ class LeaseExpiry:
         pause_s = _FIRST_LOOK_S
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
-            held, pending = await self._ask_receipts(step, receipts)
+            held, pending = await self._ask_receipts(step, receipts, trainer)
             first_stage = first_trained(self._step_state.selection(self._run), self._run.manifest.stages)
             missing = {
                 (index, receipt)
@@ -169,10 +169,10 @@ class LeaseExpiry:
         return None
 
     async def _ask_receipts(
-        self, step: OpenStep, receipts: Sequence[Receipt]
+        self, step: OpenStep, receipts: Sequence[Receipt], trainer: PeerId
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
         """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
-        request = ReceiptsRequest(generation=self._generation, step=step.step, receipts=list(receipts))
+        request = ReceiptsRequest(generation=self._generation, step=step.step, trainer=trainer, receipts=list(receipts))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
 
         def read(body: bytes) -> None:

@@ -10,7 +10,7 @@ from lightning_swarm.coordinator.step.data_order import DataOrder, StepWindow
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, LoggedValue, fold
-from lightning_swarm.protocol.messages.calls import PLACES, Receipt
+from lightning_swarm.protocol.messages.calls import PLACES, Origin, Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber
 
 CLIP_EPSILON = 1e-6  # added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does
@@ -324,9 +324,9 @@ class OpenStep:
         return sorted((batch.first, 0, 0) for batch in self._batches.values() if batch.completed is not None)
 
     @property
-    def weights(self) -> dict[int, float]:
-        """The weight that each batch was granted, by its place."""
-        return {batch.first: batch.weight for batch in self._batches.values()}
+    def origins(self) -> dict[int, Origin]:
+        """The weight and the trainer that each batch was granted, by its place."""
+        return {batch.first: Origin(batch.weight, batch.trainer) for batch in self._batches.values()}
 
     @property
     def total_weight(self) -> float:

@@ -44,7 +44,7 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_weights, to_runs
+from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, to_runs
 from lightning_swarm.protocol.messages.run import HeldSnapshot, Member, Selection, first_trained, trained_names
 from lightning_swarm.protocol.messages.step import (
     CHALLENGE_BITS,
@@ -57,6 +57,7 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import from_bitmap
 
+_SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
 _MAX_DISCARDS: Final = 4  # of one server's sums in one step
 _MAX_CORRECTIONS: Final = 2  # replays of a microbatch whose batch came with another weight than its lease's
 
@@ -202,7 +203,7 @@ class SumReconciliation:
         self._misweighed: set[int] = set()  # places of batches of which a sum held something with another weight
         self._falsified: set[int] = set()  # places of batches that their trainers reported, and never had added
         self._seen: set[Receipt] = set()  # all that some sum ever held
-        self._informed: set[PeerId] = set()  # the servers that know the weights of all that they may add
+        self._informed: set[PeerId] = set()  # the servers that know the origins of all that they may add
         self._trained = trained_names(selection) if selection is not None else ()
         self.step_servers = StepServers(context, servers, step.step)
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
@@ -238,7 +239,7 @@ class SumReconciliation:
                     continue
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)
-            spoilt = self._find_misweighed(ledgers)
+            spoilt = self._find_spoilt(ledgers)
             if self._informed & set[PeerId]().union(*spoilt):
                 continue
             self._replays.compare(ledgers)
@@ -333,21 +334,19 @@ class SumReconciliation:
 
     # ------------------------------------------------------------------ what is missing
 
-    # The weight of a gradient is its trainer's word to a server, and the server's word to the coordinator. If it is not
-    # the lease's, the sum begins anew, and its server is told the weights. So one that says so once more is lying; and
-    # if the microbatches do not come to it with their weight, their trainer is.
-    def _find_misweighed(self, ledgers: Ledgers) -> list[set[PeerId]]:
-        """Find for each stage the servers whose sums hold something with another weight than was granted."""
-        granted = self._step.weights
-        found = [
-            {member.peer_id: wrong for member, one in stage.items() if (wrong := one.misweighed(granted))}
-            for stage in ledgers
-        ]
-        self._misweighed |= set[int]().union(*(wrong for stage in found for wrong in stage.values()))
+    # The weight of a gradient is its trainer's word to a server, and the server's word to the coordinator, as is who
+    # that trainer was. If either is not the lease's, the sum begins anew, and its server is told both. So one that says
+    # so once more is lying; and if the microbatches do not come to it with their weight, their trainer is. What another
+    # trainer sent of a batch is no fault of the batch's own.
+    def _find_spoilt(self, ledgers: Ledgers) -> list[set[PeerId]]:
+        """Find for each stage the servers whose sums hold something with another origin than was granted."""
+        granted = self._step.origins
+        found = [{member.peer_id for member, one in stage.items() if one.spoilt(granted)} for stage in ledgers]
+        self._misweighed |= {first for stage in ledgers for one in stage.values() for first in one.misweighed(granted)}
         for peer in sorted(self._informed & set[PeerId]().union(*found)):
-            reason = f"{peer} was sent the weights of all batches that it may add, and reports other ones"
+            reason = f"{peer} was sent the origins of all batches that it may add, and reports other ones"
             self.step_servers.lose(peer, ProtocolError(reason))
-        return [set(stage) for stage in found]
+        return found
 
     def _never_corrected(self, plan: ReplayPlan) -> set[int]:
         """The batches that came with a wrong weight, and come no more with the right one."""
@@ -409,11 +408,11 @@ class SumReconciliation:
                 if self._discards[peer] > _MAX_DISCARDS:
                     self.step_servers.lose(peer, StepError(f"{peer} has begun its sums anew in vain too often"))
                     return set()
-                reason = "gradients came to it with another weight than their lease's" if peer in spoilt[index] else ""
+                reason = _SPOILT if peer in spoilt[index] else ""
                 self._events.note("discard", peer=peer, stage=index, step=self._step.step, reason=reason)
         concerned = {peer for peers in plan.discards for peer in peers}
         concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
-        round_, granted = next(self._rounds), self._step.weights
+        round_, granted = next(self._rounds), self._step.origins
         requests = {
             peer: self._request(
                 round_,
@@ -421,7 +420,7 @@ class SumReconciliation:
                     NamedReceipts(
                         stage_index=index,
                         receipts=pack(stage[peer]),
-                        weights=pack_weights({first: granted[first] for first, _, _ in stage[peer]}),
+                        origins=pack_origins({first: granted[first] for first, _, _ in stage[peer]}),
                     )
                     for index, stage in enumerate(plan.named)
                     if peer in stage

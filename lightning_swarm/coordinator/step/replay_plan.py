@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import Receipt, unpack, unpack_weights
+from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import FreezeReply, NamedReceipts, StageLedger
 from lightning_swarm.protocol.messages.wire import union
@@ -28,22 +28,26 @@ class ServerLedger:
 
     report: StageLedger
     held: set[Receipt]  # the microbatches that the report names
-    weights: dict[int, float]  # of their batches, by place, as their trainers gave it to the server
+    origins: dict[int, Origin]  # of their batches, by place, as the server had them
 
     @classmethod
     def of(cls, report: StageLedger) -> ServerLedger:
-        """Unpack a report; raises ProtocolError if it names too much, or weights of other batches."""
+        """Unpack a report; raises ProtocolError if it names too much, or origins of other batches."""
         held = unpack(report.held)
-        return cls(report, held, unpack_weights(report.weights, {first for first, _, _ in held}))
+        return cls(report, held, unpack_origins(report.origins, {first for first, _, _ in held}))
 
     @property
     def batches(self) -> set[int]:
         """Places of the batches of which the sum holds something."""
-        return set(self.weights)
+        return set(self.origins)
 
-    def misweighed(self, granted: Mapping[int, float]) -> set[int]:
-        """Places of the granted batches that the sum holds with another weight."""
-        return {first for first, weight in self.weights.items() if granted.get(first, weight) != weight}
+    def spoilt(self, granted: Mapping[int, Origin]) -> set[int]:
+        """Places of the granted batches that the sum holds with another weight, or from another trainer."""
+        return {first for first, origin in self.origins.items() if granted.get(first, origin) != origin}
+
+    def misweighed(self, granted: Mapping[int, Origin]) -> set[int]:
+        """Places of the granted batches that the sum holds from their trainers with another weight."""
+        return {first for first in self.spoilt(granted) if granted[first].trainer == self.origins[first].trainer}
 
 
 Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
@@ -136,7 +140,7 @@ def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             report = ledger.report
-            named = NamedReceipts(stage_index=index, receipts=report.held, weights=report.weights)
+            named = NamedReceipts(stage_index=index, receipts=report.held, origins=report.origins)
             found.setdefault(member.peer_id, []).append(named)
     return found
 
@@ -198,7 +202,8 @@ def plan_replays(
         first_trained: No gradient goes to the stages before this one.
         replayable: For each stage, whether a microbatch can be sent there again.
         barred: By batch, servers that its trainer does not reach.
-        spoilt: For each stage, servers whose sum holds something with another weight than was granted.
+        spoilt: For each stage, servers whose sum holds something with another weight than was granted, or from
+            another trainer.
     """
     named: list[dict[PeerId, set[Receipt]]] = []
     discards: list[list[PeerId]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -49,8 +49,16 @@ class CallKey(WireMessage, frozen=True):
         first, index, call = receipt
         return cls(generation=generation, step=step, first=first, index=index, call=call)
 
-    def name(self, stage_index: int, direction: Direction) -> str:
-        """Return the ticket name of one call's result."""
+    def name(self, stage_index: int, direction: Direction, trainer: PeerId) -> str:
+        """Return the ticket name of one call's result: that of the trainer that called.
+
+        Anyone can guess the rest of it. With the caller's id, which the transport proves, no trainer can take back,
+        replace or occupy what another one calls.
+        """
+        return f"{self.result(stage_index, direction)}@{trainer}"
+
+    def result(self, stage_index: int, direction: Direction) -> str:
+        """Return how the names of one call's result begin, whoever calls."""
         kind = f"e{self.weights}." if self.evaluation else "t"
         batch = batch_name(self.generation, self.step, self.first, kind)
         # All backwards of a call share its forward, and each has a result of its own.
@@ -184,8 +192,15 @@ MAX_RECEIPTS: Final = 1 << 18  # of one message; in memory each takes a hundred 
 Receipts = list[tuple[Count, Count, Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES // 8)]]]
 # `(start, stride, number)` of places: batches of one size, side by side, need only one of these.
 Run = tuple[Count, Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]]
-# `(weight, number)` of batches in the order of their places: those of one size in a row need only one.
-Weights = list[tuple[Positive, Annotated[int, msgspec.Meta(ge=1, le=MAX_RECEIPTS)]]]
+# `(weight, trainer, number)` of batches in the order of their places: those alike in a row need only one.
+Origins = list[tuple[Positive, PeerId, Annotated[int, msgspec.Meta(ge=1, le=MAX_RECEIPTS)]]]
+
+
+class Origin(NamedTuple):
+    """The weight of a batch's gradients, and the trainer that has them computed."""
+
+    weight: float
+    trainer: PeerId
 
 
 def pack(receipts: Iterable[Receipt]) -> Receipts:
@@ -232,18 +247,18 @@ def to_ranges(runs: Iterable[Run]) -> tuple[range, ...]:
     return tuple(range(start, start + stride * number, stride) for start, stride, number in runs)
 
 
-def pack_weights(weights: Mapping[int, float]) -> Weights:
-    """Pack the weights of batches, by their places, for the wire."""
-    in_order = (weight for _, weight in sorted(weights.items()))
-    return [(weight, len(list(run))) for weight, run in itertools.groupby(in_order)]
+def pack_origins(origins: Mapping[int, Origin]) -> Origins:
+    """Pack the origins of batches, by their places, for the wire."""
+    in_order = (origin for _, origin in sorted(origins.items()))
+    return [(*origin, len(list(run))) for origin, run in itertools.groupby(in_order)]
 
 
-def unpack_weights(packed: Weights, batches: Collection[int]) -> dict[int, float]:
-    """Unpack the weights of batches, given by their places; refuse other numbers before memory is allocated."""
-    number = sum(length for _, length in packed)
+def unpack_origins(packed: Origins, batches: Collection[int]) -> dict[int, Origin]:
+    """Unpack the origins of batches, given by their places; refuse other numbers before memory is allocated."""
+    number = sum(length for _, _, length in packed)
     if number != len(batches):
         raise ProtocolError(
-            f"each of {len(batches)} batches must have a weight, and nothing else; got {number} weights"
+            f"each of {len(batches)} batches must have a weight and a trainer, and nothing else; got {number} of them"
         )
-    in_order = (weight for weight, length in packed for _ in range(length))
+    in_order = (Origin(weight, trainer) for weight, trainer, length in packed for _ in range(length))
     return dict(zip(sorted(batches), in_order, strict=True))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, Weights, to_ranges
+from lightning_swarm.protocol.messages.calls import Origins, Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
     Bans,
@@ -36,7 +36,7 @@ class NamedReceipts(WireMessage, frozen=True):
 
     stage_index: Count
     receipts: Receipts
-    weights: Weights  # of their batches
+    origins: Origins  # of their batches, as they were granted
 
 
 Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
@@ -78,6 +78,7 @@ class ReceiptsRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
+    trainer: PeerId  # of their batch
     receipts: list[Receipt]
 
 
@@ -100,7 +101,7 @@ class StageLedger(WireMessage, frozen=True):
 
     stage_index: int
     held: Receipts
-    weights: Weights  # of the batches of which the sum holds something, as their trainers said
+    origins: Origins  # of the batches of which the sum holds something: as was said, and by whom
     touched: bytes  # bitmap over the stage's parameters that a counted microbatch gave a gradient
     version_hash: int | None  # of weights and optimizer state before the step; None: no other server has them
     samples_per_s: Positive | None = None  # measured, forward and backward; None: not yet

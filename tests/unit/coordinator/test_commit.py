@@ -17,7 +17,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import Weights
+from lightning_swarm.protocol.messages.calls import Origins
 from lightning_swarm.protocol.messages.run import StepChange
 from lightning_swarm.protocol.messages.step import FreezeReply, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -26,7 +26,7 @@ from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.replays import Replayer, batch_of
-from tests.unit.swarm import Swarm, key, make_optimizer, plain_steps, rows
+from tests.unit.swarm import LEAD, Swarm, key, make_optimizer, plain_steps, rows
 
 A, B, C, D = PeerId("a"), PeerId("b"), PeerId("c"), PeerId("d")
 NUM_MICROBATCHES = 6
@@ -523,15 +523,16 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
     before = swarm.state()
     freeze()
     assert swarm.state() == before, "asked twice"
-    nothing = [NamedReceipts(stage_index=1, receipts=[], weights=[])]
+    nothing = [NamedReceipts(stage_index=1, receipts=[], origins=[])]
     for changes in ({"round": 2, "named": nothing}, {"round": 2, "struck": [0]}, {"round": 2}):
         with pytest.raises(ProtocolError, match=r"round are \(0, 3\) here"):
             freeze(**changes)
-    places, of_all = [(first, 0, b"\xff" * (1 << 14)) for first in range(3)], [(1.0, 3)]
-    too_many = [NamedReceipts(stage_index=1, receipts=places, weights=of_all)]
-    weighed: list[Weights] = [[], [(1.0, 2)], [(1.0, 1), (1.0, 1)], [(1.0, 1 << 40)], [(1.0, 0)]]
-    unweighed = [[NamedReceipts(stage_index=1, receipts=[(0, 0, b"\x01")], weights=one)] for one in weighed]
-    for named in ([], 2 * nothing, [NamedReceipts(stage_index=0, receipts=[], weights=[])], too_many, *unweighed):
+    places, of_all = [(first, 0, b"\xff" * (1 << 14)) for first in range(3)], [(1.0, LEAD, 3)]
+    too_many = [NamedReceipts(stage_index=1, receipts=places, origins=of_all)]
+    numbers = ([], [2], [1, 1], [1 << 40], [0])
+    weighed: list[Origins] = [[(1.0, LEAD, number) for number in one] for one in numbers]
+    unweighed = [[NamedReceipts(stage_index=1, receipts=[(0, 0, b"\x01")], origins=one)] for one in weighed]
+    for named in ([], 2 * nothing, [NamedReceipts(stage_index=0, receipts=[], origins=[])], too_many, *unweighed):
         with pytest.raises(ProtocolError):
             freeze(round=4, named=named)
     assert swarm.state() == before

@@ -95,7 +95,7 @@ def test_a_trainer_that_reports_a_lease_has_no_say_in_its_weight() -> None:
             assert not step.weights
         grant = replaced(grant, weight=weight)
         step.restore(OTHER, Lease(grant=grant, request=GrantRequest(step=0, num_samples=4, generation=0)), None)
-        assert step.weights == {0: weight}
+        assert step.origins == {0: (weight, LEAD)}
 
 
 def test_a_step_without_batches_has_a_weight_to_divide_by() -> None:
@@ -411,7 +411,7 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     for index, peer in enumerate((A, B)):  # only the weights shall be wrong
         ledger = swarm.servers[peer].steps.sums.ledgers[index]
         ledger._receipts.clear()
-        ledger.weights.clear()
+        ledger.origins.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
     stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
     name = next(name for name, own in stage.optimizer._stepped.items() if own is stage.trainable[0])
@@ -542,8 +542,8 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
     swarm.run(swarm.through(key(0, 1), rows(2)))
 
     def average(held: bytes, stage: int = 1, weight: float = 1.0, **changes: Any) -> AverageRequest:
-        receipts, weights = ([(0, 0, held)], [(weight, 1)]) if held else ([], [])
-        named = NamedReceipts(stage_index=stage, receipts=receipts, weights=weights)
+        receipts, origins = ([(0, 0, held)], [(weight, LEAD, 1)]) if held else ([], [])
+        named = NamedReceipts(stage_index=stage, receipts=receipts, origins=origins)
         return AverageRequest(closing=closing(num_samples=4, **changes), named=[named])
 
     def refused(method: str, request_: AverageRequest | FreezeRequest) -> None:

@@ -18,20 +18,23 @@ from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.calls import (
     MAX_MICROBATCHES,
     MAX_RECEIPTS,
+    Origin,
     Receipt,
     Receipts,
     Run,
     pack,
-    pack_weights,
+    pack_origins,
     to_ranges,
     to_runs,
     unpack,
-    unpack_weights,
+    unpack_origins,
 )
 from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.step import NamedReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
+
+A = PeerId("a")
 
 
 @contextmanager
@@ -148,7 +151,7 @@ def test_what_a_trainer_is_told_of_a_step_has_one_size() -> None:
     ],
 )
 def test_receipts_come_back_from_their_bitmaps(receipts: list[Receipt]) -> None:
-    body = encode(NamedReceipts(stage_index=0, receipts=pack(receipts), weights=[]))
+    body = encode(NamedReceipts(stage_index=0, receipts=pack(receipts), origins=[]))
     assert unpack(decode(body, NamedReceipts).receipts) == set(receipts)
     assert (
         len(body)
@@ -193,14 +196,14 @@ def test_places_of_batches_come_back_from_their_runs(places: list[int], runs: li
     assert [place for found in to_ranges(runs) for place in found] == places
 
 
-def test_weights_of_batches_come_back() -> None:
+def test_origins_of_batches_come_back() -> None:
     for number in (0, 1, 5):
-        weights = {4 * place: float(1 + place // 3) for place in range(number)}
-        assert unpack_weights(pack_weights(weights), weights.keys()) == weights
-    assert pack_weights(dict.fromkeys((8, 0, 4), 2.0)) == [(2.0, 3)]
-    for wrong in ([], [(1.0, 1)], [(1.0, 3)], [(1.0, 1 << 40)]):
-        with pytest.raises(ProtocolError, match="each of 2 batches must have a weight"):
-            unpack_weights(wrong, {0, 4})
+        origins = {4 * place: Origin(float(1 + place // 3), PeerId(f"t{place % 2}")) for place in range(number)}
+        assert unpack_origins(pack_origins(origins), origins.keys()) == origins
+    assert pack_origins(dict.fromkeys((8, 0, 4), Origin(2.0, A))) == [(2.0, A, 3)]
+    for wrong in ([], [(1.0, A, 1)], [(1.0, A, 3)], [(1.0, A, 1 << 40)]):
+        with pytest.raises(ProtocolError, match="each of 2 batches must have a weight and a trainer"):
+            unpack_origins(wrong, {0, 4})
 
 
 def test_a_run_that_claims_more_batches_than_there_can_be_takes_no_memory() -> None:

@@ -153,7 +153,7 @@ from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, RESULT_KEY, Swarm, closing, key, result_of, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
-RESULT = key().name(1, "forward")
+RESULT = key().name(1, "forward", LEAD)
 COUNTED: list[Receipt] = [(0, 0, 0)]
 LOGGED = LoggedValue(
     name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
@@ -304,7 +304,7 @@ def enlisting(swarm: Swarm) -> EnlistRequest:
 
 
 def averaging(swarm: Swarm, stage: int) -> AverageRequest:
-    named = NamedReceipts(stage_index=stage, receipts=pack(COUNTED), weights=[(1.0, 1)])
+    named = NamedReceipts(stage_index=stage, receipts=pack(COUNTED), origins=[(1.0, LEAD, 1)])
     return AverageRequest(closing=closing(), named=[named])
 
 
@@ -539,7 +539,7 @@ SAMPLES = [
     Sample(
         CALL,
         RECEIPTS,
-        plain(lambda _: ReceiptsRequest(generation=0, step=0, receipts=COUNTED)),
+        plain(lambda _: ReceiptsRequest(generation=0, step=0, trainer=LEAD, receipts=COUNTED)),
         caller=A,
         phase="through",
     ),
@@ -904,7 +904,7 @@ def test_results_of_calls_are_for_who_was_named(make_swarm: MakeSwarm, thief: st
         nonlocal num_refused
         for stage, peer in enumerate(swarm.route()):
             for direction, shown in itertools.product(DIRECTIONS, (None, b"x" * len(RESULT_KEY))):
-                name = k.name(stage, direction)
+                name = k.name(stage, direction, LEAD)
                 wait = WaitRequest(name=name, hold_s=0.1, take_bytes=1 << 20, ticket_key=shown)
                 fetch = FetchRequest(name=name, ticket_key=shown)
                 for method, request in ((WAIT_METHOD, wait), (FETCH_METHOD, fetch)):

@@ -133,8 +133,8 @@ def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> l
     """A backward that brings its inputs along, when the servers have forgotten everything."""
     for server in swarm.servers.values():
         server.calls.cache.drop("")
-        server._tickets.drop(key().name(1, "backward"))
-        server._tickets.drop(key().name(0, "backward"))
+        server._tickets.drop(key().name(1, "backward", LEAD))
+        server._tickets.drop(key().name(0, "backward", LEAD))
     source = result_of(A, key(), 0, "forward")
 
     async def go() -> list[bool]:
@@ -270,7 +270,11 @@ def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwa
 def test_no_peer_reads_results_that_it_was_not_told_of(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b c"), rows(1)
     stranger = TicketStore(swarm.network.transport("stranger"), max_bytes=1 << 20)
-    names = [(A, key().name(0, "forward")), (B, key().name(1, "forward")), (A, key().name(0, "backward"))]
+    names = [
+        (A, key().name(0, "forward", LEAD)),
+        (B, key().name(1, "forward", LEAD)),
+        (A, key().name(0, "backward", LEAD)),
+    ]
 
     async def guess() -> int:
         num_refused = 0
@@ -294,7 +298,7 @@ def test_a_malformed_gradient_adds_nothing_and_another_one_may_come(make_swarm: 
     swarm, x = make_swarm("a", "b"), rows(1)
     output = swarm.run(swarm.forward(key(), x))
     before = swarm.state()
-    name, sender = key().name(1, "backward"), swarm.servers[B]._tickets
+    name, sender = key().name(1, "backward", LEAD), swarm.servers[B]._tickets
     sender.promise(name, with_key(RESULT_KEY))
     sender.fulfil(name, Message(b"nonsense"), encode(CallReport(busy_s=0.0, queued=0)), once=True)
 
@@ -406,7 +410,7 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         await here.call(B, FORWARD, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
-        server.calls.give_up(key().name(1, "forward"))
+        server.calls.give_up(key().name(1, "forward", LEAD))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)

@@ -70,7 +70,7 @@ def test_what_a_message_says_is_read_off_it() -> None:
     assert message == MessagePoint(
         phases=(Phase.CANCEL,), caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
     )
-    ticket = Ticket(peer_id=B, name=key(4, 3, step=7).name(2, "backward"), key=None)
+    ticket = Ticket(peer_id=B, name=key(4, 3, step=7).name(2, "backward", A), key=None)
     wait = encode(WaitRequest(name=ticket.name, hold_s=1.0))
     there, taken, later = WaitReply(ready=True), WaitReply(ready=True, taken=b""), WaitReply(ready=False)
     for reply, side, phases in (

@@ -37,11 +37,11 @@ def test_a_reported_batch_has_the_size_of_its_number() -> None:
     """A new coordinator hears of it from its trainer, and knows the order from the lead."""
     step = OpenStep(0, 8)
     step.plan(order(plan(0, (4, 2))), (0, 0))
-    for size, weights in ((1000, {}), (4, {0: 4.0})):
+    for size, origins in ((1000, {}), (4, {0: (4.0, OTHER)})):
         grant = Grant(lease=1, generation=0, step=0, first=0, weight=float(size), batch=(0, 0), samples=size)
         request = GrantRequest(step=0, num_samples=size, generation=0, batch=(0, 0))
         step.restore(OTHER, Lease(grant=grant, request=request), None)
-        assert step.weights == weights
+        assert step.origins == origins
 
 
 def order(*plans: EpochPlan) -> DataOrder:
