@@ -18,7 +18,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, pack_weights, unpack
+from lightning_swarm.protocol.messages.calls import CallKey, Origin, Receipt, pack, pack_origins, unpack
 from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import (
@@ -43,14 +43,14 @@ class Standin:
 
     Attributes:
         held: What it would have added up.
-        weight: Of each batch.
+        origins: Of the batches, by their places.
     """
 
     def __init__(self, transport: MemoryTransport, member: Member, coordinator: PeerId) -> None:
         self._member = member
         self._num_noted = 0
         self.held: set[Receipt] = set()
-        self.weight = 1.0
+        self.origins: dict[int, Origin] = {}
         voter = Voter(member.boot_id)
         any_slot = lambda generation, step: None  # noqa: E731
         serve(voter, transport, lambda peer: peer == coordinator, self._may_succeed, any_slot, self._check_record)
@@ -78,7 +78,7 @@ class Standin:
         ledger = StageLedger(
             stage_index=_STAGE,
             held=pack(self.held),
-            weights=pack_weights({first: self.weight for first, _, _ in self.held}),
+            origins=pack_origins({first: self.origins[first] for first, _, _ in self.held}),
             touched=b"\x03",
             version_hash=1 << 62,
             samples_per_s=1.5,
@@ -97,6 +97,7 @@ class Standin:
     async def _apply(self, _: PeerId, body: bytes) -> bytes:
         decode(body, Record)
         self.held.clear()
+        self.origins.clear()
         return b""
 
 
@@ -107,7 +108,7 @@ class BriefTrainer:
         async def follow(*_: object) -> None:
             """There is no way to choose."""
 
-        self._crowd = crowd
+        self._crowd, self._peer_id = crowd, transport.peer_id
         self.steps = StepClient(
             transport,
             RunState(manifest),
@@ -121,7 +122,7 @@ class BriefTrainer:
     async def step(self) -> None:
         """Bring one batch, and wait for the step's record."""
         grant = await self.steps.grant(self._crowd.num_microbatches)
-        receipts = self._crowd.enter(grant)
+        receipts = self._crowd.enter(grant, self._peer_id)
         await self.steps.report_armed(grant.lease, receipts)
         await self.steps.done(grant.lease, receipts)
         while self.steps.version == grant.step:
@@ -161,7 +162,7 @@ class Crowd(Swarm):
     async def gather(self, lead: RunDirectory) -> None:
         await self.servers[0].start()
 
-    def enter(self, grant: Grant) -> list[Receipt]:
+    def enter(self, grant: Grant, trainer: PeerId) -> list[Receipt]:
         """What comes of a batch: of each microbatch a receipt of somebody in each stage."""
         (server,) = self.servers
         stage = server.steps.stage(_COORDINATORS)
@@ -170,10 +171,11 @@ class Crowd(Swarm):
         there = sorted(self.standins)
         for index in range(self.num_microbatches):
             key = CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=0)
-            server.steps.sums.add(stage, key, gradients, grant.weight)
+            origin = Origin(grant.weight, trainer)
+            server.steps.sums.add(stage, key, gradients, origin)
             standin = self.standins[self._rng.choice(there)]
             standin.held.add(key.receipt)
-            standin.weight = grant.weight
+            standin.origins[grant.first] = origin
             receipts.append(key.receipt)
         return receipts
 

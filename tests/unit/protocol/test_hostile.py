@@ -39,7 +39,7 @@ from lightning_swarm.protocol.messages.batches import (
     ReportReply,
     RetireRequest,
 )
-from lightning_swarm.protocol.messages.calls import CallKey, CancelRequest, Direction, Receipt, pack
+from lightning_swarm.protocol.messages.calls import CallKey, CallReport, CancelRequest, Direction, Receipt, Ticket, pack
 from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
     EnlistRequest,
@@ -146,7 +146,14 @@ from lightning_swarm.protocol.methods import (
 )
 from lightning_swarm.protocol.queries import HANDSHAKE
 from lightning_swarm.protocol.settings import RunSettings
-from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
+from lightning_swarm.protocol.tickets import (
+    FETCH_METHOD,
+    WAIT_METHOD,
+    FetchRequest,
+    TicketStore,
+    WaitReply,
+    WaitRequest,
+)
 from lightning_swarm.server.state_transfer.snapshots import copied
 from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
@@ -890,9 +897,10 @@ def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> No
 
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+OTHER_KEY = b"key of a thief  "
 
 
-@pytest.mark.parametrize("thief", ["stranger", B])
+@pytest.mark.parametrize("thief", ["stranger", B, "other"])  # the last one trains
 def test_results_of_calls_are_for_who_was_named(make_swarm: MakeSwarm, thief: str) -> None:
     """Their names can be guessed, and a gradient that was fetched is gone."""
     quiet, swarm = (make_swarm("a", "b", "c") for _ in range(2))  # B serves, in another stage than the first
@@ -922,6 +930,43 @@ def test_results_of_calls_are_for_who_was_named(make_swarm: MakeSwarm, thief: st
     found = swarm.run(step_with(swarm, steal))
     assert num_refused >= 8
     assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_trainer_takes_back_and_replaces_only_its_own_calls(make_swarm: MakeSwarm) -> None:
+    quiet, swarm = (make_swarm("a", "b") for _ in range(2))
+    expected = quiet.run(step_with(quiet, lambda k: nothing()))
+    thief, num_meant = swarm.network.transport("other"), 0
+    num_added: list[bool] = []
+
+    async def meddle(k: CallKey) -> None:
+        nonlocal num_meant
+        num_meant += 1
+        x = torch.full_like(rows(1), 1e3)
+        for stage, peer in enumerate(swarm.route()):
+            for direction in DIRECTIONS:
+                taken_back = CancelRequest(key=k, stage_index=stage, direction=direction)
+                await thief.call(peer, CANCEL, encode(taken_back), timeout=5.0)
+            forward = swarm.forward_request(k, 0, swarm.route(), x)
+            await thief.stream(peer, FORWARD, at(forward, stage), timeout=5.0)
+            if num_meant == 2:  # the trainer's own gradient is in the sum by now
+                backward = swarm.backward_request(k, 1, swarm.route(), x, weight=1e6, again=((x,), {}))
+                await thief.stream(peer, BACKWARD, at(backward, stage), timeout=5.0)
+                own = Ticket(peer_id=peer, name=k.name(stage, "backward", thief.peer_id), key=OTHER_KEY)
+                report = decode(await readers.wait(own, timeout=5.0), CallReport)
+                num_added.append(report.receipt)
+
+    def at(message: Message, stage: int) -> Message:
+        fields = msgspec.msgpack.decode(message.body)
+        return Message(
+            msgspec.msgpack.encode({**fields, "stage_index": stage, "result_key": OTHER_KEY}), message.tensors
+        )
+
+    readers = TicketStore(thief, max_bytes=1 << 20)
+    found = swarm.run(step_with(swarm, meddle))
+    assert num_meant == 2
+    assert num_added == [True, True], "it is not told whose batch that is"
+    assert all(not server.steps.sums._strays for server in swarm.servers.values())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
