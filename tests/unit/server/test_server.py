@@ -410,7 +410,7 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         await here.call(B, FORWARD, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
-        server.calls.give_up(key().name(1, "forward", LEAD))
+        server.calls.give_up(key().name(1, "forward", B))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)

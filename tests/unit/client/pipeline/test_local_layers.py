@@ -13,11 +13,12 @@ from lightning_swarm.core.errors import ConfigError, LeaseRevoked, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.batches import Grant
+from lightning_swarm.protocol.messages.calls import Origin
 from lightning_swarm.protocol.messages.step import Record
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.replays import Replayer
-from tests.unit.swarm import WIDTH, Swarm, key, make_optimizer, rows
+from tests.unit.swarm import LEAD, WIDTH, Swarm, key, make_optimizer, rows
 
 AROUND = 2
 """The stage's index, behind the two of the pipeline."""
@@ -42,7 +43,10 @@ def gradients(seed: int) -> dict[str, Tensor]:
 
 def add(swarm: Swarm, trainer: str, grant: Grant, seed: int) -> None:
     steps = swarm.servers[PeerId(trainer)].steps
-    swarm.run(steps.add_batch(AROUND, key(grant.first, step=grant.step), gradients(seed), grant.weight))
+    stage, k = steps.stage(AROUND), key(grant.first, step=grant.step)
+    found = [gradients(seed)[name] for name in stage.trainable_names]
+    origin = Origin(grant.weight, LEAD)  # which is granted the batches of both here
+    swarm.run(steps._compute(lambda: steps.sums.add(stage, k, found, origin)))
 
 
 def granted(swarm: Swarm, *, microbatch: bool = True) -> Grant:
