@@ -92,10 +92,10 @@ def test_a_trainer_that_reports_a_lease_has_no_say_in_its_weight() -> None:
         for wrong in (1e6, 1e-6, 8.0):
             grant = Grant(lease=1, generation=0, step=0, first=0, weight=wrong)
             step.restore(OTHER, Lease(grant=grant, request=GrantRequest(step=0, num_samples=4, generation=0)), None)
-            assert not step.weights
+            assert not step.origins
         grant = replaced(grant, weight=weight)
         step.restore(OTHER, Lease(grant=grant, request=GrantRequest(step=0, num_samples=4, generation=0)), None)
-        assert step.origins == {0: (weight, LEAD)}
+        assert step.origins == {0: (weight, OTHER)}
 
 
 def test_a_step_without_batches_has_a_weight_to_divide_by() -> None:
