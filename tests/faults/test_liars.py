@@ -167,6 +167,19 @@ def test_what_one_server_says_of_a_step_is_its_own_fault(lie: str) -> None:
         swarm.close()
 
 
+def test_a_server_that_hides_what_it_was_sent_has_no_trainer_blamed() -> None:
+    swarm = LyingSwarm()
+    swarm.lies(FREEZE, freezing(held=[], origins=[]))
+    try:
+        swarm.train()
+        assert swarm.num_lies > 0
+        assert swarm.count("strike") == 0
+        swarm.audit_samples()
+        swarm.audit_state()
+    finally:
+        swarm.close()
+
+
 def test_what_a_server_computed_is_no_message() -> None:
     """Its reader, a server of the next stage or the trainer, says so, and the microbatch goes another way."""
     swarm = LyingSwarm()

@@ -91,21 +91,29 @@ class ReplayRounds:
         """Return the number of replays asked for of a microbatch."""
         return self._replayed[receipt]
 
-    def unreached(self, trainer: PeerId) -> Collection[PeerId]:
-        """The servers that a trainer did not reach."""
-        return self._unreached[trainer]
-
     def compare(self, ledgers: Ledgers) -> None:
-        """Compare what trainers answered with what the sums hold. A holder that is gone excuses its trainer."""
+        """Compare what trainers answered with what the sums hold.
+
+        A holder that is gone excuses its trainer, and so does one that reports what it was not to add.
+        """
+        counted = set(self._step.counted)
         for receipt, holders in self._claimed.items():
             held = {
                 index: one.held
                 for index, peer in holders.items()
                 for member, one in ledgers[index].items()
-                if member.peer_id == peer
+                if member.peer_id == peer and one.held <= counted
             }
             self._unfilled[receipt] += [holders[index] for index, there in held.items() if receipt not in there]
         self._claimed = {}
+
+    def barred(self, first: int, rosters: Sequence[Sequence[Member]]) -> set[PeerId]:
+        """The servers that shall not hold what is missing of a batch."""
+        # A server that does not report what it was sent may lie as well as the trainer: another one is asked, if any.
+        lacking = {peer for receipt, peers in self._unfilled.items() if receipt[0] == first for peer in peers}
+        others = [{member.peer_id for member in roster} for roster in rosters]
+        kept = set[PeerId]().union(*(roster for roster in others if roster <= lacking))
+        return (lacking - kept) | self._unreached[self._step.trainer_of(first)]
 
     def never_added(self, holes: Mapping[Receipt, Mapping[int, PeerId]]) -> dict[int, set[PeerId]]:
         """The batches that were said to be added, and were not, by place, with the servers that lack them."""
@@ -376,13 +384,13 @@ class SumReconciliation:
     def _plan(self, ledgers: Ledgers, spoilt: Sequence[Collection[PeerId]]) -> ReplayPlan:
         expected = [self._expected(index) for index in range(len(ledgers))]
         sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
-        trainers = {first: self._step.trainer_of(first) for first, _, _ in self._step.batches}
+        present = self.step_servers.rosters
         return plan_replays(
             expected,
             sums,
             first_trained=self._first_trained,
             replayable=[not stage.on_trainers for stage in self._run.manifest.stages],
-            barred={first: self._replays.unreached(trainer) for first, trainer in trainers.items()},
+            barred={first: self._replays.barred(first, present) for first, _, _ in self._step.batches},
             spoilt=spoilt,
         )
 
