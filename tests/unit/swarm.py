@@ -38,6 +38,7 @@ from lightning_swarm.protocol.messages.calls import (
     ComputeMode,
     Direction,
     ForwardRequest,
+    Origin,
     Receipt,
     Ticket,
 )
@@ -469,7 +470,18 @@ class Swarm:
         output = await self.forward(k, x, route=route)
         reports = await self.backward(k, output, route=route, weight=weight)
         assert all(report.receipt for report in reports)
+        self._attribute(k, route or self.route())
         return output
+
+    def _attribute(self, k: CallKey, route: Sequence[PeerId]) -> None:
+        """Have sums say that a microbatch came from the trainer that was granted it: here the lead sends for all."""
+        led = [server.admission.leadership.coordinator for server in self.servers.values()]
+        states = [coordinator.generation.step_state for coordinator in led if coordinator is not None]
+        steps = [step for state in states if (step := state.find(k.step)) is not None and k.first in step.origins]
+        for stage, peer in enumerate(route if steps else ()):
+            opened = self.servers[peer].steps.sums._open.get(k.step)
+            if opened is not None and k.first in (origins := opened.ledgers[stage].origins):
+                origins[k.first] = Origin(origins[k.first].weight, steps[-1].origins[k.first].trainer)
 
     # ------------------------------------------------------------------ whole steps
 

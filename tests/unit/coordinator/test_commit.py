@@ -17,7 +17,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import Origin, Origins
+from lightning_swarm.protocol.messages.calls import Origins
 from lightning_swarm.protocol.messages.run import StepChange
 from lightning_swarm.protocol.messages.step import FreezeReply, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -424,8 +424,6 @@ def begun(make_swarm: MakeSwarm, plan: FaultPlan, **settings: Any) -> tuple[Tria
     lead = swarm.run(swarm.steps.grant(2))
     theirs = swarm.run(other.grant(2))
     swarm.run(swarm.through(key(theirs.first), rows(7), route=[A, C], weight=theirs.weight))
-    for stage, peer in enumerate((A, C)):  # where it came in the lead's name
-        swarm.servers[peer].steps.sums.ledgers[stage].origins[theirs.first] = Origin(theirs.weight, PeerId("other"))
     swarm.run(other.done(theirs.lease, [key(theirs.first).receipt]))
     swarm.network.kill(PeerId("other"))
     swarm.run(trial.trainer.through(key(lead.first), rows(8), weight=lead.weight, choice=1))
