@@ -398,9 +398,16 @@ class Swarm:
         return [roster[choice % len(roster)] for roster in self.rosters]
 
     def forward_request(
-        self, k: CallKey, stage: int, route: Sequence[PeerId], x: Tensor, mode: ComputeMode = MODE
+        self,
+        k: CallKey,
+        stage: int,
+        route: Sequence[PeerId],
+        x: Tensor,
+        mode: ComputeMode = MODE,
+        *,
+        trainer: PeerId = LEAD,
     ) -> Message:
-        source = result_of(route[stage - 1], k, stage - 1, "forward") if stage else None
+        source = result_of(route[stage - 1], k, stage - 1, "forward", trainer) if stage else None
         structure, tensors = serialization.flatten((None if stage else (x,), {}))
         request = ForwardRequest(
             key=k, stage_index=stage, mode=mode, source=source, result_key=RESULT_KEY, structure=structure
@@ -411,7 +418,7 @@ class Swarm:
         self, k: CallKey, stage: int, route: Sequence[PeerId], gradient: Tensor, **changes: Any
     ) -> Message:
         """With `again`, a tree of inputs (or None) and extras, the forward can be done again."""
-        last = stage == len(self.rosters) - 1
+        last, trainer = stage == len(self.rosters) - 1, changes.pop("trainer", LEAD)
         structure, tensors = serialization.flatten(([gradient] if last else None, changes.pop("again", None)))
         fields: dict[str, Any] = {
             "key": k,
@@ -419,7 +426,7 @@ class Swarm:
             "mode": MODE,
             "weight": 1.0,
             "accumulate": True,
-            "source": None if last else result_of(route[stage + 1], k, stage + 1, "backward"),
+            "source": None if last else result_of(route[stage + 1], k, stage + 1, "backward", trainer),
             "result_key": RESULT_KEY,
             "structure": structure,
         }
@@ -449,9 +456,14 @@ class Swarm:
             await self.send(route[stage], BACKWARD, self.backward_request(k, stage, route, gradient, **changes))
         return await self.receipts(k, route)
 
-    async def receipts(self, k: CallKey, route: Sequence[PeerId]) -> list[CallReport]:
+    async def send_as(self, trainer: PeerId, peer: PeerId, method: str, message: Message) -> None:
+        """A trainer that may be frozen or killed by now had sent this."""
+        handler, *_ = self.servers[peer]._transport._stream_handlers[method]
+        await handler(trainer, message)
+
+    async def receipts(self, k: CallKey, route: Sequence[PeerId], trainer: PeerId = LEAD) -> list[CallReport]:
         """The reports of backwards that were sent."""
-        names = [result_of(peer, k, stage, "backward") for stage, peer in enumerate(route)]
+        names = [result_of(peer, k, stage, "backward", trainer) for stage, peer in enumerate(route)]
         return [decode(await self.tickets.wait(name, timeout=30.0), CallReport) for name in names]
 
     async def input_gradient(self, k: CallKey, peer: PeerId) -> Tensor | None:

@@ -19,7 +19,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import CallKey, Ticket
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.methods import ARMED, BACKWARD, DONE, FENCE
+from lightning_swarm.protocol.methods import ARMED, BACKWARD, DONE, FENCE, FORWARD
 from lightning_swarm.protocol.tickets import TicketStore
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
@@ -51,14 +51,21 @@ class Run:
         grant = await self.other.grant(2)
         x = rows(seed)
         self.fed[grant.step, grant.first] = x
-        return grant, await self.swarm.forward(self.key_of(grant), x)
+        k, route = self.key_of(grant), self.swarm.route()
+        for stage, peer in enumerate(route):
+            message = self.swarm.forward_request(k, stage, route, x, trainer=OTHER)
+            await self.swarm.send_as(OTHER, peer, FORWARD, message)
+        last = result_of(route[-1], k, len(route) - 1, "forward", OTHER)
+        return grant, (await self.swarm.tickets.fetch(last, timeout=30.0)).tensors[0]
 
     async def send_backward(self, grant: Grant, output: Tensor) -> None:
         """All its calls, and nobody waits for them."""
         route = self.swarm.route()
         for stage in reversed(range(len(route))):
-            message = self.swarm.backward_request(self.key_of(grant), stage, route, output, weight=grant.weight)
-            await self.swarm.send(route[stage], BACKWARD, message)
+            message = self.swarm.backward_request(
+                self.key_of(grant), stage, route, output, weight=grant.weight, trainer=OTHER
+            )
+            await self.swarm.send_as(OTHER, route[stage], BACKWARD, message)
 
     async def lead(self, *seeds: int) -> None:
         """Batches of the lead's."""
@@ -176,9 +183,11 @@ def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_do
         await asyncio.sleep(1.0)
         assert lost == [A]
         run.network.thaw(OTHER)
-        await run.swarm.send(B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output))
+        await run.swarm.send_as(
+            OTHER, B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, trainer=OTHER)
+        )
         with pytest.raises(LeaseRevoked, match="its closing does not name"):
-            await run.tickets.wait(result_of(B, run.key_of(grant), 1, "backward"), timeout=5.0)
+            await run.tickets.wait(result_of(B, run.key_of(grant), 1, "backward", OTHER), timeout=5.0)
 
     run.swarm.run(go())
     run.check(run.swarm.run(run.swarm.record(0)))
@@ -275,7 +284,7 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
     fetch = server._tickets.fetch_reported
 
     async def late(source: Ticket, *, timeout: float) -> Any:
-        if source.name.endswith("backward"):
+        if "/backward@" in source.name:
             await held.wait()
         return await fetch(source, timeout=timeout)
 
@@ -304,7 +313,12 @@ def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm
 
     async def go() -> None:
         grant, output = await run.begin(1)
-        await run.swarm.send(B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, weight=2.0))
+        await run.swarm.send_as(
+            OTHER,
+            B,
+            BACKWARD,
+            run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, weight=2.0, trainer=OTHER),
+        )
         await run.other.report_armed(grant.lease, [run.key_of(grant).receipt])
         run.network.kill(OTHER)
         await run.lead(2, 3, 4)
@@ -412,10 +426,10 @@ def test_a_fence_ends_what_is_under_way_and_refuses_what_comes(make_swarm: MakeS
     async def go() -> None:
         grant, output = await run.begin(1)
         # The last stage's call never comes, so this one waits for its gradient.
-        message = run.swarm.backward_request(run.key_of(grant), 0, [A, B], output)
-        await run.swarm.send(A, BACKWARD, message)
+        message = run.swarm.backward_request(run.key_of(grant), 0, [A, B], output, trainer=OTHER)
+        await run.swarm.send_as(OTHER, A, BACKWARD, message)
         waiting = asyncio.create_task(
-            run.swarm.tickets.wait(result_of(A, run.key_of(grant), 0, "backward"), timeout=100.0)
+            run.swarm.tickets.wait(result_of(A, run.key_of(grant), 0, "backward", OTHER), timeout=100.0)
         )
         await asyncio.sleep(1.0)
         assert run.servers[A].calls.under_way.tasks
