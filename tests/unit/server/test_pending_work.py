@@ -30,7 +30,7 @@ class Busy:
 
     def call(self, direction: str, begin_s: float, took_s: float) -> None:
         self._num_calls += 1
-        name = f"{self._num_calls}/0/{direction}"
+        name = f"{self._num_calls}/0/{direction}@t"
         self._loop.call_later(begin_s, lambda: self.under_way.start(name, bytes(16), lambda: asyncio.sleep(took_s)))
 
     def waits(self) -> float:
