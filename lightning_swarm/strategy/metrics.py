@@ -199,7 +199,8 @@ class SharedMetrics:
             self._decided.append((name, contents))
         # A trainer may name metrics that the lead never logs, step after step.
         while sum(contents.num_bytes for _, contents in self._held) > _MAX_HELD_BYTES:
-            del self._held[0]
+            name, _ = self._held.pop(0)
+            self._leave_out(name, ProtocolError(f"{_MAX_HELD_BYTES} bytes wait for the lead to log such metrics, too"))
 
     def _leave_out(self, name: str, error: Exception) -> None:
         if len(self._warned) < MAX_LOGS and name not in self._warned:
