@@ -254,8 +254,8 @@ async def read_head(reader: Reader) -> Head:
     return await read_control(reader, await read_fixed_header(reader))
 
 
-# A byte now and then would hold the room of the whole message for ever.
-_MIN_BYTES_PER_S: Final = 16 << 10
+# A byte now and then would hold the room of the whole message for ever. Thirty streams may share 1 Mb/s still.
+_MIN_BYTES_PER_S: Final = 4 << 10
 
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
