@@ -352,7 +352,7 @@ class Proposer:
         await self._until(ballot, "promised", lambda: ballot.prepared, ask)
         if ballot.doubtful:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S):
+                async with asyncio.timeout(min(_GRACE_S, self._timeout / 4)):
                     await _ask_all(ballot, lambda: not ballot.doubtful, ask)
         chosen = ballot.chosen
         if chosen is None:

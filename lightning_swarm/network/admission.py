@@ -24,7 +24,7 @@ class ByteBudget:
     _freed: asyncio.Event = field(default_factory=asyncio.Event)  # each time another one
 
     def take(self, peer: PeerId, num_bytes: int) -> bool:
-        """Take so many bytes on the account of a peer; false if there is no room now. Its first bytes may be many."""
+        """Take so many bytes on the account of a peer; false without room. Who holds none takes any number."""
         num_bytes, held = min(num_bytes, self.max_peer_bytes), self._by_peer[peer]
         if (held and held + num_bytes > self.max_peer_bytes) or (
             self._num_bytes and self._num_bytes + num_bytes > self.max_bytes

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
     AccessDenied,
     Busy,
@@ -171,17 +172,30 @@ class Admission:
         self.membership.check_ended_by(caller)
         if body:
             raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
-        if (run := self.membership.ended_by_lead(caller)) is not None:
-            await self._check_lead_missed(run)
+        if (run := self.membership.kept_for_lead(caller)) is not None:
+            await self._await_lead_missed(run)
         self.left.set()
         return b""
+
+    async def _await_lead_missed(self, run: RunState) -> None:
+        """Do as `_check_lead_missed`, but give a lead time to go whose own word may be lost: it ends, too."""
+        deadline_s = now_s() + self._silence_s / 2
+        while not self.left.is_set():
+            try:
+                await self._check_lead_missed(run)
+            except Busy:
+                if now_s() >= deadline_s:
+                    raise
+                await asyncio.sleep(self._silence_s / 8)
+            else:
+                return
 
     async def _handle_break_off(self, caller: PeerId, body: bytes) -> bytes:
         """The coordinator says that the lead is gone."""
         broken_off = decode(body, RunAborted)
         if not self.membership.led_by(caller):
             raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
-        if not self.left.is_set() and (run := self.membership.ended_by_lead(caller)) is not None:
+        if not self.left.is_set() and (run := self.membership.kept_for_lead(caller)) is not None:
             await self._check_lead_missed(run)
         if not self.left.is_set():  # the first ending counts
             self._broken_off = printable_lines(broken_off.reason)

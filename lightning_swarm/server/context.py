@@ -201,7 +201,7 @@ class RunMembership:
             known = sorted(peer for peer in enders if peer is not None)
             raise ProtocolError(f"this peer is ended by one of {known}, not by {caller}")
 
-    def ended_by_lead(self, caller: PeerId) -> RunState | None:
+    def kept_for_lead(self, caller: PeerId) -> RunState | None:
         """The run that `caller`, its coordinator, ends here only where its lead is gone; None: its word is enough."""
         # Who waits to be let in depends on the coordinator anyway, and the lead may know nothing of it.
         trains = self.trains_in is not None and self.me.peer_id in self.trains_in.trainers

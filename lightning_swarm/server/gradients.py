@@ -101,6 +101,7 @@ class GradientSums:
     def leave_run(self) -> None:
         """Hold no stage."""
         self.stages = {}
+        self._strays.clear()
         self._begin_anew(None)
 
     def enter_generation(self) -> None:

@@ -32,6 +32,12 @@ class MetricContents:
     states: dict[str, Tensor | list[Tensor]]
 
     @property
+    def shapes(self) -> str:
+        """The dtypes and shapes of its tensors, by state."""
+        states = {name: state if isinstance(state, list) else [state] for name, state in self.states.items()}
+        return repr({name: [(one.dtype, *one.shape) for one in state] for name, state in states.items()})
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
         states = self.states.values()

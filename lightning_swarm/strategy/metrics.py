@@ -72,6 +72,7 @@ class SharedMetrics:
         self._step: dict[int, list[tuple[str, MetricContents]]] = {}  # of the lead's own batches in the open step
         # What others' batches added is taken in if it goes together with what a batch of the lead's own has added.
         self._samples: dict[str, MetricContents] = {}  # the newest own batch that added to a metric
+        self._fitting: set[tuple[str, str]] = set()  # metrics, and shapes of contents that go together with these
         self._held: list[tuple[str, MetricContents]] = []  # by others, to metrics that the lead has not logged yet
         self._others: list[tuple[str, MetricContents]] = []
         self._decided: list[tuple[str, MetricContents]] = []  # of all batches of the newest step
@@ -157,7 +158,7 @@ class SharedMetrics:
         modules = dict(self._module.named_modules())
         self._metrics = {name: metric for name in names if isinstance(metric := modules.get(name), Metric)}
         self._with_values = {name for name, has_values in names.items() if has_values}
-        self._samples, self._held = {}, []
+        self._samples, self._held, self._fitting = {}, [], set()
 
     def decide(self, others: Sequence[Metrics]) -> None:
         """Take in, at the lead, what others' batches in a record added."""
@@ -190,11 +191,14 @@ class SharedMetrics:
             if name not in self._samples:
                 self._held.append((name, contents))
                 continue
-            try:
-                check_alike(self._metrics[name], self._samples[name], contents)
-            except ProtocolError as error:
-                self._leave_out(name, error)
-                continue
+            # Once for contents of these shapes: the metric may take long to compute.
+            if (name, contents.shapes) not in self._fitting:
+                try:
+                    check_alike(self._metrics[name], self._samples[name], contents)
+                except ProtocolError as error:
+                    self._leave_out(name, error)
+                    continue
+                self._fitting.add((name, contents.shapes))
             self._others.append((name, contents))
             self._decided.append((name, contents))
         # A trainer may name metrics that the lead never logs, step after step.

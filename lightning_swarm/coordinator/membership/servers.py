@@ -43,7 +43,7 @@ _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
 _MAX_CANDIDATES: Final = 64
 _FIRST_READY_S: Final = 300.0
-_STALLED_S: Final = 60.0  # within two minutes a joiner gives up, so others get the place, and one of good faith returns
+_STALLED_S: Final = 60.0  # a stalled joiner may not ask again for so long: others take its place
 _MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
@@ -87,7 +87,7 @@ class _Round:
 class _WaitingServer:
     candidate: Candidate
     last_heard_s: float
-    since_s: float  # when it asked first, of the times since it was in the run or lost its place
+    since_s: float  # when it first asked to join, this time
     ready: bool = False
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last one it was asked to hold

@@ -44,7 +44,7 @@ class OpenStep:
     first_lease: int = 0  # those before it are a former coordinator's: such as were not restored count nowhere
     _next_first: int = 0
     close_asked: bool = False
-    gradient_scale: float | None = None  # None: not settled by the run, but by the first batch
+    gradient_scale: float | None = None  # None until the first batch sets it
     sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases

@@ -82,7 +82,8 @@ class ReplayRounds:
         self._step = step
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # of trainers, in a row
-        self._silences: Counter[PeerId] = Counter()  # likewise
+        self._silences: Counter[PeerId] = Counter()  # likewise, while nothing more came to be added
+        self._num_wanted: dict[PeerId, int] = {}  # at the newest request
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
         self._claimed: dict[Receipt, Mapping[int, PeerId]] = {}  # by the newest answers, who added them, by stage
         self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # the holders that lacked them after all
@@ -143,17 +144,20 @@ class ReplayRounds:
     async def _ask(self, trainer: PeerId, wanted: Sequence[Replay], gone: Collection[PeerId]) -> set[int]:
         work = list(wanted[:_MAX_WORK])
         self._count(work)
+        came = len(wanted) < self._num_wanted.get(trainer, len(wanted))
+        self._num_wanted[trainer] = len(wanted)
         request = ReplayRequest(generation=self._generation, step=self._step.step, work=work, avoid=sorted(gone))
         try:
             reply = await self._servers.replay(trainer, request)
         except (PeerError, ProtocolError) as error:  # anything else is a bug there
-            self._failures[trainer] += 1
-            self._silences[trainer] = self._silences[trainer] + 1 if isinstance(error, DeadlineExceeded) else 0
+            self._failures[trainer] = 1 if came else self._failures[trainer] + 1
+            is_silent = isinstance(error, DeadlineExceeded) and not came
+            self._silences[trainer] = self._silences[trainer] + 1 if is_silent else 0
             self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
             if self._failures[trainer] < _MAX_FAILURES and self._silences[trainer] < _MAX_SILENCES:
                 await asyncio.sleep(_PAUSE_S)
                 return set()
-            return {one.receipt[0] for one in wanted}
+            return {one.receipt[0] for one in work}
         self._failures[trainer] = self._silences[trainer] = 0
         self._unreached[trainer] |= set(reply.unreached) - set(gone)
         lost = set(reply.lost)
@@ -251,7 +255,7 @@ class SumReconciliation:
             if self._informed & set[PeerId]().union(*spoilt):
                 continue
             self._replays.compare(ledgers)
-            self._seen = self._seen.union(*(one.held for stage in ledgers for one in stage.values()))
+            self._seen.update(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
             if plan.done:
                 self.loads = reported_loads(ledgers)
@@ -265,7 +269,7 @@ class SumReconciliation:
                 never_added = self._replays.never_added(plan.holes)
                 if self._believe_lead(never_added):
                     continue
-                self._falsified |= never_added.keys()
+                self._falsified |= {first for first, lacking in never_added.items() if lacking}
                 lost = set(never_added) or await self._repair(plan, spoilt)
             self._falsified |= self._never_seen(lost)
             if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
