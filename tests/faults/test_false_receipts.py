@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
@@ -23,20 +23,19 @@ from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, REPLAY
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import LIMITS, MODE, NUM_MICROBATCHES, ROWS, FaultySwarm, Trainer
+from tests.faults.liar import LIAR, LiarSwarm
 from tests.faults.plans import LEAD, STAGES, TRAINERS, VOTERS
 from tests.unit.swarm import WIDTH
 
-LIAR = PeerId("other")
 FIRST_LIE = 1  # step
 Answer = Callable[[PeerId, bytes], Awaitable[bytes]]
 
 
-class ClaimingSwarm(FaultySwarm):
+class ClaimingSwarm(LiarSwarm):
     """One of two trainers reports its batches right after their grants from the second step on."""
 
     def __init__(self, answer: Answer, *, num_microbatches: int = NUM_MICROBATCHES) -> None:
-        super().__init__(*STAGES, plan=FaultPlan(), trainers=TRAINERS, voters=VOTERS)
-        self.num_lies, self.refusal = 0, ""
+        super().__init__()
         self._num_microbatches = num_microbatches
         liar = self.trainers[LIAR]
         self._honest = liar._in_a_place
@@ -54,24 +53,6 @@ class ClaimingSwarm(FaultySwarm):
         self.books.done.add((LIAR, number))
         if closing and liar.steps.generation.step_ended is None:
             await liar.steps.wait_closed(liar.steps.open)
-
-    async def _life(self, trainer: Trainer) -> None:
-        try:
-            await super()._life(trainer)
-        except ConfigError as error:
-            if trainer.peer_id != LIAR:
-                raise
-            self.refusal = str(error)
-
-    def tell(self) -> None:
-        try:
-            self.train()
-            assert self.num_lies > 0
-            assert self.count("strike") >= self.num_lies, "its batches counted"
-            assert self.count("gone") == 0, "it is no server's fault"
-            self.audit_state()
-        finally:
-            self.close()
 
 
 async def claims_to_replay(caller: PeerId, body: bytes) -> bytes:

@@ -8,25 +8,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.step import ReplayReply
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import REPLAY
-from lightning_swarm.testing import FaultPlan
-from tests.faults.harness import FaultySwarm, Trainer
-from tests.faults.plans import STAGES, TRAINERS, VOTERS
-
-LIAR = PeerId("other")
+from tests.faults.liar import LIAR, LiarSwarm
 
 
-class MisweighingSwarm(FaultySwarm):
+class MisweighingSwarm(LiarSwarm):
     """One of two trainers multiplies the weights of its batches, of the first `num_lies`, from the second step on."""
 
     def __init__(self, factor: float, *, num_lies: int) -> None:
-        super().__init__(*STAGES, plan=FaultPlan(), trainers=TRAINERS, voters=VOTERS)
-        self._left, self.num_lies, self.refusal = num_lies, 0, ""
+        super().__init__()
+        self._left = num_lies
         liar = self.trainers[LIAR]
         honest: Any = liar.steps.grant
 
@@ -38,26 +33,6 @@ class MisweighingSwarm(FaultySwarm):
             return replaced(found, weight=found.weight * factor)
 
         liar.steps.grant = grant  # type: ignore[method-assign]
-
-    async def _life(self, trainer: Trainer) -> None:
-        try:
-            await super()._life(trainer)
-        except ConfigError as error:
-            if trainer.peer_id != LIAR:
-                raise
-            self.refusal = str(error)
-
-    def tell(self) -> None:
-        try:
-            self.train()
-            assert self.num_lies > 0
-            assert self.count("strike") >= self.num_lies, "its batches counted"
-            assert self.count("gone") == 0, "it is no server's fault"
-            self.audit_state()
-            if not self.refusal:
-                self.audit_samples()
-        finally:
-            self.close()
 
 
 @pytest.mark.parametrize("factor", [1e6, 1e-6, 1 + 1e-9])
