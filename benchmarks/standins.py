@@ -52,14 +52,17 @@ class Standin:
         self.held: set[Receipt] = set()
         self.origins: dict[int, Origin] = {}
         voter = Voter(member.boot_id)
-        any_slot = lambda generation, step: None  # noqa: E731
-        serve(voter, transport, lambda peer: peer == coordinator, self._may_succeed, any_slot, self._check_record)
+        may_propose = lambda peer: peer == coordinator  # noqa: E731
+        serve(voter, transport, may_propose, self._may_succeed, self._check_slot, self._check_record)
         transport.handle_call(ADMIT, self._agree)
         transport.handle_stream(LOAD, self._take)
         transport.handle_stream(KEEP, self._take)
         transport.handle_call(FREEZE, self._freeze)
         transport.handle_call(AVERAGE, self._average)
         transport.handle_call(APPLY, self._apply)
+
+    def _check_slot(self, generation: int, step: int) -> None:
+        """Find nothing wrong."""
 
     async def _check_record(self, record: Record) -> None:
         """Find nothing wrong."""

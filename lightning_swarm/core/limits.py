@@ -39,7 +39,7 @@ class Limits:
             that are logged with `sync_dist=True`. Each trainer may add an equal share of it whatever others add.
         max_message_bytes: Bytes of tensors that one message may carry.
         receive_bytes: Bytes of tensors that other peers, all together, may have on their way to this one; one of them
-            has up to half. More wait. A message that is larger comes alone of its peer.
+            has up to half. More wait. A larger message is the only one of its peer.
         snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
             died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
             one server of another stage. None takes no snapshots, and such a run breaks off.

@@ -178,7 +178,7 @@ class Admission:
         return b""
 
     async def _await_lead_missed(self, run: RunState) -> None:
-        """Do as `_check_lead_missed`, but give a lead time to go whose own word may be lost: it ends, too."""
+        """Do as `_check_lead_missed`, but wait a while for a lead that is about to end: its own word may be lost."""
         deadline_s = now_s() + self._silence_s / 2
         while not self.left.is_set():
             try:

@@ -48,9 +48,8 @@ class _OpenSums:
     fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # batches that were struck from it, and by whom
 
 
-_Named = tuple[
-    set[Receipt], dict[int, Origin]
-]  # what one sum shall hold, and the origins of its batches by their places
+# What one sum shall hold, and the origins of its batches by their places.
+_Named = tuple[set[Receipt], dict[int, Origin]]
 
 WrittenByStage = Mapping[int, Mapping[str, Tensor]]
 """Weights that the lead's user code wrote, by stage and name."""
