@@ -55,6 +55,7 @@ class LeadLiveness:
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)
         self._heard_s = 0.0
         self._restarted = False
+        self._appointed: PeerId | None = None  # the next lead, once it has heard of it
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self.knows = 0  # the newest version that it does
@@ -79,16 +80,18 @@ class LeadLiveness:
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
+            # Some know the next lead already. Whether it does itself, this coordinator has not heard yet.
+            is_named = self._run.is_rolling_back and self._run.manifest.lead != self._appointed
             # A lead whose loop is busy answers pings, and is waited for as long as it does.
-            is_heard = not self._restarted and (
+            is_heard = not (self._restarted or is_named) and (
                 self._heard_s + silence_s > asked_s
                 or bool(await alive_among(self._transport, [lead], timeout=silence_s))
             )
             is_over = not is_heard and (self._restarted or silent_s >= self._timeout)
-            if is_over or (not is_heard and silent_s >= tried_s + self._appoint_after_s):
+            if is_over or is_named or (not is_heard and silent_s >= tried_s + self._appoint_after_s):
                 tried_s, why = silent_s, await appoint(self._transport, self._run, timeout=silence_s)
                 if not why:
-                    self._heard_s, self._restarted = 0.0, False
+                    self._heard_s, self._restarted, self._appointed = 0.0, False, self._run.manifest.lead
                     return ""
             if is_over:
                 break

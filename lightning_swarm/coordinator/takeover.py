@@ -145,11 +145,13 @@ def _outcome(
 # Succession of the lead. A peer that holds the state of the lead's loop rolls the run back, to the newest snapshot
 # of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
 # It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
-def choose_standby_lead(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
-    """Choose who leads on from which version: the newest whole one, and the oldest peer that has its loop. Pure."""
-    for version in sorted({version for one in held.values() for version in one.loops or ()}, reverse=True):
+# Each message may be lost, and a coordinator may fall silent between two, so naming a peer again changes nothing.
+def choose_standby_lead(held: Held, candidates: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
+    """Choose who leads on from which version: the newest whole one, and the first that has its loop. Pure."""
+    loops = {peer: set(held[peer].loops or ()) for peer in candidates if peer in held}
+    for version in sorted(set().union(*loops.values()), reverse=True):
         if all(holders_of(held, version, index) for index in range(num_stages)):
-            return next(peer for peer in seniority if peer in held and version in (held[peer].loops or ())), version
+            return next(peer for peer, versions in loops.items() if version in versions), version
     return None
 
 
@@ -169,16 +171,26 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str
     """Have a peer take the run over. Returns why none does; "" if one was told to."""
     generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
-    held.pop(run.manifest.lead, None)
-    chosen = choose_standby_lead(held, seniority(run), len(run.rosters))
+    # Who was named before may have heard of it, or others may have: then it is that one, while it can.
+    named = [run.manifest.lead] if run.is_rolling_back else []
+    if not named:
+        held.pop(run.manifest.lead, None)
+    num_stages = len(run.rosters)
+    chosen = choose_standby_lead(held, named, num_stages) or choose_standby_lead(held, seniority(run), num_stages)
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
     standby, version = chosen
+    if not has_majority(run, list(held)):  # before anybody hears its name
+        return _no_majority(run, standby)
     body = encode(InheritRequest(generation=generation, new_lead=standby, first_step=version))
     others = [peer for peer in held if peer != standby]
     informed = await call_each(transport, others, INHERIT, body, bytes, timeout=timeout)
     if not has_majority(run, [*informed, standby]):
-        return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over"
+        return _no_majority(run, standby)
     if await call_each(transport, [standby], INHERIT, body, bytes, timeout=timeout):
         return ""
     return f"{standby}, which was to take it over, does not answer"
+
+
+def _no_majority(run: RunState, standby: PeerId) -> str:
+    return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over"

@@ -303,6 +303,7 @@ def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manife
     return Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
 
 
-async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> None:
-    """Tell all other peers that the run is over, also those that were left out; one that is gone is no error."""
-    await server_calls.dismiss(transport, {*run.servers, *run.trainers} - {transport.peer_id}, timeout=timeout)
+async def dismiss(transport: Transport, run: RunState, released: Collection[PeerId], *, timeout: float) -> None:
+    """Tell all other peers that the run is over, also those `released` before; one that is gone is no error."""
+    peers = {*run.servers, *run.trainers, *released} - {transport.peer_id}
+    await server_calls.dismiss(transport, peers, timeout=timeout)

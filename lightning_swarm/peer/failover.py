@@ -35,6 +35,7 @@ _NUM_STANDBYS: Final = 3  # peers that keep the loop's state: one that dies take
 _MAX_TRIED: Final = 4 * _NUM_STANDBYS  # for one snapshot; those that failed come last for the next one
 _POLL_S: Final = 1.0
 _POLL_START_S: Final = 0.1
+_MAX_RELEASES: Final = 3  # of one server, while it answers pings
 
 # Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
@@ -105,12 +106,17 @@ async def release(transport: Transport, run: RunState, first_step: int, *, timeo
     body = encode(ReleaseRequest(generation=run.manifest.generation, first_step=first_step))
 
     async def release_server(peer: PeerId) -> bool:
-        try:
-            await transport.call(peer, RELEASE, body, timeout=timeout)
-        except SwarmError as error:
-            _log.info("Server %s was not released: %s", peer, error)
-            return False
-        return True
+        # The answer may be what was lost: then the server waits for the next run, which would begin without it.
+        for _ in range(_MAX_RELEASES):
+            try:
+                await transport.call(peer, RELEASE, body, timeout=timeout)
+            except SwarmError as error:
+                _log.info("Server %s was not released: %s", peer, error)
+            else:
+                return True
+            if not await alive_among(transport, [peer], timeout=timeout):
+                break
+        return False
 
     servers = run.servers
     released = await gather(release_server(peer) for peer in servers)

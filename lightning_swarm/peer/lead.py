@@ -172,6 +172,7 @@ class Lead:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
+        self._released: set[PeerId] = set()  # from older generations; some may have missed the next one's beginning
         self._arrivals = Arrivals(directory.transport)
         self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
 
@@ -335,6 +336,7 @@ class Lead:
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:
             self._former, self._arrivals.used = self.run.manifest, self.run.invitations
+            self._released.update(self.run.servers)
             servers = self._runtime.run(failover.release(self._transport, self.run, first_step, timeout=timeout))
             if self._took_over and not has_majority(self.run, servers):
                 raise Unreachable(
@@ -394,7 +396,7 @@ class Lead:
         """Tell the other peers that the run is over."""
         if self.run is not None:
             timeout = self._config.limits.leave_timeout
-            self._runtime.run(discovery.dismiss(self._transport, self.run, timeout=timeout))
+            self._runtime.run(discovery.dismiss(self._transport, self.run, self._released, timeout=timeout))
 
     @property
     def _current(self) -> RunState:

@@ -168,7 +168,8 @@ class RunMembership:
         run = self.run
         run.check_coordinator(caller)
         run.check_generation(request.generation)
-        if request.new_lead not in run.servers or request.new_lead == run.manifest.lead:
+        leads = request.new_lead == run.manifest.lead and not run.is_rolling_back  # else it was named before
+        if request.new_lead not in run.servers or leads:
             raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.new_lead}")
 
     def check_lead(self, caller: PeerId, does: str) -> None:

@@ -234,7 +234,7 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     swarm.network.kill(PeerId("b"))
-    swarm.run(dismiss(swarm.trainer, swarm.steps.run, timeout=1.0))
+    swarm.run(dismiss(swarm.trainer, swarm.steps.run, (), timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
 
 

@@ -371,6 +371,66 @@ def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
     assert told_to_inherit(swarm) == []
 
 
+def test_a_standby_that_the_others_heard_of_first_is_told_again(make_swarm: MakeSwarm) -> None:
+    """The call to the standby is lost: the coordinator has named it to all others, and goes on until it knows."""
+    swarm = begun(make_swarm)
+    for standby in (B, D):
+        keep(swarm, standby)
+    lost = []
+
+    async def lose(caller: PeerId, body: bytes) -> bytes:
+        lost.append(caller)
+        if len(lost) > 2:
+            handlers[INHERIT] = answer
+        raise Busy("lost")
+
+    async def go() -> None:
+        swarm.network.freeze(LEAD)
+        await asyncio.sleep(LIMITS.revive_timeout + 8 * LIMITS.silence_timeout)
+
+    handlers = swarm.servers[B]._transport._call_handlers
+    answer, handlers[INHERIT] = handlers[INHERIT], lose
+    swarm.run(go())
+    assert lost == [A, A, A]
+    assert told_to_inherit(swarm) == [B]
+    assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {B}
+    assert swarm.servers[A].membership.run.manifest.former_leads == [LEAD]
+
+
+def test_another_coordinator_names_whom_some_have_heard_of(make_swarm: MakeSwarm) -> None:
+    """The one before fell silent when one server knew of the standby, and the standby did not yet."""
+    swarm = begun(make_swarm)
+    for standby in (B, D):
+        keep(swarm, standby)
+    swarm.network.freeze(LEAD)
+    inherit(swarm, B, C)
+
+    async def go() -> None:
+        swarm.network.freeze(A)
+        await asyncio.sleep(LIMITS.revive_timeout + 12 * LIMITS.silence_timeout)
+
+    swarm.run(go())
+    assert told_to_inherit(swarm) == [B]
+    assert {swarm.servers[one].membership.run.manifest.lead for one in (B, C, D)} == {B}
+    assert {swarm.servers[one].membership.run.coordinator for one in (B, C, D)} <= {B, C}
+
+
+def test_where_the_named_one_dies_before_it_knows_another_is_named(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    for standby in (B, D):
+        keep(swarm, standby)
+    swarm.network.freeze(LEAD)
+    inherit(swarm, B, A, C, D)
+
+    async def go() -> None:
+        swarm.network.freeze(B)
+        await asyncio.sleep(LIMITS.revive_timeout + 8 * LIMITS.silence_timeout)
+
+    swarm.run(go())
+    assert told_to_inherit(swarm) == [D]
+    assert {swarm.servers[one].membership.run.manifest.lead for one in (A, C, D)} == {D}
+
+
 def test_a_silent_lead_is_done_without_sooner_where_there_is_a_standby(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     keep(swarm, B)
