@@ -34,7 +34,7 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
-from lightning_swarm.protocol.queries import call_each, is_superseded
+from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
@@ -44,7 +44,7 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
     """
     method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
     # A peer that was never admitted refuses, and goes on waiting for a run.
-    await call_each(transport, sorted(set(peers)), method, body, bytes, timeout=timeout)
+    await call_each(transport, sorted(set(peers)), method, body, bytes, timeout=timeout, tries=MAX_TRIES)
 
 
 _T = TypeVar("_T")

@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.run import LoopReply, LoopRequest, Manife
 from lightning_swarm.protocol.messages.state import KeptLoop
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP_LOOP, RELEASE
-from lightning_swarm.protocol.queries import ask_held, ask_view
+from lightning_swarm.protocol.queries import MAX_TRIES, ask_held, ask_view, call_each
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.admission import Admission
 
@@ -35,7 +35,6 @@ _NUM_STANDBYS: Final = 3  # peers that keep the loop's state: one that dies take
 _MAX_TRIED: Final = 4 * _NUM_STANDBYS  # for one snapshot; those that failed come last for the next one
 _POLL_S: Final = 1.0
 _POLL_START_S: Final = 0.1
-_MAX_RELEASES: Final = 3  # of one server, while it answers pings
 
 # Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
@@ -104,23 +103,8 @@ class StandbyLeads:
 async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
     """Release all servers from a void run, to wait for the next one at `first_step`; returns those that answer."""
     body = encode(ReleaseRequest(generation=run.manifest.generation, first_step=first_step))
-
-    async def release_server(peer: PeerId) -> bool:
-        # The answer may be what was lost: then the server waits for the next run, which would begin without it.
-        for _ in range(_MAX_RELEASES):
-            try:
-                await transport.call(peer, RELEASE, body, timeout=timeout)
-            except SwarmError as error:
-                _log.info("Server %s was not released: %s", peer, error)
-            else:
-                return True
-            if not await alive_among(transport, [peer], timeout=timeout):
-                break
-        return False
-
-    servers = run.servers
-    released = await gather(release_server(peer) for peer in servers)
-    return [peer for peer, done in zip(servers, released, strict=True) if done]
+    # Who was released and is not counted would wait for the next run, which begins without it.
+    return list(await call_each(transport, run.servers, RELEASE, body, bytes, timeout=timeout, tries=MAX_TRIES))
 
 
 async def what_is_lost(

@@ -13,9 +13,10 @@ from functools import cache, partial
 from typing import Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.reports import Greeting
 from lightning_swarm.protocol.messages.run import Member, RunView, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 ASK_TIMEOUT_S: Final = 10.0
+MAX_TRIES: Final = 3
+"""Of a call that a live peer should not miss, and that changes nothing when it comes twice."""
 GRACE_S: Final = 2.0  # seconds that peers which may be gone are waited for, if the others can go on without them
 
 Held = Mapping[PeerId, HeldSnapshots]  # the snapshots that each server reports to hold
@@ -40,18 +43,22 @@ async def call_each(
     read: Callable[[bytes], _T],
     *,
     timeout: float,
+    tries: int = 1,  # of each peer, while it answers pings: either the call or its answer may be lost
 ) -> dict[PeerId, _T]:
     """Call peers at once, `timeout` seconds each, and return the answers in the peers' order; failures are logged."""
     answers: dict[PeerId, _T] = {}
 
-    async def ask(peer: PeerId) -> None:
+    async def ask(peer: PeerId, tries: int) -> None:
         try:
             answers[peer] = read(await transport.call(peer, method, body, timeout=timeout))
         except SwarmError as error:
             _log.info("%s did not answer %s: %s", peer, method, error)
+            is_lost = isinstance(error, (Unreachable, DeadlineExceeded))
+            if is_lost and tries > 1 and await alive_among(transport, [peer], timeout=timeout):
+                await ask(peer, tries - 1)
 
     asked = list(peers)
-    await gather(map(ask, asked))
+    await gather(ask(peer, tries) for peer in asked)
     return {peer: answers[peer] for peer in asked if peer in answers}
 
 

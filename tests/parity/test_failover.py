@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryTransport
 from tests.parity.harness import WEIGHT_TOLERANCE, Run, comparable, run_plain
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, digits, loader, sentences
-from tests.parity.standbys import Swarm, shuffled
+from tests.parity.standbys import LIMITS, Swarm, shuffled
 
 STEPS = 10
 
@@ -75,6 +79,31 @@ def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
     assert_same(swarm)
     notes = " ".join(getattr(swarm.errors["lead"], "__notes__", []))
     assert "The run does not roll back here: most of the voters do not answer, and ['standby-0'] among those" in notes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [4, 14, 31, 36])
+def test_a_lead_is_cut_off_and_many_calls_come_too_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all calls after that a seventh has its request or its answer lost, as far as its timeout tells."""
+    rng, late = random.Random(seed), []
+    send = MemoryTransport._send_call
+    swarm = Swarm(1, 1, make_digits, {}, lambda name: [Freezing(lambda: swarm)], options={"max_steps": STEPS})
+
+    async def send_late(self: MemoryTransport, peer: PeerId, method: str, request: bytes) -> bytes:
+        delay_s = 1.1 * LIMITS.silence_timeout if swarm.frozen and rng.random() < 0.15 else 0.0
+        is_request = rng.random() < 0.5
+        if delay_s:
+            late.append(method)
+        await asyncio.sleep(delay_s if is_request else 0.0)
+        answer = await send(self, peer, method, request)
+        await asyncio.sleep(0.0 if is_request else delay_s)
+        return answer
+
+    monkeypatch.setattr(MemoryTransport, "_send_call", send_late)
+    swarm.fit()
+    assert len(late) > 10
+    assert swarm.leads == ["lead", "standby-0"]
+    assert_same(swarm)
 
 
 class Returning(L.Callback):

@@ -23,6 +23,7 @@ from lightning_swarm.peer.discovery import (
 )
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.methods import LEAVE
 from tests.unit.conftest import MakeSwarm
 
 RUN = "run"
@@ -236,6 +237,30 @@ def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
     swarm.network.kill(PeerId("b"))
     swarm.run(dismiss(swarm.trainer, swarm.steps.run, (), timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
+
+
+def test_the_end_is_told_again_where_it_was_lost_and_to_those_that_missed_the_last_generation(
+    make_swarm: MakeSwarm,
+) -> None:
+    swarm = make_swarm("a", "b", "c")
+    handlers = swarm.servers[PeerId("a")]._transport._call_handlers
+    answer = handlers[LEAVE]
+    heard = []
+
+    async def lose(caller: PeerId, body: bytes) -> bytes:
+        heard.append(caller)
+        if len(heard) == 1:
+            await asyncio.sleep(5.0)
+        return await answer(caller, body)
+
+    handlers[LEAVE] = lose
+    swarm.run(swarm.servers[PeerId("c")].release())
+    for stage in swarm.steps.run.rosters:
+        stage[:] = [member for member in stage if member.peer_id != "c"]
+    assert PeerId("c") not in swarm.steps.run.servers
+    swarm.run(dismiss(swarm.trainer, swarm.steps.run, [PeerId("c")], timeout=1.0))
+    assert heard == [swarm.trainer.peer_id] * 2
+    assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, True, True]
 
 
 def test_a_server_that_is_gone_fails_the_admission(make_swarm: MakeSwarm) -> None:
