@@ -48,9 +48,10 @@ class Certification:
         """Ask a peer that has shown its certificate, and show it this one's again if it has forgotten that."""
         if method in MAY and MAY[method] is None:
             return await ask()
-        if not self._gate.knows(peer):
-            await self._certify_at(peer)
-        self._gate.check_answers(peer, method)
+        if not self._gate.may_be_asked(peer, method):
+            if not self._gate.knows(peer):
+                await self._certify_at(peer)
+            self._gate.check_answers(peer, method)
         try:
             return await ask()
         except Uncertified:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Hashable
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
@@ -12,52 +13,74 @@ from lightning_swarm.network.rpc import Responder
 
 
 class OpenExchanges:
-    """The deadlines of the exchanges that are under way."""
+    """The exchanges that are under way, by whatever each of them is known by."""
 
     def __init__(self) -> None:
-        self._limits: dict[asyncio.Timeout, PeerId] = {}  # ordered, so that a run repeats exactly
+        self._open: dict[Hashable, tuple[PeerId, Callable[[], None]]] = {}  # ordered, so that a run repeats exactly
 
-    def open(self, limit: asyncio.Timeout, peer: PeerId) -> None:
-        """Let `end` and `end_all` move the deadline of an exchange, until `close`."""
-        self._limits[limit] = peer
+    def open(self, exchange: Hashable, peer: PeerId, end: Callable[[], None]) -> None:
+        """Have `end` and `end_all` call this to end an exchange, until `close`."""
+        self._open[exchange] = peer, end
 
-    def close(self, limit: asyncio.Timeout) -> None:
+    def close(self, exchange: Hashable) -> None:
         """Note that an exchange has ended, if it had begun."""
-        self._limits.pop(limit, None)
+        self._open.pop(exchange, None)
 
     def end(self, peer: PeerId) -> None:
         """End the exchanges with a peer now."""
-        for limit, other in self._limits.items():
+        for other, end in [*self._open.values()]:
             if other == peer:
-                _end(limit)
+                end()
 
     def end_all(self) -> None:
         """End all exchanges now."""
-        for limit in self._limits:
-            _end(limit)
+        for _, end in [*self._open.values()]:
+            end()
 
 
-def _end(limit: asyncio.Timeout) -> None:
+def end_now(limit: asyncio.Timeout) -> None:
+    """Let a deadline pass."""
     if not limit.expired():
         limit.reschedule(now_s())
+
+
+class _Answer:
+    """An answer that a task of this peer makes. It costs less than a deadline, and every request has one."""
+
+    __slots__ = ("_cancelled_before", "_is_ended", "_task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelled_before, self._is_ended = task, task.cancelling(), False
+
+    def end(self) -> None:
+        """Cancel the task, once."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._task.cancel()
+
+    def take_end(self) -> bool:
+        """Return whether it was ended, and nobody else has cancelled its task."""
+        return self._is_ended and self._task.uncancel() <= self._cancelled_before
 
 
 async def answer_until_cut_off(
     gate: Gatekeeper, answering: OpenExchanges, caller: PeerId, respond: Responder, message: Message
 ) -> Message:
     """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
-    gate.check_answered(caller)  # Its tensors may have taken a while to come.
-    limit = asyncio.timeout(None)
+    if message.tensors:  # They may have taken a while to come.
+        gate.check_answered(caller)
+    under_way = _Answer()
+    answering.open(under_way, caller, under_way.end)
     try:
-        async with limit:
-            answering.open(limit, caller)
-            answer = await respond(message)
-    except TimeoutError:
-        if not limit.expired():
+        answer = await respond(message)
+    except asyncio.CancelledError:
+        if not under_way.take_end():
             raise
         gate.check_answered(caller)
         raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
     finally:
-        answering.close(limit)
+        answering.close(under_way)
     gate.check_answered(caller)  # No timer tells when a certificate ends.
     return answer

@@ -40,6 +40,7 @@ class _Known(NamedTuple):
 
     certificate: bytes
     permit: Permit
+    expires_at_s: float  # since the epoch
     may_call: frozenset[str]
     answers: frozenset[str]
 
@@ -91,7 +92,7 @@ class Gatekeeper:
         known = self._permits.get(peer)
         if known is None:
             return None
-        if known.permit.expires_at_s <= self._wall_s():
+        if known.expires_at_s <= self._wall_s():
             self._cut(peer, None)
             _log.warning(
                 "The certificate of %s has expired: this peer neither answers nor asks it any more. To come back, its "
@@ -99,7 +100,8 @@ class Gatekeeper:
                 short_name(peer),
             )
             return None
-        self._permits.move_to_end(peer)
+        if len(self._permits) > _MAX_PERMITS // 2:  # else none is forgotten soon
+            self._permits.move_to_end(peer)
         return known
 
     def _cut(self, peer: PeerId, ban: Ban | None) -> None:
@@ -159,7 +161,8 @@ class Gatekeeper:
             raise
         self._cut_off.pop(peer, None)
         del self._failing[peer]
-        self._permits[peer] = _Known(certificate, permit, _MAY[permit.role], _ANSWERS[permit.role])
+        may_call, answers = _MAY[permit.role], _ANSWERS[permit.role]
+        self._permits[peer] = _Known(certificate, permit, permit.expires_at_s, may_call, answers)
         _keep_newest(self._permits, peer, _MAX_PERMITS)
         self.refusals.forget(peer)
         self._on_certified(peer)
@@ -233,6 +236,11 @@ class Gatekeeper:
         """Refuse a long message of a peer that has shown no certificate, before it is read."""
         if num_bytes > STRANGER_BYTES and not self.knows(caller):
             self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
+
+    def may_be_asked(self, peer: PeerId, method: str) -> bool:
+        """Return whether a peer is known, and its certificate permits it to answer."""
+        known = self._find(peer)
+        return known is not None and method in known.answers
 
     def check_answers(self, peer: PeerId, method: str) -> None:
         """Refuse to ask a peer what its certificate does not permit it to answer."""

@@ -39,7 +39,7 @@ from lightning_swarm.network import (
 from lightning_swarm.network.access import MAY, Ban, Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import CERTIFY, Certification
-from lightning_swarm.network.exchanges import OpenExchanges, answer_until_cut_off
+from lightning_swarm.network.exchanges import OpenExchanges, answer_until_cut_off, end_now
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
@@ -302,7 +302,8 @@ class BaseTransport(Transport):
                 answer = b"".join(await answer_to(head, served.respond, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
-        account = self._account_of(caller)
+        # Who may call a method of members is known.
+        account = caller if method and MAY.get(method) is not None else self._account_of(caller)
         self.traffic.received_bytes[account, method] += len(request)
         self.traffic.sent_bytes[account, method] += len(answer)
         return answer
@@ -327,9 +328,8 @@ class BaseTransport(Transport):
             served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
         if self._gate is None or caller == self._peer_id or MAY[head.method] is None:
             return served
-        return served._replace(
-            respond=partial(answer_until_cut_off, self._gate, self._answering, caller, served.respond)
-        )
+        respond = partial(answer_until_cut_off, self._gate, self._answering, caller, served.respond)
+        return ServedMethod(served.max_bytes, respond, served.hold)
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
         if self._gate is not None and caller != self._peer_id:
@@ -415,7 +415,7 @@ class BaseTransport(Transport):
         watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
-                self._asking.open(limit, peer)
+                self._asking.open(limit, peer, partial(end_now, limit))
                 with watching:
                     yield
         except TimeoutError as error:

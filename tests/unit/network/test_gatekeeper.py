@@ -211,7 +211,7 @@ def test_a_peer_that_is_banned_while_its_tensors_come_enters_nothing(loop: Virtu
         respond = served._find(A, Head(Kind.STREAM, 1, "stage.forward", b"", (), 0)).respond
         served.ban(ban_of(A))
         with pytest.raises(AccessDenied, match="served answers a no more: it was banned"):
-            await respond(Message())
+            await respond(Message(b"", (torch.zeros(1),)))
 
     loop.run_until_complete(go())
     assert entered == []
