@@ -20,6 +20,7 @@ from lightning_swarm.peer import config, preemption
 from lightning_swarm.protocol import events
 from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.strategy.framework import LIGHTNING as _LIGHTNING
+from lightning_swarm.strategy.sample_text import SampleText
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "Compression",
     "Limits",
     "Maxout",
+    "SampleText",
     "SwarmStrategy",
     "SwarmView",
     "__version__",

@@ -1,20 +1,20 @@
-"""`SwarmStrategy`, `SwarmView` and `SwarmCLI` for ``import pytorch_lightning``, which has classes of its own.
+"""`SwarmStrategy`, `SwarmView`, `SampleText` and `SwarmCLI` for ``import pytorch_lightning``.
 
-``strategy="swarm"`` needs ``import lightning_swarm`` only.
+That import has classes of its own. ``strategy="swarm"`` needs ``import lightning_swarm`` only.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.callbacks import Callback, ProgressBar
 from pytorch_lightning.strategies import Strategy
 
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
-from lightning_swarm.strategy import strategy
+from lightning_swarm.strategy import sample_text, strategy
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 
-__all__ = ["SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
+__all__ = ["SampleText", "SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
 
 if TYPE_CHECKING:
 
@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     class _SwarmView(view.SwarmView, ProgressBar):  # type: ignore[misc]
         pass
 
+    class _SampleText(sample_text.SampleText, Callback):  # type: ignore[misc]
+        pass
+
     SwarmStrategy = _SwarmStrategy
     SwarmView = _SwarmView
+    SampleText = _SampleText
 else:
     SwarmStrategy = rebased(strategy.SwarmStrategy, Strategy, __name__, framework=PYTORCH_LIGHTNING)
     SwarmView = rebased(view.SwarmView, ProgressBar, __name__)
+    SampleText = rebased(sample_text.SampleText, Callback, __name__)
 
 PYTORCH_LIGHTNING.register(SwarmStrategy)
 # A Trainer calls whatever is not its Strategy "an invalid strategy name". It lets these two pass as far as to

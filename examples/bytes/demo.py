@@ -1,7 +1,7 @@
 """The same training twice, on a swarm of four local peers and in one process, and how far the two are apart.
 
-After a third of the steps one of the four is killed, and a new one joins. Ends with text that the swarm's checkpoint
-writes in a plain process, and with a picture of both loss curves.
+After a third of the steps one of the four is killed, and a new one joins. Ends with text that the stages of the swarm
+write while it still runs, and its checkpoint in a plain process; and with a picture of both loss curves.
 
 In float32, rounding alone drives two such curves apart, as it does those of the plain Trainer on one thread and on two.
 """
@@ -17,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-PROMPT = b"def "
 # How long an interrupted run may take to say goodbye to its peers.
 GRACE_S = 15.0
 # The curves are float32; nothing smaller can be told from zero.
@@ -125,16 +124,20 @@ def draw(path: Path, swarm: dict[int, float], plain: dict[int, float], differenc
     plt.close(figure)
 
 
-def write_sample(checkpoint: Path, seed: int) -> str:
-    """What the swarm learned, loaded as any Lightning checkpoint is; no swarm is imported here."""
+def read_sample(out: Path) -> tuple[str, str]:
+    """The prompt, and what the swarm wrote after it while it ran."""
+    with (out / "samples.csv").open(newline="", encoding="utf-8") as file:
+        row = list(csv.DictReader(file))[-1]
+    return row["prompt"], row["text"]
+
+
+def write_sample(checkpoint: Path, prompt: str, seed: int) -> str:
+    """What the swarm learned, loaded as any Lightning checkpoint is, and computed in this process alone."""
     # Imported this late so that the first line appears at once.
-    import torch
-
     from examples.bytes.model import ByteGPT
+    from examples.bytes.train import write
 
-    model = ByteGPT.load_from_checkpoint(checkpoint, map_location="cpu")
-    text = model.generate(PROMPT, 400, generator=torch.Generator().manual_seed(seed))
-    return (PROMPT + text).decode("utf-8", errors="replace")
+    return write(seed, ByteGPT.load_from_checkpoint(checkpoint, map_location="cpu"), prompt)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -163,8 +166,11 @@ def run(arguments: argparse.Namespace) -> None:
     swarm, plain, peers = read_curve(out / "swarm"), read_curve(out / "plain"), read_peers(out / "swarm")
     differences = relative_differences(swarm, plain)
     checkpoint = out / "swarm" / "checkpoints" / "last.ckpt"
-    print(f"\n== what the swarm's checkpoint writes after {PROMPT.decode()!r}: after so few steps no Python yet\n")
-    print(write_sample(checkpoint, arguments.seed))
+    prompt, text = read_sample(out / "swarm")
+    print(f"\n== what the running swarm wrote after {prompt!r}, through its stages: after so few steps no Python yet\n")
+    print(prompt + text)
+    again = write_sample(checkpoint, prompt, arguments.seed)
+    same = next((place for place, (one, other) in enumerate(zip(text, again, strict=False)) if one != other), None)
     picture = out / "curves.png"
     draw(picture, swarm, plain, differences, peers)
     worst = max(range(len(differences)), key=differences.__getitem__)
@@ -173,6 +179,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"loss of the last step          swarm {swarm[max(swarm)]:.4f}, plain {plain[max(plain)]:.4f}")
     print(f"largest relative difference    {differences[worst]:.1e}, in step {sorted(plain)[worst]}")
     print("peers                          " + ", ".join(f"one {what} at step {s}" for what, s in happened))
+    alike = "the same text" if same is None else f"the same text up to letter {same}: float32 rounds"
+    print(f"checkpoint on one machine      writes {alike}")
     print(f"checkpoint                     {checkpoint}")
     print(f"loss curves                    {picture}")
 

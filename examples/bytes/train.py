@@ -8,6 +8,7 @@ import argparse
 import logging
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -18,7 +19,10 @@ from lightning.pytorch.strategies import Strategy
 
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT
-from lightning_swarm import SwarmView
+from lightning_swarm import SampleText, SwarmView
+
+PROMPT = "def "
+NUM_SAMPLED = 300
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,10 +64,17 @@ def build_trainer(arguments: argparse.Namespace) -> L.Trainer:
         callbacks=[
             ModelCheckpoint(arguments.out / "checkpoints", filename="{step}", monitor="val_loss", save_last=True),
             SwarmView(),
+            SampleText([PROMPT], every_n_steps=arguments.max_steps, generate=partial(write, arguments.seed)),
             *([_replacement(arguments)] if arguments.kill_at is not None else []),
         ],
         enable_model_summary=False,
     )
+
+
+def write(seed: int, model: ByteGPT, prompt: str) -> str:
+    """What follows the prompt. During a run of a swarm its stages compute it."""
+    text = model.generate(prompt.encode(), NUM_SAMPLED, generator=torch.Generator().manual_seed(seed))
+    return text.decode("utf-8", errors="replace")
 
 
 def _replacement(arguments: argparse.Namespace) -> L.Callback:

@@ -140,6 +140,10 @@ class GradientGone(TicketGone):
     """The gradient that a backward was to begin with is gone: it can be fetched only once."""
 
 
+class SessionLost(PeerError):
+    """The peer lacks steps of an inference session: it is new to it, or had no room. They can be sent again."""
+
+
 class InputMissing(PeerError):
     """The input of a call never came. The sender or the link is to blame, not the peer that waited."""
 

@@ -105,7 +105,8 @@ class InlineRuntime(Runtime):
 
     @override
     def post(self, callback: Callable[[], None]) -> None:
-        self._loop.call_soon(callback)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the call
+            self._loop.call_soon(callback)
 
     @override
     def close(self) -> None:

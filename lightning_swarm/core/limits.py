@@ -48,6 +48,10 @@ class Limits:
             servers together keep, twice, at most one copy of a stage for each server that holds it, and one more.
         revive_timeout: Seconds to wait for a stage without an answering server before the run rolls back, and for a
             lead whose process does not answer before another peer that has data rolls back in its place.
+        session_bytes: Bytes that a server may keep for inference sessions: caches of keys and values, and outputs for
+            servers that come in the place of others. Beyond this, outputs are dropped first, then sessions that are
+            not used; those that go on are computed again: slower, never different.
+        session_idle: Seconds after which a server drops an inference session that nobody continues.
         loop_bytes: Bytes of the largest loop state that the lead sends to peers which could take the run over; it has
             no weights. A larger one stays with the lead, which a warning says.
     """
@@ -70,6 +74,8 @@ class Limits:
     receive_bytes: int = 8 << 30
     snapshot_interval: float | None = 300.0
     snapshot_bytes: int = 4 << 30
+    session_bytes: int = 4 << 30
+    session_idle: float = 300.0
     revive_timeout: float = 60.0
     loop_bytes: int = 64 << 20
 

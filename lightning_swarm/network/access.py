@@ -95,6 +95,7 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("step.settle", "step.freeze", "step.fence", "step.receipts", "step.average", "step.apply"),
             *("stage.follow", "stage.piece", "stage.next", "ticket.wait", "ticket.fetch"),
             *("snapshot.held", "snapshot.keep", "snapshot.read"),
+            *("session.step", "session.output", "session.failed"),
             *("trainer.leads", "trainer.report", "trainer.report_metrics", "trainer.replay"),
         ),
         Role.SERVER,
@@ -105,6 +106,7 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
             *("step.plan", "step.take_plan", "step.grant", "step.begin", "step.armed", "step.done", "step.record"),
             *("step.metrics", "step.take_metrics", "stage.forward", "stage.backward", "stage.cancel"),
+            *("session.replay", "session.close"),
             *("stage.state", "stage.write", "stage.set_evaluation_weights", "snapshot.keep_loop", "trainer.loop"),
             *("server.admit", "server.load", "server.restart", "server.release"),
         ),
@@ -120,7 +122,7 @@ ANSWERS: Final[Mapping[str, Role]] = {
     **dict.fromkeys(
         (
             *("run.claim", "snapshot.keep_loop", "trainer.leads", "trainer.report", "trainer.report_metrics"),
-            *("trainer.replay", "trainer.loop"),
+            *("trainer.replay", "trainer.loop", "session.output", "session.failed"),
         ),
         Role.TRAINER,
     ),

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
+from lightning_swarm.model.attention_cache import Shadow, is_in_session
 from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
@@ -77,6 +78,10 @@ def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone()
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -171,6 +176,31 @@ class Computation:
         result, left = self._forward(call)
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
         return replace(result, output=self._to_send(join(encoded(result.output, self._codecs.activations), left)))
+
+    def session_step(
+        self, hidden: serialization.Tree, extras: Mapping[str, Any], mode: ComputeMode, cache: Any, first_block: int
+    ) -> serialization.Tree:
+        """Run the blocks on the next tokens of a session, whose keys and values are in `cache`; returns what travels.
+
+        Args:
+            hidden: The first block's input ``[rows, tokens, ...]``, as it came.
+            extras: The blocks' other arguments, of which those that are the cache do not travel.
+            mode: Without gradients, and with no module in train mode.
+            cache: Gets the keys and values of these tokens.
+            first_block: The number of blocks in the stages before.
+        """
+        codec, device = self._codecs.activations, self._device
+        # Copied: a block may work in place, and both are kept for servers that come in place of others.
+        inputs = serialization.transform(decoded(hidden, codec, device), _copied)
+        structure, tensors = serialization.flatten(dict(extras))
+        keywords = serialization.unflatten(structure, [tensor.to(device, copy=True) for tensor in tensors])
+        keywords = {name: cache if is_in_session(value) else value for name, value in keywords.items()}
+        rows, length = serialization.leaves(inputs)[0].shape[:2]
+        with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, device.type):
+            shadow = Shadow(cache, first_block=first_block, rows=rows, length=length)
+            output = self._module.uncompiled((inputs,), keywords)
+            shadow.follow()
+        return on_cpu(encoded(output, codec))
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
         """Run the blocks; the output is where it was computed, and what they leave is beside it."""

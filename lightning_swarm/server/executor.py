@@ -22,6 +22,9 @@ _T = TypeVar("_T")
 Priority = tuple[int, ...]  # smaller runs first
 FIRST: Final[Priority] = (-1,)  # of jobs for a stage or a step as a whole: before any microbatch
 
+TOKENS: Final[Priority] = (0, 1 << 62)
+"""Of a session's step: after all backwards, and before any forward."""
+
 # The seconds that a job is said to take where no clock runs: routes follow from such times, and a run must repeat.
 NOMINAL_BUSY_S = 1e-3
 

@@ -28,6 +28,7 @@ from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.server.pending_work import IdleLinkWait
+from lightning_swarm.server.sessions import SessionHandlers
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.state_transfer.donor import Donor
@@ -49,6 +50,7 @@ class Server:
         self.admission = Admission(context, model, self.steps)
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
+        self.sessions = SessionHandlers(context, self.steps)
         self.donor = Donor(context, self.steps)
         self.joiner = Joiner(context, self.admission, self.steps)
         self.snapshots = Snapshots(context, self.steps)
@@ -115,6 +117,7 @@ class Server:
             await self.calls.under_way.abort_all()
             await self.steps.rounds.close()  # before its tickets go: the next run may have a round of the same name
             self.calls.discard_results("g")
+            self.sessions.discard()
             stages = await self.steps.leave_run()
             self.donor.enter_generation()
             if not keeps_snapshots:  # else it will soon be back in the same run
@@ -147,6 +150,7 @@ class Server:
             await self.admission.leadership.enter_generation()
             await self.calls.under_way.abort_all()
             self.calls.discard_results(f"g{old}.")
+            self.sessions.discard()
             await self.steps.enter_generation()
             self.donor.enter_generation()
             self.snapshots.discard()

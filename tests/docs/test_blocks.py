@@ -54,6 +54,7 @@ NUM_SWARMS = {
     "docs/memory.md": 1,
     "docs/large.md": 1,
     "docs/checkpoints.md": 2,
+    "docs/inference.md": 1,
 }
 """How many runs the blocks of a page make; its tests included."""
 

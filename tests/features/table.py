@@ -26,6 +26,7 @@ _MODULES = (
     "test_weights",
     "test_finetuning",
     "test_modes",
+    "test_generation",
     "test_precision",
     "test_compiling",
     "test_logging",

@@ -32,7 +32,7 @@ from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from tests.p2p.kinds import serve_kind
 from tests.p2p.several import train
 from tests.p2p.train import WatchedStrategy, Wide
-from tests.parity.models import MODELS, Net, Recipe
+from tests.parity.models import MODELS, Recipe
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,8 +48,12 @@ def planned(faults: Planned) -> FaultPlan:
     return plan
 
 
-def build(name: str) -> Net:
+def build(name: str) -> L.LightningModule:
     """One of the tests' models."""
+    if name == "writer":
+        from tests.parity.test_generation import Writing, made  # imports transformers, which takes seconds
+
+        return made("llama", "greedy", Writing)
     return Wide() if name == "wide" else MODELS[name][0](Recipe(optimizer="sgd"))
 
 
@@ -103,6 +107,7 @@ def serve(
     traffic: str = "",
     invite: str = "",
     identity_path: str = "",
+    pipeline: str = "net",
 ) -> None:
     """As a user's script does that joins a run.
 
@@ -118,12 +123,13 @@ def serve(
         traffic: The folder for what it sent, in the end.
         invite: The file of its invitation, if the run takes only invited peers.
         identity_path: The file of its key, if it is to come again as the same peer.
+        pipeline: As in `SwarmStrategy`.
     """
     torch.manual_seed(len(initial_peers))  # its own initial weights are never used
     options: dict[str, Any] = {
         "role": "server",
         "num_stages": num_stages,
-        "pipeline": "net",
+        "pipeline": pipeline,
         "initial_peers": initial_peers,
         "limits": Limits(**limits),
     }

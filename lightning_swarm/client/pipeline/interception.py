@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
+from lightning_swarm.client.pipeline.generating import TextGeneration
 from lightning_swarm.client.pipeline.left_values import PendingValues
 from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.attention_cache import IN_SESSION, is_cache
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard
 from lightning_swarm.model.partition.hooks import user_hooks
@@ -37,6 +39,7 @@ class _ChainProgress:
     mode: ComputeMode
     recomputed_in: FrameType | None  # the call of the checkpoint that the chain began in
     versions: tuple[tuple[Tensor, int], ...]  # the tensors of the arguments, and how often each had changed in place
+    cache: Any  # of keys and values, if the first block got one
 
     def picked(self, picks: tuple[Pick, ...]) -> _ChainProgress:
         """Note that `picks` were taken from the last block's output."""
@@ -50,11 +53,12 @@ class BlockChain:
         self,
         blocks: Blocks,
         pipeline: Callable[..., Any],
+        generate: Callable[[Any, dict[str, Any], Any], Any],  # in place of it where blocks get a cache
         device_type: str,
         shared: Collection[str] = (),
         sites: Collection[tuple[str, str]] = (),  # of what forwards left so far
     ) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._generate = pipeline, generate
         self._device_type = device_type
         self._shared = shared
         self._list_name = blocks.root_name
@@ -76,16 +80,18 @@ class BlockChain:
                 "return what it is for from the block. `output_attentions`, `output_hidden_states` and "
                 "`output_router_logits` of Hugging Face models register such hooks: leave them out."
             )
-        hidden, arguments, tensors = self._bound(place, args, kwargs)
+        hidden, arguments, tensors, cache = self._bound(place, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None
         index = 0 if before is None else len(before.calls)
         if index == len(self._modules) or self._modules[index] is not self._modules[place]:
             found = "something else" if before is None else f"the output of block {before.block_name!r}"
             self._refuse(f"block {self._names[place]!r} was called with {found}")
         if before is None:
-            progress = self._begin(hidden, arguments, tensors)
-        else:
+            progress = self._begin(hidden, arguments, tensors, cache)
+        elif before.cache is cache:
             progress = self._go_on(before, arguments, tensors)
+        else:
+            self._refuse(f"block {self._names[place]!r} was called with another cache than the one before")
         if index < len(self._modules) - 1:
             return DeferredOutput(progress)
         if any(tensor._version != version for tensor, version in progress.versions):
@@ -94,9 +100,12 @@ class BlockChain:
         # A checkpoint around this block shall handle what this thread saves, not what stages save that compute in it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             carried, extras = bind(self._keys, progress.calls, self._shared)
-            output = self._pipeline(
-                progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras
-            )
+            if progress.cache is not None:
+                output = self._generate(progress.hidden, extras, progress.cache)
+            else:
+                output = self._pipeline(
+                    progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras
+                )
         if self._pending is not None:
             self._pending.settle()
             self._pending = None
@@ -109,8 +118,8 @@ class BlockChain:
 
     def _bound(
         self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any], list[Tensor]]:
-        """Return the hidden state, the other arguments by their names, and the tensors of these."""
+    ) -> tuple[Any, dict[str, Any], list[Tensor], Any]:
+        """Return the hidden state, the other arguments by their names, the tensors of these, and a cache or None."""
         signature = self._signatures[place]
         unnamed: list[Any] = []
         given: dict[str, Any] = {}
@@ -129,8 +138,12 @@ class BlockChain:
                 f"block {self._names[place]!r} was called with {len(unnamed)} arguments that have no names, where only "
                 "the hidden state may have none"
             )
+        caches = {id(value): value for value in given.values() if is_cache(value)}
+        if len(caches) > 1:
+            self._refuse(f"block {self._names[place]!r} was called with {len(caches)} caches")
+        given = {name: IN_SESSION if is_cache(value) else value for name, value in given.items()}
         tensors = [tensor for name, value in given.items() for tensor in self._tensors_of(place, name, value)]
-        return unnamed[0], given, tensors
+        return unnamed[0], given, tensors, next(iter(caches.values()), None)
 
     def _tensors_of(self, place: int, name: str, value: Any) -> list[Tensor]:
         if isinstance(value, DeferredOutput):
@@ -149,7 +162,7 @@ class BlockChain:
                 f"{type(value).__name__} as `{name}`, and {error}{'' if isinstance(value, Tensor) else of_caches}"
             ) from error
 
-    def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
+    def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor], cache: Any) -> _ChainProgress:
         self.put_back()
         self._pending = PendingValues(self._inner, self._sites)
         return _ChainProgress(
@@ -160,6 +173,7 @@ class BlockChain:
             mode=self._mode(),
             recomputed_in=_reentrant_checkpoint(),
             versions=_versions([*serialization.flatten(hidden)[1], *tensors]),
+            cache=cache,
         )
 
     def _go_on(self, before: _ChainProgress, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
@@ -295,7 +309,8 @@ class Interception:
             self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), pipeline))
             return
         config, sites = pipeline.config, pipeline.leftovers.sites
-        chain = self._chain = BlockChain(blocks, pipeline, config.device.type, config.shared, sites)
+        generate = TextGeneration(pipeline).step
+        chain = self._chain = BlockChain(blocks, pipeline, generate, config.device.type, config.shared, sites)
         places: dict[int, tuple[int, nn.Module]] = {}
         for place, block in enumerate(blocks.modules):
             places.setdefault(id(block), (place, block))

@@ -108,7 +108,7 @@ class Pipeline:
         self._registered = self._found_weights()
         self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(one for named in self._named_modules for one in named)
-        self._states = [TrainerStates(stage) for stage in config.stages]
+        self.states = [TrainerStates(stage) for stage in config.stages]
         self._row_check = RowCheck(
             self._evaluate,
             shared=config.shared,
@@ -126,7 +126,7 @@ class Pipeline:
         tensors = list(arguments.tensors)
         keywords = {name: (extras, arguments.keywords[name][1]) for name in arguments_in(extras)}
         given: Given = {POSITIONAL: (args, tensors), **keywords}
-        states = [states.read() for states in self._states]
+        states = [states.read() for states in self.states]
         check_transforms(tensors, self._registered, self._found_weights())
         grad = torch.is_grad_enabled()
         check_global()
@@ -267,7 +267,7 @@ class Pipeline:
     ) -> list[tuple[serialization.Structure, list[Tensor]]]:
         """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
         config, works = self.config, []
-        modes = by_stage(mode, [states.read() for states in self._states])
+        modes = by_stage(mode, [states.read() for states in self.states])
         calls: dict[int, int] = {}
         for repeat, (arguments, number) in enumerate(probes):
             if number not in calls:

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
+from lightning_swarm.model.attention_cache import IN_SESSION
+from lightning_swarm.model.partition import CALLS
 from lightning_swarm.monitor.survey import OTHERS, REPORT
 from lightning_swarm.network import Message, PeerId, framing
 from lightning_swarm.network.certification import CERTIFY
@@ -39,7 +41,24 @@ from lightning_swarm.protocol.messages.batches import (
     ReportReply,
     RetireRequest,
 )
-from lightning_swarm.protocol.messages.calls import CallKey, CallReport, CancelRequest, Direction, Receipt, Ticket, pack
+from lightning_swarm.protocol.messages.calls import (
+    CallKey,
+    CallReport,
+    CancelRequest,
+    ComputeMode,
+    Direction,
+    Receipt,
+    Ticket,
+    pack,
+)
+from lightning_swarm.protocol.messages.inference import (
+    CacheLayer,
+    CacheOperation,
+    CacheRecipe,
+    SessionClose,
+    SessionReplay,
+    SessionStep,
+)
 from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
     EnlistRequest,
@@ -133,6 +152,9 @@ from lightning_swarm.protocol.methods import (
     RENEW,
     RESTART,
     RETIRE,
+    SESSION_CLOSE,
+    SESSION_REPLAY,
+    SESSION_STEP,
     SET_EVALUATION_WEIGHTS,
     SETTLE,
     SNAPSHOT,
@@ -161,6 +183,7 @@ from tests.unit.swarm import HYPERPARAMETERS, LEAD, RESULT_KEY, Swarm, closing, 
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 RESULT = key().name(1, "forward", LEAD)
+SESSION = "5" * 32
 COUNTED: list[Receipt] = [(0, 0, 0)]
 LOGGED = LoggedValue(
     name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
@@ -212,6 +235,10 @@ class Sample:
         if self.phase in ("new", "admitted"):
             return swarm
         if self.phase == "idle":
+            return swarm
+        if self.phase == "generating":
+            swarm.run(swarm.trainer.stream(A, SESSION_STEP, in_session(swarm), timeout=1.0))
+            swarm.run(asyncio.sleep(1.0))
             return swarm
         if self.phase == "joining":
             swarm.join(C)
@@ -434,6 +461,29 @@ def loop_state(swarm: Swarm) -> Message:
     return Message(encode(KeptLoop(generation=0, version=1)), tuple(values.pack(travelling())))
 
 
+def in_session(_: Swarm) -> Message:
+    """The first step of a session, whose blocks make no use of its cache."""
+    extras = {"cache": IN_SESSION, CALLS: {"0": ({}, ()), "1": ({}, ())}}
+    structure, tensors = serialization.flatten((rows(0), extras))
+    step = SessionStep(
+        session=SESSION,
+        client=LEAD,
+        attempt=0,
+        generation=0,
+        version=0,
+        weights=0,
+        number=1,
+        resume=1,
+        stage_index=0,
+        route=[A, B],
+        modes=[ComputeMode(training=False, grad=False, default_dtype="float64")] * 2,
+        recipe=CacheRecipe(layers=[CacheLayer(kind="full")], records_past=False),
+        operations=[CacheOperation(kind="crop", values=[0])],
+        structure=structure,
+    )
+    return Message(encode(step), tuple(tensors))
+
+
 SAMPLES = [
     Sample(CALL, HELD, lambda _: Message(), phase="decided"),
     Sample(STREAM, KEEP, kept, caller=A, phase="decided"),
@@ -614,6 +664,15 @@ SAMPLES = [
         target=A,
     ),
     Sample(CALL, RENEW, lambda _: Message(), target=A),
+    Sample(STREAM, SESSION_STEP, in_session, target=A),
+    Sample(
+        CALL,
+        SESSION_REPLAY,
+        plain(lambda _: SessionReplay(session=SESSION, stage_index=0, attempt=1, resume=1, route=[A, B])),
+        target=A,
+        phase="generating",
+    ),
+    Sample(CALL, SESSION_CLOSE, plain(lambda _: SessionClose(session=SESSION)), target=A, phase="generating"),
 ]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
@@ -690,6 +749,8 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "position",
         "scaling",
         "ticket_key",
+        "window",
+        "num_states",
         *(name for name in RunSettings.__struct_fields__ if name != "target_batch_size"),
     }
     by_place: dict[tuple[Any, ...], set[str]] = {

@@ -1,0 +1,273 @@
+"""Caches of keys and values of Hugging Face models: lengths where the forward runs, contents where the blocks are.
+
+A forward that gets a `transformers.Cache` reads lengths from it to build masks and positions, and hands it to its
+blocks. Where blocks are on servers, the object stays with the forward, its layers on the meta device; each server has
+one of its own, in which only the layers of its blocks hold numbers. This module alone knows transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.protocol.messages.inference import CacheLayer, CacheOperation, CacheRecipe, LayerKind
+
+IN_SESSION: Final = "the session's cache"
+"""Stands in the extras of a call for the cache, which does not travel."""
+
+_HANDLE: Final = "_swarm_handle"
+_LAYERS: Final[dict[str, LayerKind]] = {
+    "DynamicLayer": "full",
+    "DynamicSlidingWindowLayer": "sliding",
+    "LinearAttentionLayer": "linear",
+    "LinearAttentionAndFullAttentionLayer": "linear_full",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "linear_sliding",
+}
+_CLASSES: Final = {kind: name for name, kind in _LAYERS.items()}
+
+# What changes a cache between two forwards, by the operation that servers are told.
+_CHANGES: Final = {
+    "crop": "crop",
+    "batch_repeat_interleave": "repeat",
+    "reorder_cache": "reorder",
+    "batch_select_indices": "select",
+    "activate_past_recording": "record",
+    "reset": "reset",
+}
+
+
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a cache of keys and values."""
+    module = sys.modules.get("transformers.cache_utils")  # who has a cache has imported it
+    return module is not None and isinstance(value, module.Cache)
+
+
+def is_in_session(value: Any) -> bool:
+    """Return whether an extra stands for the session's cache."""
+    return type(value) is str and value == IN_SESSION
+
+
+class CacheHandle:
+    """The forward's side of a cache whose contents are on servers: it notes what servers have to do, too."""
+
+    def __init__(self, cache: Any) -> None:
+        self.recipe = _recipe_of(cache)
+        self.operations: list[CacheOperation] = []  # since the last step
+        self.session: Any = None  # of the pipeline that it is used in
+        self._length = 0
+        for method, kind in _CHANGES.items():
+            if hasattr(cache, method):
+                vars(cache)[method] = _Noted(self, cache, kind)
+
+    @classmethod
+    def of(cls, cache: Any) -> CacheHandle:
+        """Return a cache's handle; the first call binds the cache, which must be empty and of a known kind."""
+        handle: CacheHandle | None = vars(cache).get(_HANDLE)
+        if handle is None:
+            handle = vars(cache)[_HANDLE] = cls(cache)
+        elif _length_of(cache) != handle._length:
+            raise ConfigError(
+                f"a cache that servers hold must be changed by its own methods alone: it has {_length_of(cache)} "
+                f"tokens here and {handle._length} there. Call `cache.crop(...)` and the like, not those of its layers."
+            )
+        return handle
+
+    def note(self, cache: Any, operation: CacheOperation) -> None:
+        """Change the lengths here, and have the servers change the contents before the next step."""
+        apply(cache, operation)
+        self._length = _length_of(cache)
+        self.operations.append(operation)
+
+    def take_operations(self) -> list[CacheOperation]:
+        """Return what servers have to do before the next step, and begin to note anew."""
+        taken, self.operations = self.operations, []
+        return taken
+
+    def grow(self, cache: Any, *, rows: int, length: int, num_layers: int) -> None:
+        """Enter a step of `length` tokens in `rows` rows."""
+        _grow(cache, range(max(len(cache.layers), num_layers)), rows=rows, length=length)
+        self._length = _length_of(cache)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ConfigError(
+            "a cache whose keys and values are on servers must not be copied: a copy would have none. Give the copy's "
+            "text to a forward with a new cache."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a cache whose keys and values are on servers must not be saved. Save the text.")
+
+
+class _Noted:
+    """Takes the place of a cache's method that changes it."""
+
+    def __init__(self, handle: CacheHandle, cache: Any, kind: str) -> None:
+        # Weak: the session ends as soon as nobody has the cache any more.
+        self._handle, self._cache, self._kind = handle, weakref.ref(cache), kind
+
+    def __call__(self, value: Any = None) -> None:
+        cache = self._cache()
+        assert cache is not None
+        if self._kind == "crop" and value > 0:
+            type(cache).crop(cache, value)  # raises
+        if isinstance(value, Tensor):
+            values = [int(one) for one in value.flatten().tolist()]
+        else:
+            values = [] if value is None else [abs(int(value))]
+        self._handle.note(cache, CacheOperation(kind=self._kind, values=values))  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._handle.__deepcopy__(memo)
+
+    def __reduce__(self) -> NoReturn:
+        self._handle.__reduce__()
+
+
+def _recipe_of(cache: Any) -> CacheRecipe:
+    from transformers import cache_utils
+
+    kind, remedy = type(cache).__name__, "Leave `cache_implementation` out, or pass `use_cache=False`"
+    if isinstance(cache, cache_utils.EncoderDecoderCache) or cache.offloading:
+        raise ConfigError(f"a cache on servers must be a `DynamicCache` that is not offloaded, got {kind}. {remedy}.")
+    unknown = [type(layer).__name__ for layer in cache.layers if type(layer).__name__ not in _LAYERS]
+    replicated = cache.layer_class_to_replicate
+    if unknown or replicated not in (None, cache_utils.DynamicLayer):
+        found = unknown[0] if unknown else replicated.__name__
+        raise ConfigError(f"layers of a cache on servers must be one of {sorted(_LAYERS)}, got {found}. {remedy}.")
+    if any(getattr(layer, "is_initialized", False) for layer in cache.layers) and _length_of(cache):
+        raise ConfigError(
+            f"a cache must be empty when the first block on a server gets it: this {kind} has {_length_of(cache)} "
+            "tokens, which were computed elsewhere. Begin with a new cache, and give the forward the whole text."
+        )
+    layers = [_describe(layer) for layer in cache.layers] if replicated is None else None
+    return CacheRecipe(layers=layers, records_past=any(getattr(one, "record_past", False) for one in cache.layers))
+
+
+def _describe(layer: Any) -> CacheLayer:
+    return CacheLayer(
+        kind=_LAYERS[type(layer).__name__],
+        window=int(getattr(layer, "sliding_window", 0)),
+        num_states=int(getattr(layer, "number_of_states", 1)),
+    )
+
+
+def build(recipe: CacheRecipe) -> Any:
+    """Make the empty cache of a recipe, at a server."""
+    try:
+        from transformers import cache_utils
+    except ImportError as error:
+        raise ConfigError("caches of Hugging Face models need `pip install transformers` on all servers.") from error
+
+    if recipe.layers is None:
+        return cache_utils.DynamicCache()
+    layers = []
+    for one in recipe.layers:
+        own: dict[str, int] = {}
+        if "sliding" in one.kind:
+            own["sliding_window"] = one.window
+        if "linear" in one.kind:
+            own["number_of_states"] = one.num_states
+        layer = getattr(cache_utils, _CLASSES[one.kind])(**own)
+        if recipe.records_past and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+        layers.append(layer)
+    return cache_utils.Cache(layers=layers)
+
+
+def apply(cache: Any, operation: CacheOperation) -> None:
+    """Change a cache between two steps; `ProtocolError` refuses rows that there are not, and tokens."""
+    kind, values = operation.kind, operation.values
+    if kind in ("crop", "repeat") and len(values) != 1:
+        raise ProtocolError(f"`{kind}` takes one number, got {len(values)}")
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if kind in ("reorder", "select") and keys is not None and values and max(values) >= len(keys):
+            raise ProtocolError(f"row {max(values)} of a cache with {len(keys)} was asked for")
+        if kind == "crop" and _has_length(layer) and values[0] > layer.get_seq_length():
+            raise ProtocolError(f"{values[0]} tokens of {layer.get_seq_length()} were to be removed")
+    for layer in cache.layers:
+        _apply(layer, kind, values)
+
+
+def _apply(layer: Any, kind: str, values: list[int]) -> None:
+    keys = getattr(layer, "keys", None)
+    device = keys.device if keys is not None else "cpu"
+    match kind:
+        case "crop":
+            layer.crop(-values[0])
+        case "repeat":
+            layer.batch_repeat_interleave(values[0])
+        case "reorder":
+            layer.reorder_cache(torch.tensor(values, device=device))
+        case "select":
+            layer.batch_select_indices(torch.tensor(values, device=device))
+        case "record":
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        case "reset":
+            layer.reset()
+
+
+class Shadow:
+    """Lets a stage's cache have the right lengths in the layers of other stages' blocks, which hold no numbers."""
+
+    def __init__(self, cache: Any, *, first_block: int, rows: int, length: int) -> None:
+        """Before a step: enter it in the layers of the blocks before, where one machine has it by now."""
+        self._cache, self._first, self._rows, self._length = cache, first_block, rows, length
+        number = first_block if cache.layer_class_to_replicate is not None else min(first_block, len(cache.layers))
+        _grow(cache, [index for index in range(number) if not self._is_own(index)], rows=rows, length=length)
+        self._before = self._lengths()
+
+    def follow(self) -> None:
+        """After the step: enter it in the layers of the blocks behind."""
+        now = self._lengths()
+        behind = [i for i in range(self._first, len(now)) if i >= len(self._before) or now[i] == self._before[i]]
+        grown = [index for index in behind if not self._is_own(index)]
+        _grow(self._cache, grown, rows=self._rows, length=self._length)
+
+    def _is_own(self, index: int) -> bool:
+        layers = self._cache.layers
+        keys = getattr(layers[index], "keys", None) if index < len(layers) else None
+        return isinstance(keys, Tensor) and keys.device.type != "meta"
+
+    def _lengths(self) -> list[int]:
+        return [layer.get_seq_length() if _has_length(layer) else -1 for layer in self._cache.layers]
+
+
+def num_bytes(cache: Any) -> int:
+    """The bytes of a cache's tensors."""
+    tensors = [value for layer in cache.layers for value in _tensors_of(vars(layer).values())]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors_of(value.values())
+
+
+def _grow(cache: Any, indices: Iterable[int], *, rows: int, length: int) -> None:
+    update: Callable[..., Any] = type(cache).update
+    for index in indices:
+        layer = cache.layers[index] if index < len(cache.layers) else None
+        if layer is not None and hasattr(layer, "has_previous_state"):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+        if layer is None or _has_length(layer):
+            nothing = torch.empty(rows, 1, length, 1, device="meta")
+            update(cache, nothing, nothing, index)
+
+
+def _has_length(layer: Any) -> bool:
+    return hasattr(layer, "get_seq_length")
+
+
+def _length_of(cache: Any) -> int:
+    return max((layer.get_seq_length() for layer in cache.layers if _has_length(layer)), default=0)

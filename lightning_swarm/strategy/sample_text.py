@@ -1,0 +1,208 @@
+"""`SampleText`: writes texts with the model while it trains, and logs them."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.rebase import written_once
+
+if TYPE_CHECKING:
+    _Callback = Callback
+else:
+    _Callback = object
+
+__all__ = ["Sample", "SampleText"]
+
+_COLUMNS: Final = ("step", "prompt", "text", "tokens_per_s")
+_NUM_BYTES: Final = 256
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that the model wrote."""
+
+    step: int  # the Trainer's `global_step`
+    prompt: str
+    text: str  # what follows the prompt
+    tokens_per_s: float
+
+
+@written_once(Callback)
+class SampleText(_Callback):
+    """Writes texts with the model while it trains, and logs them.
+
+    The texts are those that the model of that step writes on one machine. Training is the same with and without this
+    callback: all random generators and the modules' modes are put back. In a swarm the text is generated through the
+    stages, without gathering weights; the swarm waits meanwhile, as in any callback.
+
+    TensorBoard and Weights & Biases get the texts by their own means. Other loggers that have a folder get a file
+    ``samples.csv`` in it. `samples` has all texts of this fit.
+
+    Args:
+        prompts: What each text begins with.
+        tokenizer: Turns text into tokens and back, as those of Hugging Face do. None: a token is a byte.
+        every_n_steps: Optimizer steps between two times.
+        max_new_tokens: Of each text. While it is written, training waits.
+        seed: Of the random draws, where `options` ask for sampling. Each text is drawn by a generator of its own.
+        generate: Called with the LightningModule and a prompt; returns what follows. It takes the place of
+            ``model.generate`` of Hugging Face, and of the three arguments around it.
+        options: Further arguments of ``model.generate``, such as ``do_sample=True, temperature=0.8``.
+
+    Raises:
+        ConfigError: An argument is out of range, or the module has nothing that generates.
+
+    Example:
+        >>> SampleText(["Once upon a time"], tokenizer=tokenizer, every_n_steps=100, do_sample=True)
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        *,
+        tokenizer: Any = None,
+        every_n_steps: int = 100,
+        max_new_tokens: int = 64,
+        seed: int = 0,
+        generate: Callable[[LightningModule, str], str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for name, value in {"every_n_steps": every_n_steps, "max_new_tokens": max_new_tokens}.items():
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"`{name}` of `SampleText` must be a whole number of at least 1, got {value!r}.")
+        if isinstance(prompts, str) or not prompts or not all(type(one) is str and one for one in prompts):
+            raise ConfigError(f"`prompts` of `SampleText` must be texts that are not empty, got {prompts!r}.")
+        if generate is not None and (options or tokenizer is not None):
+            raise ConfigError("`generate` of `SampleText` writes the text itself: leave `tokenizer` and options out.")
+        self.prompts, self.every_n_steps = list(prompts), every_n_steps
+        self.samples: list[Sample] = []
+        self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
+        self._generate, self._options = generate, options
+        self._done = 0  # the newest step at which texts were written
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.samples, self._done = [], trainer.global_step
+        if self._generate is None:
+            _generator_of(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if not trainer.is_global_zero or step == self._done or step % self.every_n_steps:
+            return
+        self._done = step
+        with _untouched(pl_module):
+            found = [self._write(pl_module, step, prompt) for prompt in self.prompts]
+        self.samples += found
+        for logger in trainer.loggers:
+            _log(logger, found)
+
+    def _write(self, module: LightningModule, step: int, prompt: str) -> Sample:
+        torch.manual_seed(self._seed)
+        begin_s = time.perf_counter()
+        if self._generate is not None:
+            text = self._generate(module, prompt)
+            num_tokens = len(text)
+        else:
+            tokens = self._encode(prompt).to(module.device)
+            found = _generator_of(module).generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=self._max_new_tokens, **self._options
+            )
+            found = getattr(found, "sequences", found)[0, tokens.shape[1] :]
+            text, num_tokens = self._decode(found), len(found)
+        took_s = max(time.perf_counter() - begin_s, 1e-9)
+        return Sample(step, prompt, text, num_tokens / took_s)
+
+    def _encode(self, prompt: str) -> Tensor:
+        if self._tokenizer is None:
+            return torch.tensor([list(prompt.encode())])
+        found: Tensor = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return found
+
+    def _decode(self, tokens: Tensor) -> str:
+        if self._tokenizer is None:
+            values = [token for token in tokens.tolist() if token < _NUM_BYTES]
+            return bytes(values).decode("utf-8", errors="replace")
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def _generator_of(module: LightningModule) -> Any:
+    """The module that generates text: this one, or the first below it."""
+    for found in _near(module):
+        if callable(getattr(found, "generate", None)):
+            return found
+    raise ConfigError(
+        "`SampleText` needs a model that has a method `generate`, as those of Hugging Face have, in the "
+        "LightningModule or in one of its attributes; there is none. Pass `generate=`, which gets the module and a "
+        "prompt."
+    )
+
+
+def _near(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    yield from module.children()
+    for child in module.children():
+        yield from child.children()
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in eval mode and has no gradients; modes and all random generators are put back."""
+    modes = [(one, one.training) for one in module.modules()]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that users draw from
+    devices = list(range(torch.cuda.device_count()))
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            module.eval()
+            yield
+    finally:
+        for one, training in modes:
+            one.training = training
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _log(logger: Any, samples: Sequence[Sample]) -> None:
+    rows = [[one.step, one.prompt, one.text, one.tokens_per_s] for one in samples]
+    step = samples[0].step
+    if callable(getattr(logger, "log_text", None)):  # Weights & Biases, and loggers made alike
+        logger.log_text("samples", columns=list(_COLUMNS), data=rows, step=step)
+    elif callable(getattr(getattr(logger, "experiment", None), "add_text", None)):  # TensorBoard
+        for number, one in enumerate(samples):
+            logger.experiment.add_text(f"samples/{number}", _as_markdown(one), step)
+    elif (folder := logger.log_dir if hasattr(logger, "log_dir") else logger.save_dir) is not None:
+        _append(Path(folder) / "samples.csv", [dict(zip(_COLUMNS, row, strict=True)) for row in rows])
+
+
+def _as_markdown(sample: Sample) -> str:
+    lines = (sample.prompt + sample.text).splitlines()
+    return "\n".join(["    " + line for line in lines]) + f"\n\n{sample.tokens_per_s:.1f} tokens/s"
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, _COLUMNS)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,132 @@
+"""Servers in processes of their own are killed while a text is generated through them: no token changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from typing_extensions import override
+
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.client.inference import InferenceSession
+from lightning_swarm.core.limits import Limits
+from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
+from tests.parity.harness import QUIET, run_plain
+from tests.parity.test_generation import FAMILIES, Writing, made, write
+from tests.parity.test_hugging_face import loader
+
+# Cold starts in this file: 1, the process that all servers are forked from.
+
+NUM_SERVERS = 4
+NUM_STEPS = 3
+AT_TOKEN = 5
+LAYERS = FAMILIES["llama"].layers
+
+
+class Strategy(SwarmStrategy):
+    """Of a trainer that waits for all servers before it begins."""
+
+    @property
+    @override
+    def num_awaited_servers(self) -> int:
+        return NUM_SERVERS
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with closing(Zygote(tmp_path_factory.mktemp("servers"))) as made_one:
+        yield made_one
+
+
+@dataclass
+class Killing(LogitsProcessor):  # type: ignore[misc]
+    """Kills the session's servers of some stages before a token is chosen."""
+
+    servers: list[Server]
+    stages: tuple[int, ...]
+    sessions: list[InferenceSession]
+    killed: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    at_s: list[float] = field(default_factory=list)  # of each token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_tokens += 1
+        self.at_s.append(time.monotonic())
+        if self.num_tokens == AT_TOKEN:
+            for peer in [self.sessions[-1]._route[stage] for stage in self.stages]:
+                (server,) = [one for one in self.servers if one.peer_id == peer]
+                os.kill(server.pid, signal.SIGKILL)
+                self.killed.append(peer)
+        return scores
+
+
+class Struck(Writing):
+    """Generates after each step; in the second one servers are killed."""
+
+    killing: Killing | None = None
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        strikes = self.killing is not None and len(self.texts) == 1
+        self.texts.append(
+            write(self.model, self.mode, logits_processor=LogitsProcessorList([self.killing] if strikes else []))
+        )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("mode", "stages"), [("sampled", (0,)), ("beams", (1,)), ("beams", (0, 1))], ids=str)
+def test_servers_are_killed_while_a_text_is_generated(
+    zygote: Zygote, monkeypatch: pytest.MonkeyPatch, mode: str, stages: tuple[int, ...]
+) -> None:
+    sessions: list[InferenceSession] = []
+    begin = InferenceSession._begin
+
+    async def noted(session: InferenceSession) -> set[int]:
+        sessions.append(session)
+        return await begin(session)
+
+    monkeypatch.setattr(InferenceSession, "_begin", noted)
+    servers: list[Server] = []
+    for _ in range(NUM_SERVERS):
+        known = [one.address for one in servers[:1]]
+        servers.append(zygote.begin(known, num_stages=2, model="writer", pipeline=LAYERS))
+    try:
+        strategy = Strategy(
+            role="trainer",
+            num_stages=2,
+            pipeline=LAYERS,
+            initial_peers=[servers[0].address],
+            limits=Limits(**LIMITS),
+            microbatch_size=2,
+        )
+        torch.manual_seed(0)
+        module = made("llama", mode, Struck)
+        killing = module.killing = Killing(servers, stages, sessions)
+        trainer = L.Trainer(strategy=strategy, devices=1, max_steps=NUM_STEPS, max_epochs=-1, **QUIET)
+        trainer.fit(module, loader())
+    finally:
+        for server in servers:
+            if server.alive:
+                os.kill(server.pid, signal.SIGKILL)
+    assert len(killing.killed) == len(stages)
+    torch.manual_seed(0)
+    plain = run_plain(lambda: made("llama", mode, Struck), loader(), max_steps=NUM_STEPS, max_epochs=-1)
+    assert isinstance(plain.module, Struck)
+    assert len(module.texts) == NUM_STEPS
+    for own, other in zip(module.texts, plain.module.texts, strict=True):
+        assert torch.equal(own, other)
+    stalls = [later - earlier for earlier, later in zip(killing.at_s, killing.at_s[1:], strict=False)]
+    print(
+        f"\nkilled {stages}: stalled for {max(stalls):.2f} s, of a median of {sorted(stalls)[len(stalls) // 2]:.3f} s"
+    )
+    wait_until(lambda: not any(one.alive for one in servers), "a server outlived its run")
