@@ -44,7 +44,7 @@ def end_now(limit: asyncio.Timeout) -> None:
         limit.reschedule(now_s())
 
 
-class _Answer:
+class _OpenAnswer:
     """An answer that a task of this peer makes. It costs less than a deadline, and every request has one."""
 
     __slots__ = ("_cancelled_before", "_is_ended", "_task")
@@ -71,7 +71,7 @@ async def answer_until_cut_off(
     """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
     if message.tensors:  # They may have taken a while to come.
         gate.check_answered(caller)
-    under_way = _Answer()
+    under_way = _OpenAnswer()
     answering.open(under_way, caller, under_way.end)
     try:
         answer = await respond(message)

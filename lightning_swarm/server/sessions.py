@@ -62,7 +62,7 @@ class _Kept:
 
 
 @dataclass(eq=False)
-class _Held:
+class _StageSession:
     """A session at one stage here."""
 
     client: PeerId
@@ -105,7 +105,7 @@ class SessionHandlers:
         self._membership, self._limits = context.membership, context.limits
         self._spawn = context.tasks.spawn
         self._steps = steps
-        self._held: OrderedDict[_Key, _Held] = OrderedDict()  # the one that was used last at the end
+        self._held: OrderedDict[_Key, _StageSession] = OrderedDict()  # the one that was used last at the end
         self._forgetting = False
         self.num_steps = 0  # computed so far
         transport = context.transport
@@ -163,7 +163,7 @@ class SessionHandlers:
         stage.check_evaluation_weights(step.weights)
         return stage
 
-    def _held_for(self, step: SessionStep, stage: Stage) -> _Held:
+    def _held_for(self, step: SessionStep, stage: Stage) -> _StageSession:
         key = (step.session, stage.index)
         held = self._held.get(key)
         if held is None:
@@ -176,7 +176,7 @@ class SessionHandlers:
                     "`Limits.session_bytes`, and all of them go on"
                 )
             cache = attention_cache.build(step.recipe)
-            held = self._held[key] = _Held(step.client, cache, step.attempt, step.route, step.resume)
+            held = self._held[key] = _StageSession(step.client, cache, step.attempt, step.route, step.resume)
             if not self._forgetting:
                 self._forgetting = True
                 self._spawn(self._forget_idle())
@@ -186,7 +186,9 @@ class SessionHandlers:
         self._held.move_to_end(key)
         return held
 
-    async def _advance(self, held: _Held, stage: Stage, step: SessionStep, hidden: Any, extras: dict[str, Any]) -> None:
+    async def _advance(
+        self, held: _StageSession, stage: Stage, step: SessionStep, hidden: Any, extras: dict[str, Any]
+    ) -> None:
         cache, mode = held.cache, step.modes[0]
         first_block = self._membership.run.manifest.stages[stage.index].first_block
 
@@ -218,7 +220,7 @@ class SessionHandlers:
         if step.number >= held.resume:
             await self._send_on(held, kept)
 
-    async def _send_on(self, held: _Held, kept: _Kept) -> None:
+    async def _send_on(self, held: _StageSession, kept: _Kept) -> None:
         """Send a step's output to the server of the next stage, or to the client; tell the client if that fails."""
         async with held.sending:
             step, number, stage_index = kept.step, kept.step.number, kept.step.stage_index
@@ -236,7 +238,7 @@ class SessionHandlers:
                 kind = "unreachable" if isinstance(error, Busy) else kind
                 await self._blame(held, step, kind, _reason(error), stage_index=stage_index + 1)
 
-    async def _give(self, held: _Held, kept: _Kept) -> None:
+    async def _give(self, held: _StageSession, kept: _Kept) -> None:
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
         body = encode(SessionOutput(session=kept.step.session, number=kept.step.number, structure=structure))
@@ -245,7 +247,7 @@ class SessionHandlers:
             held.client, SESSION_OUTPUT, message, timeout=self._limits.call_timeout, max_bytes=0
         )
 
-    async def _push(self, held: _Held, kept: _Kept) -> None:
+    async def _push(self, held: _StageSession, kept: _Kept) -> None:
         step = replace(
             kept.step,
             attempt=held.attempt,
@@ -260,7 +262,9 @@ class SessionHandlers:
             held.route[1], SESSION_STEP, message, timeout=self._limits.call_timeout, max_bytes=0
         )
 
-    async def _blame(self, held: _Held, step: SessionStep, kind: Any, reason: str, *, stage_index: int = -1) -> None:
+    async def _blame(
+        self, held: _StageSession, step: SessionStep, kind: Any, reason: str, *, stage_index: int = -1
+    ) -> None:
         failed = SessionFailed(
             session=step.session,
             number=step.number,

@@ -82,7 +82,7 @@ def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", [4, 14, 31, 36])
+@pytest.mark.parametrize("seed", [14, 36])
 def test_a_lead_is_cut_off_and_many_calls_come_too_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all calls after that a seventh has its request or its answer lost, as far as its timeout tells."""
     rng, late = random.Random(seed), []
