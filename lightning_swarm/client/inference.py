@@ -135,6 +135,10 @@ class InferenceSession:
         if said.number == self.num_steps and self._output is not None and not self._output.done():
             self._output.set_result(serialization.unflatten(said.structure, list(message.tensors)))
 
+    def is_served_by(self, peer: PeerId) -> bool:
+        """Return whether a peer is one of the session's servers."""
+        return peer in self._route
+
     def take_failure(self, caller: PeerId, failed: SessionFailed) -> None:
         """Take in that a step did not get through."""
         if caller not in self._route:
@@ -284,7 +288,7 @@ class InferenceSessions:
 
     def __post_init__(self) -> None:
         transport = self.context.transport
-        transport.handle_stream(SESSION_OUTPUT, self._handle_output)
+        transport.handle_stream(SESSION_OUTPUT, self._handle_output, admit=self._check_server)
         transport.handle_call(SESSION_FAILED, self._handle_failed)
 
     def open(self, recipe: CacheRecipe, weights: SessionWeights) -> InferenceSession:
@@ -309,6 +313,10 @@ class InferenceSessions:
         if found is None:
             raise SessionLost("this client has no such session")
         return found
+
+    def _check_server(self, caller: PeerId) -> None:
+        if not any(session.is_served_by(caller) for session in self._open.values()):
+            raise ProtocolError(f"{caller} is no server of a session of this client")
 
     async def _handle_output(self, caller: PeerId, message: Message) -> Message:
         said = decode(message.body, SessionOutput)

@@ -180,8 +180,11 @@ def build(recipe: CacheRecipe) -> Any:
     return cache_utils.Cache(layers=layers)
 
 
-def apply(cache: Any, operation: CacheOperation) -> None:
-    """Change a cache between two steps; `ProtocolError` refuses rows that there are not, and tokens."""
+def apply(cache: Any, operation: CacheOperation, *, max_bytes: int | None = None) -> None:
+    """Change a cache between two steps.
+
+    `ProtocolError` refuses rows and tokens that there are not, and a cache that would come to have more bytes.
+    """
     kind, values = operation.kind, operation.values
     if kind in ("crop", "repeat") and len(values) != 1:
         raise ProtocolError(f"`{kind}` takes one number, got {len(values)}")
@@ -191,6 +194,11 @@ def apply(cache: Any, operation: CacheOperation) -> None:
             raise ProtocolError(f"row {max(values)} of a cache with {len(keys)} was asked for")
         if kind == "crop" and _has_length(layer) and values[0] > layer.get_seq_length():
             raise ProtocolError(f"{values[0]} tokens of {layer.get_seq_length()} were to be removed")
+    if max_bytes is not None and kind in ("repeat", "reorder", "select"):
+        rows = max((len(layer.keys) for layer in cache.layers if getattr(layer, "keys", None) is not None), default=1)
+        times = values[0] if kind == "repeat" else len(values) / max(rows, 1)
+        if times > 1 and num_bytes(cache) * times > max_bytes:
+            raise ProtocolError(f"a cache may have {max_bytes} bytes, and {times:g} times {num_bytes(cache)} are more")
     for layer in cache.layers:
         _apply(layer, kind, values)
 

@@ -48,6 +48,7 @@ from lightning_swarm.server.step_handlers import StepHandlers
 _log = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 4096
+_MAX_SESSIONS: Final = 4096  # at all stages here: small ones take more memory than their bytes
 _Key = tuple[str, int]  # a session, and the stage
 
 
@@ -169,7 +170,9 @@ class SessionHandlers:
         if held is None:
             if step.number != 1:
                 raise SessionLost(f"stage {stage.index} has no step of this session here, got step {step.number}")
-            self._make_room(but=key)
+            self._make_room(but=key, num_more=1)
+            if len(self._held) >= _MAX_SESSIONS:
+                raise Busy(f"{len(self._held)} sessions are open here, and no more may be")
             if self._used_bytes() > self._limits.session_bytes:
                 raise Busy(
                     f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
@@ -189,13 +192,13 @@ class SessionHandlers:
     async def _advance(
         self, held: _StageSession, stage: Stage, step: SessionStep, hidden: Any, extras: dict[str, Any]
     ) -> None:
-        cache, mode = held.cache, step.modes[0]
+        cache, mode, max_bytes = held.cache, step.modes[0], self._limits.session_bytes
         first_block = self._membership.run.manifest.stages[stage.index].first_block
 
         def compute() -> Any:
             own = stage.module.extras_for(extras)  # here: what comes may be anything
             for operation in step.operations:
-                attention_cache.apply(cache, operation)
+                attention_cache.apply(cache, operation, max_bytes=max_bytes)
             with stage.at(step.version), stage.holding(step.weights):
                 output = stage.computation.session_step(hidden, own, mode, cache, first_block)
             return output, attention_cache.num_bytes(cache)
@@ -311,15 +314,18 @@ class SessionHandlers:
     def _used_bytes(self) -> int:
         return sum(held.num_bytes for held in self._held.values())
 
-    def _make_room(self, *, but: _Key) -> None:
-        """Drop outputs, the oldest sessions' first, then sessions that do not go on, until the rest has room."""
+    def _make_room(self, *, but: _Key, num_more: int = 0) -> None:
+        """Drop outputs, the oldest sessions' first, then sessions that do not go on, until there is room for the rest.
+
+        That is also room for so many new ones.
+        """
         excess = self._used_bytes() - self._limits.session_bytes
-        for held in [*self._held.values()]:
-            if excess <= 0:
-                return
+        for held in [*self._held.values()] if excess > 0 else ():
             excess -= held.drop_older()
-        for key, held in [*self._held.items()]:
             if excess <= 0:
+                break
+        for key, held in [*self._held.items()]:
+            if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
                 return
             if key != but and held.done == held.taken:
                 excess -= held.num_bytes

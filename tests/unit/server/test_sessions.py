@@ -303,6 +303,29 @@ def test_memory_is_bounded_and_costs_time_alone(make_swarm: MakeSwarm) -> None:
     torch.testing.assert_close(client.outputs[2], wanted, rtol=0.0, atol=1e-13)
 
 
+def test_there_are_not_too_many_sessions(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_swarm.server.sessions._MAX_SESSIONS", 5)
+    swarm = begun(make_swarm)
+    client = Client(swarm.trainer)
+    for number in range(20):
+        send(swarm, message(tokens(number), A, C, session=f"{number:032}"))
+        assert swarm.servers[A].sessions.num_open <= 5
+    assert not client.failures
+
+
+@pytest.mark.parametrize(
+    "operation", [CacheOperation(kind="repeat", values=[1 << 30]), CacheOperation(kind="select", values=[0] * 60_000)]
+)
+def test_a_cache_is_not_blown_up(make_swarm: MakeSwarm, operation: CacheOperation) -> None:
+    swarm = begun(make_swarm, Limits(call_timeout=30.0, session_bytes=1 << 20))
+    client = Client(swarm.trainer)
+    send(swarm, message(tokens(1), A, C))
+    send(swarm, message(tokens(2), A, C, number=2, operations=[operation]))
+    (failure,) = client.failures
+    assert failure.kind == "refused"
+    assert "a cache may have 1048576 bytes" in failure.reason
+
+
 @pytest.mark.parametrize("method", [SESSION_REPLAY, SESSION_CLOSE])
 def test_garbage_is_refused(make_swarm: MakeSwarm, method: str) -> None:
     swarm = begun(make_swarm)
