@@ -69,8 +69,7 @@ async def answer_until_cut_off(
     gate: Gatekeeper, answering: OpenExchanges, caller: PeerId, respond: Responder, message: Message
 ) -> Message:
     """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
-    if message.tensors:  # They may have taken a while to come.
-        gate.check_answered(caller)
+    gate.check_answered(caller)  # Its tensors, or its turn, may have taken a while to come.
     under_way = _OpenAnswer()
     answering.open(under_way, caller, under_way.end)
     try:
