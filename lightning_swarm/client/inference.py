@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,8 +48,6 @@ from lightning_swarm.protocol.methods import (
     SESSION_STEP,
 )
 
-_log = logging.getLogger(__name__)
-
 _LOOK_S: Final = 0.5  # without an output, after which the route's servers are asked whether they live
 _MAX_CLOSING_S: Final = 5.0
 
@@ -84,7 +81,6 @@ class InferenceSession:
         self._log: list[SessionInput] = []
         self._route: list[PeerId] = []
         self._attempt = 0
-        self._resume = 1
         self._output: asyncio.Future[serialization.Tree] | None = None
         self._failures: asyncio.Queue[SessionFailed] = asyncio.Queue()
         self._refused: dict[int, set[PeerId]] = {}  # by stage, who answered with an error
@@ -102,7 +98,7 @@ class InferenceSession:
         deadline_s = now_s() + self._context.timeout
         self.is_broken = True
         try:
-            broken = await (self._send(self.num_steps) if self._route else self._begin())
+            broken = await (self._send(self.num_steps, resume=self.num_steps) if self._route else self._begin())
             while not output.done():
                 broken = await (self._rebuild(broken) if broken else self._wait(output))
                 if not output.done() and now_s() >= deadline_s:
@@ -113,7 +109,6 @@ class InferenceSession:
         finally:
             self._output = None
         self._refused.clear()
-        self._resume = self.num_steps + 1
         self.is_broken = False
         return output.result()
 
@@ -156,11 +151,7 @@ class InferenceSession:
             if output.done():
                 return set()
             if not failing.done():
-                alive = await alive_among(self._context.transport, dict.fromkeys(self._route))
-                silent = {stage for stage, peer in enumerate(self._route) if peer not in alive}
-                for stage in silent:
-                    self._ban(stage, Unreachable(f"{self._route[stage]} does not answer"))
-                return silent
+                return await self._silent(Unreachable("it does not answer"))
             failed = failing.result()
         finally:
             failing.cancel()
@@ -186,7 +177,7 @@ class InferenceSession:
     async def _begin(self) -> set[int]:
         """Choose a server for each stage, and send the first step; returns the stages that need another one."""
         self._route = [self._choose(stage) for stage in range(len(self._context.routers))]
-        return await self._send_all()
+        return await self._send_all(resume=1)
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
         """Choose servers for stages that need one, and bring them up to the newest step; returns what is broken now."""
@@ -200,13 +191,13 @@ class InferenceSession:
                     await asyncio.sleep(_LOOK_S)
         first = min(broken)
         # One stage gets the steps so far and hands on the newest; of several each hands on all.
-        self._resume = self.num_steps if len(broken) == 1 else 1
+        resume = self.num_steps if len(broken) == 1 else 1
         while first > 0:
             request = SessionReplay(
                 session=self.id,
                 stage_index=first - 1,
                 attempt=self._attempt,
-                resume=self._resume,
+                resume=resume,
                 route=self._route[first - 1 :],
             )
             before = self._route[first - 1]
@@ -215,21 +206,21 @@ class InferenceSession:
                 await self._context.transport.call(before, SESSION_REPLAY, encode(request), timeout=timeout)
             except SessionLost:
                 await self._tell(before, encode(SessionClose(session=self.id)))
-                first, self._resume = first - 1, 1  # it has dropped what is needed, and computes it again
+                first, resume = first - 1, 1  # it has dropped what is needed, and computes it again
             except PeerError as error:
-                return await self._blamed(first, error)
+                return await self._silent(error) or {first}  # which of the two is gone
             else:
                 # The step itself may not have come to the server before; it hands on what it computes.
-                return await self._send(self.num_steps)
-        return await self._send_all()
+                return await self._send(self.num_steps, resume=resume)
+        return await self._send_all(resume=resume)
 
-    async def _blamed(self, first: int, error: PeerError) -> set[int]:
-        """After a failed replay from the server before stage `first`: find out which of the two is gone."""
+    async def _silent(self, error: PeerError) -> set[int]:
+        """Ban the servers that answer no ping, for this error; returns their stages."""
         alive = await alive_among(self._context.transport, dict.fromkeys(self._route))
         silent = {stage for stage, peer in enumerate(self._route) if peer not in alive}
         for stage in silent:
             self._ban(stage, error)
-        return silent or {first}
+        return silent
 
     def _choose(self, stage: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:
         router = self._context.routers[stage]
@@ -238,15 +229,18 @@ class InferenceSession:
         router.release(charge)
         return charge.peer
 
-    async def _send_all(self) -> set[int]:
+    async def _send_all(self, *, resume: int) -> set[int]:
         """Send all steps so far to the first stage's server; returns that stage if it does not take them."""
         for number in range(1, self.num_steps + 1):
-            if broken := await self._send(number):
+            if broken := await self._send(number, resume=resume):
                 return broken
         return set()
 
-    async def _send(self, number: int) -> set[int]:
-        """Send a step to the first stage's server; returns that stage if it does not take it."""
+    async def _send(self, number: int, *, resume: int) -> set[int]:
+        """Send a step to the first stage's server; returns that stage if it does not take it.
+
+        Servers hand on what comes of the steps from `resume` on.
+        """
         given = self._log[number - 1]
         structure, tensors = serialization.flatten((given.hidden, given.extras))
         step = SessionStep(
@@ -257,7 +251,7 @@ class InferenceSession:
             version=self.weights.version,
             weights=self.weights.number,
             number=number,
-            resume=min(self._resume, self.num_steps),
+            resume=resume,
             stage_index=0,
             route=self._route,
             modes=list(given.modes),

@@ -200,7 +200,7 @@ class Computation:
             shadow = Shadow(cache, first_block=first_block, rows=rows, length=length)
             output = self._module.uncompiled((inputs,), keywords)
             shadow.follow()
-        return on_cpu(encoded(output, codec))
+        return self._to_send(encoded(output, codec))
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
         """Run the blocks; the output is where it was computed, and what they leave is beside it."""

@@ -25,6 +25,7 @@ from lightning_swarm.model.attention_cache import is_in_session
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import (
+    FailureKind,
     SessionClose,
     SessionFailed,
     SessionOutput,
@@ -226,7 +227,7 @@ class SessionHandlers:
     async def _send_on(self, held: _StageSession, kept: _Kept) -> None:
         """Send a step's output to the server of the next stage, or to the client; tell the client if that fails."""
         async with held.sending:
-            step, number, stage_index = kept.step, kept.step.number, kept.step.stage_index
+            step = kept.step
             try:
                 if len(held.route) == 1:
                     await self._give(held, kept)
@@ -234,12 +235,11 @@ class SessionHandlers:
                     await self._push(held, kept)
             except SwarmError as error:
                 if len(held.route) == 1:
-                    _log.info("The client %s of a session does not get step %d: %s", held.client, number, error)
+                    _log.info("The client %s of a session does not get step %d: %s", held.client, step.number, error)
                     return
-                is_gone = isinstance(error, PeerError) and not isinstance(error, (SessionLost, Busy))
-                kind = "lost" if isinstance(error, SessionLost) else "unreachable" if is_gone else "refused"
-                kind = "unreachable" if isinstance(error, Busy) else kind
-                await self._blame(held, step, kind, _reason(error), stage_index=stage_index + 1)
+                is_lost, may_do_elsewhere = isinstance(error, SessionLost), isinstance(error, PeerError)
+                kind: FailureKind = "lost" if is_lost else "unreachable" if may_do_elsewhere else "refused"
+                await self._blame(held, step, kind, _reason(error), stage_index=step.stage_index + 1)
 
     async def _give(self, held: _StageSession, kept: _Kept) -> None:
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
@@ -266,7 +266,7 @@ class SessionHandlers:
         )
 
     async def _blame(
-        self, held: _StageSession, step: SessionStep, kind: Any, reason: str, *, stage_index: int = -1
+        self, held: _StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
     ) -> None:
         failed = SessionFailed(
             session=step.session,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -168,17 +167,13 @@ def _near(module: nn.Module) -> Iterator[nn.Module]:
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Inside, the module is in eval mode and has no gradients; modes and all random generators are put back."""
     modes = [(one, one.training) for one in module.modules()]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that users draw from
-    devices = list(range(torch.cuda.device_count()))
     try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with isolate_rng(), torch.no_grad():
             module.eval()
             yield
     finally:
         for one, training in modes:
             one.training = training
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _log(logger: Any, samples: Sequence[Sample]) -> None:

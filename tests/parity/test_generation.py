@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,38 +14,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.parity.harness import assert_exact, run_plain, run_swarm
-from tests.parity.test_hugging_face import LAYERS, VOCABULARY, Finetuned, Model, loader
+from tests.parity.test_hugging_face import MODELS, Finetuned, Model, loader
 
 NUM_STEPS = 3
-DECODER = {**LAYERS, "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
-GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 16,
-    "n_layer": 4,
-    "n_head": 2,
-    "n_positions": 64,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": 1,
-}
+TOKENS = {"use_cache": True, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+
+
+def generating(model: Model, **options: Any) -> Model:
+    """A model that has a cache, and never comes to an end by itself."""
+    return replace(model, options={**model.options, **TOKENS, **options})
+
+
 FAMILIES = {
-    "llama": Model("LlamaForCausalLM", "LlamaConfig", DECODER, "model.model.layers"),
-    "gpt2": Model("GPT2LMHeadModel", "GPT2Config", GPT2, "model.transformer.h"),
-    "mistral": Model("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 4}, "model.model.layers"),
-    "qwen": Model(
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        {
-            **DECODER,
-            "use_sliding_window": True,
-            "sliding_window": 3,
-            "layer_types": 2 * ["sliding_attention", "full_attention"],
-        },
-        "model.model.layers",
+    "llama": generating(MODELS["llama"]),
+    "gpt2": generating(MODELS["gpt2"], n_positions=64),
+    "mistral": generating(
+        replace(MODELS["llama"], kind="MistralForCausalLM", config="MistralConfig"), sliding_window=4
     ),
+    "qwen": generating(MODELS["qwen"]),
 }
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},

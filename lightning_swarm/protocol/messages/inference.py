@@ -24,6 +24,10 @@ LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"
 """What a block's cache keeps: all keys and values, those of a window, the state of linear attention, or both."""
 
 
+FailureKind = Literal["lost", "unreachable", "refused"]
+"""The server has not all steps before, cannot be reached by the one before it, or raised an error."""
+
+
 class CacheLayer(WireMessage, frozen=True):
     """The cache of one block."""
 
@@ -83,8 +87,7 @@ class SessionFailed(WireMessage, frozen=True):
     number: Number
     attempt: Count
     stage_index: Count  # whose server is to blame
-    # lost: it has not all steps before. unreachable: the server before cannot reach it. refused: it raised the error.
-    kind: Literal["lost", "unreachable", "refused"]
+    kind: FailureKind
     reason: Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
