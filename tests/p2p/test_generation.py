@@ -75,16 +75,19 @@ class Struck(Writing):
 
     killing: Killing | None = None
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.written: list[tuple[int, Tensor]] = []  # by step: one is done again if the run rolls back
+
     @override
     def on_train_batch_end(self, *_: Any) -> None:
-        strikes = self.killing is not None and len(self.texts) == 1
-        self.texts.append(
-            write(self.model, self.mode, logits_processor=LogitsProcessorList([self.killing] if strikes else []))
-        )
+        strikes = self.killing is not None and len(self.written) == 1
+        processors = LogitsProcessorList([self.killing] if strikes else [])
+        self.written.append((self.trainer.global_step, write(self.model, self.mode, logits_processor=processors)))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("mode", "stages"), [("sampled", (0,)), ("beams", (1,)), ("beams", (0, 1))], ids=str)
+@pytest.mark.parametrize(("mode", "stages"), [("sampled", (0,)), ("beams", (1,))], ids=str)
 def test_servers_are_killed_while_a_text_is_generated(
     zygote: Zygote, monkeypatch: pytest.MonkeyPatch, mode: str, stages: tuple[int, ...]
 ) -> None:
@@ -122,9 +125,10 @@ def test_servers_are_killed_while_a_text_is_generated(
     torch.manual_seed(0)
     plain = run_plain(lambda: made("llama", mode, Struck), loader(), max_steps=NUM_STEPS, max_epochs=-1)
     assert isinstance(plain.module, Struck)
-    assert len(module.texts) == NUM_STEPS
-    for own, other in zip(module.texts, plain.module.texts, strict=True):
-        assert torch.equal(own, other)
+    texts = dict(plain.module.written)
+    assert {step for step, _ in module.written} == set(range(1, NUM_STEPS + 1)) == texts.keys()
+    for step, text in module.written:
+        assert torch.equal(text, texts[step])
     stalls = [later - earlier for earlier, later in zip(killing.at_s, killing.at_s[1:], strict=False)]
     print(
         f"\nkilled {stages}: stalled for {max(stalls):.2f} s, of a median of {sorted(stalls)[len(stalls) // 2]:.3f} s"
