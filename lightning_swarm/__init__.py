@@ -17,6 +17,7 @@ from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, insert_bou
 from lightning_swarm.monitor import view
 from lightning_swarm.monitor.view import SwarmView
 from lightning_swarm.peer import config, preemption
+from lightning_swarm.peer.remote_model import remote_model
 from lightning_swarm.protocol import events
 from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.strategy.framework import LIGHTNING as _LIGHTNING
@@ -34,6 +35,7 @@ __all__ = [
     "SwarmView",
     "__version__",
     "insert_boundary",
+    "remote_model",
     "restore_boundary",
 ]
 

@@ -17,11 +17,11 @@ from lightning_swarm import __version__
 from lightning_swarm.cli import invite as invite_module
 from lightning_swarm.cli import members as members_module
 from lightning_swarm.cli import plan as plan_module
-from lightning_swarm.cli import programs
+from lightning_swarm.cli import programs, serving
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.process import LOG, follow_environment
 from lightning_swarm.core.readable import printable
-from lightning_swarm.model.export import export_file, export_safetensors
+from lightning_swarm.model.export import export_file, export_folder, export_safetensors
 from lightning_swarm.monitor import doctor, survey
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner import report
@@ -42,6 +42,8 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
     lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
     lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
+    lightning-swarm serve --weights my-llama/                       serve a finished model with others
+    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt Hi  and have it write
 
 With -v before the command, stderr says more of what happens; with -vv, all.
 """
@@ -75,8 +77,10 @@ _EXPORT: Final = """\
 
     lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
     lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer
+    lightning-swarm export last.ckpt my-llama/                      a model of Hugging Face, to be served
 
-The second one has all of the model and of the optimizer's state in memory meanwhile.
+The second one has all of the model and of the optimizer's state in memory meanwhile. The third one needs the model's
+config.json in the folder, as `model.config.save_pretrained("my-llama/")` writes it.
 """
 
 _SIMULATE: Final = """\
@@ -206,12 +210,22 @@ def _parser() -> argparse.ArgumentParser:
     plan_module.add_arguments(plan)
 
     export = add(
-        "export", "Write a checkpoint's weights to a safetensors file, or a sharded one to a single file.", _EXPORT
+        "export",
+        "Write a checkpoint's weights to a safetensors file or a Hugging Face folder, or as a single file.",
+        _EXPORT,
     )
     export.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved, or a sharded checkpoint"
     )
-    export.add_argument("out", type=Path, metavar="OUT", help="the file to write: *.safetensors or *.ckpt")
+    export.add_argument(
+        "out", type=Path, metavar="OUT", help="the file to write, *.safetensors or *.ckpt, or a folder with config.json"
+    )
+
+    generating = add("generate", "Write a text with a served model, as it comes.", serving.GENERATE)
+    serving.add_generate_arguments(generating)
+
+    endpoint = add("http", "Answer OpenAI's HTTP protocol for served models.", serving.HTTP)
+    serving.add_http_arguments(endpoint)
 
     simulation = add(
         "simulate", "Simulate a swarm whose peers come and go: how fast it would be, by which rule.", _SIMULATE
@@ -225,12 +239,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
-        export = export_file if arguments.out.suffix == ".ckpt" else export_safetensors
+        to_folder = arguments.out.is_dir() or not arguments.out.suffix
+        export = export_folder if to_folder else export_file if arguments.out.suffix == ".ckpt" else export_safetensors
         num_tensors = export(arguments.checkpoint, arguments.out)
         print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
         return 0
     if arguments.command == "invite":
         return invite_module.run(arguments)
+    if arguments.command == "generate":
+        return serving.run_generate(arguments)
+    if arguments.command == "http":
+        return serving.run_http(arguments)
     if arguments.command == "members":
         return members_module.show_members(arguments)
     if arguments.command in ("ban", "unban"):

@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 
 import yaml
 
-from lightning_swarm.cli import swarm_cli
+from lightning_swarm.cli import serving, swarm_cli
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
@@ -182,7 +182,7 @@ def require_jsonargparse(*commands: str) -> None:
 
 PEER_COMMANDS: Final[Mapping[str, str]] = {
     "join": "Join a run that another machine started. Needs no data.",
-    "serve": "Hold stages, and nothing else, for a run that is or will be started elsewhere.",
+    "serve": "Hold stages, and nothing else, for a run that is started elsewhere, or of a model that is not trained.",
 }
 _PEER_OPTIONS: Final = ("--listen", "--identity", "--invite", "--preemption")
 
@@ -212,6 +212,7 @@ a second one ends it at once. With --preemption it heeds the notice of a cloud t
     lightning-swarm serve {_ADDRESS} train.py    for a run that is there
     lightning-swarm serve --listen 0.0.0.0:31337 train.py       for one that will be: prints how to start it
     lightning-swarm serve --listen 0.0.0.0:31337 --config run.yaml
+    lightning-swarm serve --weights my-llama/                   a model that is not trained: `serve --weights . --help`
 
 As `join`, but whatever `role` the program's strategy has, it reads no data and trains nothing; and it may come first.
 """,
@@ -220,6 +221,8 @@ As `join`, but whatever `role` the program's strategy has, it reads no data and 
 
 def run_peer(name: str, arguments: Sequence[str]) -> int:
     """Run `join` or `serve`; returns the exit status, unless the program ends the process with one of its own."""
+    if name == "serve" and serving.is_for_model(arguments):
+        return serving.run_serve(arguments)
     own, program = _split(arguments, address_first=name == "join")
     parser = _parser(name)
     chosen = parser.parse_args(own)

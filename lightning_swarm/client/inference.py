@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lightning_swarm.client.pipeline.context import PipelineContext, Refusal
+from lightning_swarm.client.pipeline.context import Refusal
+from lightning_swarm.client.session_routes import SessionRoutes
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
+    Busy,
     PeerError,
     ProtocolError,
     SessionLost,
@@ -50,6 +53,12 @@ from lightning_swarm.protocol.methods import (
 
 _LOOK_S: Final = 0.5  # without an output, after which the route's servers are asked whether they live
 _MAX_CLOSING_S: Final = 5.0
+_FIRST_AGAIN: Final = 4  # looks after which the newest step is sent again; then after twice as many, and so on
+_MAX_TIMEOUTS: Final = 10  # a step may take so many times the longest call, if servers take the place of others
+_MAX_FAILURES: Final = 64
+
+WINDOW: Final = 16
+"""Steps that are under way at once to a server that is new to a session, if they are small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,55 +80,85 @@ class SessionWeights:
     number: int  # of evaluation weights; 0: those of the version
 
 
+@dataclass(frozen=True)
+class SessionResult:
+    """What a step came to."""
+
+    output: serialization.Tree  # of the last stage, as it travels
+    length: int | None  # of the last server's cache, in tokens; None: there is no cache
+
+
 class InferenceSession:
     """A text that grows, with its caches at one server of each stage; on the swarm's loop."""
 
-    def __init__(self, context: PipelineContext, recipe: CacheRecipe, weights: SessionWeights) -> None:
+    def __init__(self, routes: SessionRoutes, recipe: CacheRecipe | None, weights: SessionWeights) -> None:
         self.id = secrets.token_hex(16)
         self.weights = weights
-        self._context, self._recipe = context, recipe
+        self._routes, self._recipe = routes, recipe
         self._log: list[SessionInput] = []
         self._route: list[PeerId] = []
         self._attempt = 0
-        self._output: asyncio.Future[serialization.Tree] | None = None
-        self._failures: asyncio.Queue[SessionFailed] = asyncio.Queue()
+        self._attempt_step = 1  # the newest step when the attempt began
+        self._output: asyncio.Future[SessionResult] | None = None  # of the step that is under way
+        self._failures: deque[SessionFailed] = deque(maxlen=_MAX_FAILURES)
+        self._news = asyncio.Event()  # an output, a failure, or who lives
+        self._looking: asyncio.Task[set[PeerId]] | None = None  # who lives of the route's servers
+        self._num_looks = 0  # in this step
+        self._unfit: set[int] = set()  # stages whose server is to be replaced
         self._refused: dict[int, set[PeerId]] = {}  # by stage, who answered with an error
-        self.is_broken = False  # a step failed: the caches may have it or not
+        self._telling: set[asyncio.Task[None]] = set()
 
     @property
     def num_steps(self) -> int:
         """The number of steps so far."""
         return len(self._log)
 
-    async def step(self, given: SessionInput) -> serialization.Tree:
-        """Have all stages compute the next tokens; returns the last one's output, as it travels."""
+    async def step(self, given: SessionInput) -> SessionResult:
+        """Have all stages compute the next tokens. Once that has failed, the session is of no use any more."""
         self._log.append(given)
         output = self._output = asyncio.get_running_loop().create_future()
-        deadline_s = now_s() + self._context.timeout
-        self.is_broken = True
+        self._num_looks = 0
+        timeout = self._routes.timeout
+        last_s = now_s() + _MAX_TIMEOUTS * timeout
+        deadline_s = now_s() + timeout
         try:
             broken = await (self._send(self.num_steps, resume=self.num_steps) if self._route else self._begin())
             while not output.done():
-                broken = await (self._rebuild(broken) if broken else self._wait(output))
+                if broken:
+                    broken = await self._rebuild(broken)
+                    if not broken:  # replays took their time, and may have to be waited for
+                        deadline_s = min(last_s, now_s() + timeout)
+                else:
+                    broken = await self._wait(output)
                 if not output.done() and now_s() >= deadline_s:
                     raise StageLost(
-                        f"step {self.num_steps} of a session did not get through within {self._context.timeout:g} s "
+                        f"step {self.num_steps} of a session did not get through within {timeout:g} s "
                         f"on {self._route}. Raise `Limits.call_timeout` if it takes longer."
                     )
         finally:
             self._output = None
+            self._failures.clear()
+            if self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
         self._refused.clear()
-        self.is_broken = False
-        return output.result()
+        self._unfit.clear()
+        result: SessionResult = output.result()
+        return result
 
     async def close(self) -> None:
         """Tell the servers that the session is over."""
         body = encode(SessionClose(session=self.id))
         await gather(self._tell(peer, body) for peer in dict.fromkeys(self._route))
 
+    def _tell_soon(self, peer: PeerId) -> None:
+        task = asyncio.ensure_future(self._tell(peer, encode(SessionClose(session=self.id))))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
     async def _tell(self, peer: PeerId, body: bytes) -> None:
         with contextlib.suppress(SwarmError):  # it forgets the session by itself
-            await self._context.transport.call(peer, SESSION_CLOSE, body, timeout=_MAX_CLOSING_S)
+            await self._routes.transport.call(peer, SESSION_CLOSE, body, timeout=_MAX_CLOSING_S)
 
     # ------------------------------------------------------------------ what comes
 
@@ -128,7 +167,9 @@ class InferenceSession:
         if not self._route or caller != self._route[-1]:
             raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
         if said.number == self.num_steps and self._output is not None and not self._output.done():
-            self._output.set_result(serialization.unflatten(said.structure, list(message.tensors)))
+            tree = serialization.unflatten(said.structure, list(message.tensors))
+            self._output.set_result(SessionResult(tree, said.length))
+            self._news.set()
 
     def is_served_by(self, peer: PeerId) -> bool:
         """Return whether a peer is one of the session's servers."""
@@ -140,55 +181,82 @@ class InferenceSession:
             raise ProtocolError(f"{caller} is no server of the session")
         if failed.stage_index >= len(self._route):
             raise ProtocolError(f"a session of {len(self._route)} stages failed at stage {failed.stage_index}")
-        if failed.attempt == self._attempt:
-            self._failures.put_nowait(failed)
+        # What failed in an earlier step, and went through since without another attempt, is of no concern any more.
+        is_old = failed.number < self.num_steps and self._attempt_step < self.num_steps
+        if failed.attempt == self._attempt and self._output is not None and not is_old:
+            self._failures.append(failed)
+            self._news.set()
 
-    async def _wait(self, output: asyncio.Future[serialization.Tree]) -> set[int]:
+    async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
         """Wait for the output, or for bad news; returns the stages that need another server, or another replay."""
-        failing = asyncio.ensure_future(self._failures.get())
+        while not output.done():
+            if self._failures:
+                return self._judge(self._failures.popleft())
+            if self._looking is not None and self._looking.done():
+                alive, self._looking = self._looking.result(), None
+                if silent := self._ban_all_but(alive, Unreachable("it does not answer")):
+                    return silent
+                self._num_looks += 1
+                # All live, so a message may have been lost. Servers hand on again what they have done.
+                if self._num_looks >= _FIRST_AGAIN and self._num_looks.bit_count() == 1:
+                    return await self._send(self.num_steps, resume=self.num_steps)
+            await self._until_news()
+        return set()
+
+    async def _until_news(self) -> None:
+        """Wait until something has come; after a while without, look who lives, and wait for that, too."""
+        self._news.clear()
         try:
-            await asyncio.wait({output, failing}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            if output.done():
-                return set()
-            if not failing.done():
-                return await self._silent(Unreachable("it does not answer"))
-            failed = failing.result()
-        finally:
-            failing.cancel()
+            async with asyncio.timeout(_LOOK_S if self._looking is None else None):
+                await self._news.wait()
+        except TimeoutError:
+            looking = alive_among(self._routes.transport, dict.fromkeys(self._route))
+            self._looking = asyncio.ensure_future(looking)
+            self._looking.add_done_callback(lambda _: self._news.set())
+
+    def _judge(self, failed: SessionFailed) -> set[int]:
+        """Blame the server that is to blame for a failure; returns its stage."""
+        stage = failed.stage_index
         if failed.kind == "refused":
-            self._refuse(failed.stage_index, StageError(f"stage {failed.stage_index}: {failed.reason}"))
+            self._refuse(stage, StageError(f"stage {stage}: {failed.reason}"))
         elif failed.kind == "unreachable":
-            self._ban(failed.stage_index, Unreachable(failed.reason))
-        return {failed.stage_index}
+            self._ban(stage, Unreachable(failed.reason))
+        elif failed.kind == "busy":
+            self._unfit.add(stage)
+        return {stage}
 
     # ------------------------------------------------------------------ routes
 
     def _ban(self, stage: int, error: PeerError) -> None:
-        self._context.ban(stage, self._route[stage], self.weights.version, error)
+        self._unfit.add(stage)
+        self._routes.ban(stage, self._route[stage], version=self.weights.version, error=error)
 
     def _refuse(self, stage: int, error: SwarmError) -> None:
         """Note that a stage's server answered with an error; raise it if all of them did, for then none is to blame."""
         refused = self._refused.setdefault(stage, set())
         refused.add(self._route[stage])
-        if refused >= self._context.routers[stage].peers.keys():
+        if refused >= set(self._routes.servers(stage)):
             raise error
         self._ban(stage, Refusal(self._route[stage], error))
 
     async def _begin(self) -> set[int]:
         """Choose a server for each stage, and send the first step; returns the stages that need another one."""
-        self._route = [self._choose(stage) for stage in range(len(self._context.routers))]
+        self._route = self._routes.begin(self._num_rows)
         return await self._send_all(resume=1)
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
         """Choose servers for stages that need one, and bring them up to the newest step; returns what is broken now."""
         self._attempt += 1
-        while not self._failures.empty():
-            self._failures.get_nowait()
-        for stage in broken:
-            if self._context.is_banned(stage, self._route[stage]):
-                self._route[stage] = self._choose(stage, avoid=frozenset({self._route[stage]}))
-                if self._context.is_banned(stage, self._route[stage]):  # there is no other one
-                    await asyncio.sleep(_LOOK_S)
+        self._attempt_step = self.num_steps
+        self._failures.clear()
+        for stage in broken & self._unfit:
+            before = self._route[stage]
+            after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
+            if after == before or self._routes.is_banned(stage, after):  # there is no other one
+                await asyncio.sleep(_LOOK_S)
+            if before not in self._route:
+                self._tell_soon(before)
+        self._unfit.clear()
         first = min(broken)
         # One stage gets the steps so far and hands on the newest; of several each hands on all.
         resume = self.num_steps if len(broken) == 1 else 1
@@ -202,38 +270,39 @@ class InferenceSession:
             )
             before = self._route[first - 1]
             try:
-                timeout = self._context.timeout
-                await self._context.transport.call(before, SESSION_REPLAY, encode(request), timeout=timeout)
+                timeout = self._routes.timeout
+                await self._routes.transport.call(before, SESSION_REPLAY, encode(request), timeout=timeout)
             except SessionLost:
                 await self._tell(before, encode(SessionClose(session=self.id)))
                 first, resume = first - 1, 1  # it has dropped what is needed, and computes it again
             except PeerError as error:
-                return await self._silent(error) or {first}  # which of the two is gone
+                alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
+                return self._ban_all_but(alive, error) or {first}  # which of the two is gone
             else:
                 # The step itself may not have come to the server before; it hands on what it computes.
                 return await self._send(self.num_steps, resume=resume)
         return await self._send_all(resume=resume)
 
-    async def _silent(self, error: PeerError) -> set[int]:
-        """Ban the servers that answer no ping, for this error; returns their stages."""
-        alive = await alive_among(self._context.transport, dict.fromkeys(self._route))
+    def _ban_all_but(self, alive: set[PeerId], error: PeerError) -> set[int]:
+        """Ban the route's other servers for this error; returns their stages."""
         silent = {stage for stage, peer in enumerate(self._route) if peer not in alive}
         for stage in silent:
             self._ban(stage, error)
         return silent
 
-    def _choose(self, stage: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:
-        router = self._context.routers[stage]
-        rows = max((leaf.shape[0] for leaf in serialization.leaves(self._log[0].hidden)), default=1)
-        charge = router.choose(rows, now_s=now_s(), avoid=avoid)
-        router.release(charge)
-        return charge.peer
+    @property
+    def _num_rows(self) -> int:
+        return max((leaf.shape[0] for leaf in serialization.leaves(self._log[0].hidden)), default=1)
 
     async def _send_all(self, *, resume: int) -> set[int]:
         """Send all steps so far to the first stage's server; returns that stage if it does not take them."""
-        for number in range(1, self.num_steps + 1):
-            if broken := await self._send(number, resume=resume):
-                return broken
+        first = 1
+        while first <= self.num_steps:  # the first one alone: with it the session begins there
+            numbers = range(first, 2 if first == 1 else min(first + WINDOW, self.num_steps + 1))
+            for broken in await gather(self._send(number, resume=resume) for number in numbers):
+                if broken:
+                    return broken
+            first = numbers.stop
         return set()
 
     async def _send(self, number: int, *, resume: int) -> set[int]:
@@ -245,7 +314,7 @@ class InferenceSession:
         structure, tensors = serialization.flatten((given.hidden, given.extras))
         step = SessionStep(
             session=self.id,
-            client=self._context.transport.peer_id,
+            client=self._routes.transport.peer_id,
             attempt=self._attempt,
             generation=self.weights.generation,
             version=self.weights.version,
@@ -260,8 +329,11 @@ class InferenceSession:
             structure=structure,
         )
         try:
-            await self._context.send(self._route[0], SESSION_STEP, step, tensors)
+            await self._routes.send(self._route[0], SESSION_STEP, step, tensors)
         except SessionLost:
+            return {0}
+        except Busy:
+            self._unfit.add(0)
             return {0}
         except Refusal as refusal:
             self._refuse(0, refusal.error)
@@ -276,18 +348,18 @@ class InferenceSession:
 class InferenceSessions:
     """The sessions of one client, by id; takes in what servers say of them."""
 
-    context: PipelineContext
+    routes: SessionRoutes
     _open: dict[str, InferenceSession] = field(default_factory=dict)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        transport = self.context.transport
+        transport = self.routes.transport
         transport.handle_stream(SESSION_OUTPUT, self._handle_output, admit=self._check_server)
         transport.handle_call(SESSION_FAILED, self._handle_failed)
 
-    def open(self, recipe: CacheRecipe, weights: SessionWeights) -> InferenceSession:
-        """Begin a session. Its servers are chosen with its first step."""
-        session = InferenceSession(self.context, recipe, weights)
+    def open(self, recipe: CacheRecipe | None, weights: SessionWeights) -> InferenceSession:
+        """Begin a session; None has no cache. Its servers are chosen with its first step."""
+        session = InferenceSession(self.routes, recipe, weights)
         self._open[session.id] = session
         return session
 

@@ -89,7 +89,7 @@ class LeadLiveness:
             )
             is_over = not is_heard and (self._restarted or silent_s >= self._timeout)
             if is_over or is_named or (not is_heard and silent_s >= tried_s + self._appoint_after_s):
-                tried_s, why = silent_s, await appoint(self._transport, self._run, timeout=silence_s)
+                tried_s, why = silent_s, await appoint(self._transport, self._run, timeout=silence_s, is_last=is_over)
                 if not why:
                     self._heard_s, self._restarted, self._appointed = 0.0, False, self._run.manifest.lead
                     return ""

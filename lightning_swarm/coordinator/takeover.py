@@ -14,6 +14,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import (
     BatchMetrics,
     Lease,
@@ -167,16 +168,25 @@ def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
     return 2 * sum(voter.peer_id in peers for voter in run.voters) > len(run.voters)
 
 
-async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str:
-    """Have a peer take the run over. Returns why none does; "" if one was told to."""
+async def appoint(transport: Transport, run: RunState, *, timeout: float, is_last: bool = False) -> str:
+    """Have a peer take the run over. Returns why none does; "" if one was told to.
+
+    A peer that was named before is not passed over while it lives, unless this is the last time that anybody is asked.
+    """
     generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
     # Who was named before may have heard of it, or others may have: then it is that one, while it can.
     named = [run.manifest.lead] if run.is_rolling_back else []
     if not named:
         held.pop(run.manifest.lead, None)
+    for former in run.manifest.former_leads or ():
+        held.pop(former, None)  # it would not hear that it was replaced
     num_stages = len(run.rosters)
-    chosen = choose_standby_lead(held, named, num_stages) or choose_standby_lead(held, seniority(run), num_stages)
+    chosen = choose_standby_lead(held, named, num_stages)
+    if chosen is None and named and not is_last and await alive_among(transport, named, timeout=timeout):
+        # Its report, or that of a snapshot's holder, may have been lost.
+        return f"{named[0]}, which was named to take it over, lives, and what it needs was not all reported"
+    chosen = chosen or choose_standby_lead(held, seniority(run), num_stages)
     if chosen is None:
         return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
     standby, version = chosen

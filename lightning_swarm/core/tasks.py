@@ -61,6 +61,10 @@ class TaskOwner:
             self._group = None
 
 
+async def nothing() -> None:
+    """Do nothing, where a caller may have something done."""
+
+
 async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run all at once and return the results in order. The first failure cancels the rest and is raised."""
     # This is no TaskGroup because there a failure wins over a cancellation: a caller that is cancelled while the other

@@ -48,6 +48,26 @@ def is_cache(value: Any) -> bool:
     return module is not None and isinstance(value, module.Cache)
 
 
+def without_cache(tree: Any, cache: Any) -> Any:
+    """Put `IN_SESSION` in the place of the cache in a block's output, for it does not travel."""
+    return _replaced(tree, lambda value: value is cache, IN_SESSION)
+
+
+def with_cache(tree: Any, cache: Any) -> Any:
+    """Put the forward's own cache in the place of `IN_SESSION`."""
+    return _replaced(tree, is_in_session, cache)
+
+
+def _replaced(tree: Any, is_place: Callable[[Any], bool], value: Any) -> Any:
+    if is_place(tree):
+        return value
+    if isinstance(tree, dict):
+        return {key: _replaced(one, is_place, value) for key, one in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_replaced(one, is_place, value) for one in tree)
+    return tree
+
+
 def is_in_session(value: Any) -> bool:
     """Return whether an extra stands for the session's cache."""
     return type(value) is str and value == IN_SESSION
@@ -60,7 +80,8 @@ class CacheHandle:
         self.recipe = _recipe_of(cache)
         self.operations: list[CacheOperation] = []  # since the last step
         self.session: Any = None  # of the pipeline that it is used in
-        self._length = 0
+        self.in_step = False  # a step has begun, and is not done; if it has failed, contents and lengths may differ
+        self.length = 0  # in tokens, as of the last step or operation
         for method, kind in _CHANGES.items():
             if hasattr(cache, method):
                 vars(cache)[method] = _Noted(self, cache, kind)
@@ -71,17 +92,17 @@ class CacheHandle:
         handle: CacheHandle | None = vars(cache).get(_HANDLE)
         if handle is None:
             handle = vars(cache)[_HANDLE] = cls(cache)
-        elif _length_of(cache) != handle._length:
+        elif not handle.in_step and length_of(cache) != handle.length:
             raise ConfigError(
-                f"a cache that servers hold must be changed by its own methods alone: it has {_length_of(cache)} "
-                f"tokens here and {handle._length} there. Call `cache.crop(...)` and the like, not those of its layers."
+                f"a cache that servers hold must be changed by its own methods alone: it has {length_of(cache)} "
+                f"tokens here and {handle.length} there. Call `cache.crop(...)` and the like, not those of its layers."
             )
         return handle
 
     def note(self, cache: Any, operation: CacheOperation) -> None:
         """Change the lengths here, and have the servers change the contents before the next step."""
         apply(cache, operation)
-        self._length = _length_of(cache)
+        self.length = length_of(cache)
         self.operations.append(operation)
 
     def take_operations(self) -> list[CacheOperation]:
@@ -92,7 +113,7 @@ class CacheHandle:
     def grow(self, cache: Any, *, rows: int, length: int, num_layers: int) -> None:
         """Enter a step of `length` tokens in `rows` rows."""
         _grow(cache, range(max(len(cache.layers), num_layers)), rows=rows, length=length)
-        self._length = _length_of(cache)
+        self.length = length_of(cache)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ConfigError(
@@ -111,10 +132,13 @@ class _Noted:
         # Weak: the session ends as soon as nobody has the cache any more.
         self._handle, self._cache, self._kind = handle, weakref.ref(cache), kind
 
-    def __call__(self, value: Any = None) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         cache = self._cache()
         assert cache is not None
-        if self._kind == "crop" and value > 0:
+        value = next(iter((*args, *kwargs.values())), None)  # each of these methods takes one
+        if isinstance(value, Tensor) and value.dtype == torch.bool:
+            value = value.nonzero()
+        if self._kind == "crop" and value is not None and value > 0:
             type(cache).crop(cache, value)  # raises
         if isinstance(value, Tensor):
             values = [int(one) for one in value.flatten().tolist()]
@@ -133,17 +157,19 @@ def _recipe_of(cache: Any) -> CacheRecipe:
     from transformers import cache_utils
 
     kind, remedy = type(cache).__name__, "Leave `cache_implementation` out, or pass `use_cache=False`"
-    if isinstance(cache, cache_utils.EncoderDecoderCache) or cache.offloading:
+    # A class of its own may keep something else, and servers make one of these.
+    if type(cache) not in (cache_utils.Cache, cache_utils.DynamicCache) or cache.offloading:
         raise ConfigError(f"a cache on servers must be a `DynamicCache` that is not offloaded, got {kind}. {remedy}.")
     unknown = [type(layer).__name__ for layer in cache.layers if type(layer).__name__ not in _LAYERS]
     replicated = cache.layer_class_to_replicate
     if unknown or replicated not in (None, cache_utils.DynamicLayer):
         found = unknown[0] if unknown else replicated.__name__
         raise ConfigError(f"layers of a cache on servers must be one of {sorted(_LAYERS)}, got {found}. {remedy}.")
-    if any(getattr(layer, "is_initialized", False) for layer in cache.layers) and _length_of(cache):
+    if length_of(cache) or any(map(_has_state, cache.layers)):
         raise ConfigError(
-            f"a cache must be empty when the first block on a server gets it: this {kind} has {_length_of(cache)} "
-            "tokens, which were computed elsewhere. Begin with a new cache, and give the forward the whole text."
+            f"a cache must be empty when the first block on a server gets it: this {kind} has {length_of(cache)} "
+            "tokens, or states, which were computed elsewhere. Begin with a new cache, and give the forward the whole "
+            "text."
         )
     layers = [_describe(layer) for layer in cache.layers] if replicated is None else None
     return CacheRecipe(layers=layers, records_past=any(getattr(one, "record_past", False) for one in cache.layers))
@@ -264,12 +290,20 @@ def _tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
 
 def _grow(cache: Any, indices: Iterable[int], *, rows: int, length: int) -> None:
     update: Callable[..., Any] = type(cache).update
+    nothing = torch.empty(rows, 1, length, 1, device="meta")
+    grown: dict[int, Tensor] = {}  # by length: nothing reads or changes these
     for index in indices:
         layer = cache.layers[index] if index < len(cache.layers) else None
+        if type(layer).__name__ == "DynamicLayer" and layer.is_initialized:  # type: ignore[union-attr]
+            # As `update` does, which takes a tenth of a millisecond: torch computes on meta in Python.
+            total = layer.get_seq_length() + length  # type: ignore[union-attr]
+            if total not in grown:
+                grown[total] = torch.empty(rows, 1, total, 1, device="meta")
+            layer.keys = layer.values = grown[total]  # type: ignore[union-attr]
+            continue
         if layer is not None and hasattr(layer, "has_previous_state"):
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         if layer is None or _has_length(layer):
-            nothing = torch.empty(rows, 1, length, 1, device="meta")
             update(cache, nothing, nothing, index)
 
 
@@ -277,5 +311,11 @@ def _has_length(layer: Any) -> bool:
     return hasattr(layer, "get_seq_length")
 
 
-def _length_of(cache: Any) -> int:
+def _has_state(layer: Any) -> bool:
+    """Return whether a layer of linear attention has seen anything."""
+    return any(map(bool, dict(getattr(layer, "has_previous_state", {})).values()))
+
+
+def length_of(cache: Any) -> int:
+    """Return the number of tokens in a cache; 0: it has none, or only states."""
     return max((layer.get_seq_length() for layer in cache.layers if _has_length(layer)), default=0)

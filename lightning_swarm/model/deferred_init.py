@@ -91,9 +91,7 @@ class InitialWeights:
         for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-        for owner in module.modules():
-            for tensors in (owner._parameters, owner._buffers):
-                tensors.update({key: made[id(tensor)] for key, tensor in tensors.items() if id(tensor) in made})
+        put_tensors(module, made)
 
     def weights(self, stage: StageModule) -> dict[str, Tensor]:
         """Return a stage's parameters and buffers by name, with initial values for those on meta."""
@@ -110,6 +108,13 @@ class InitialWeights:
     def _values(self, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> list[Tensor]:
         values = self._record.values([self._views[name] for name, _ in tensors], device)
         return [value.to(tensor.dtype) for value, (_, tensor) in zip(values, tensors, strict=True)]
+
+
+def put_tensors(module: nn.Module, made: Mapping[int, Any]) -> None:
+    """Put tensors in the places of others in all modules, by the ids of those."""
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            tensors.update({key: made[id(tensor)] for key, tensor in tensors.items() if id(tensor) in made})
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -50,6 +50,37 @@ def export_file(folder: Path, target: Path) -> int:
     return len(content["state_dict"])
 
 
+def export_folder(checkpoint: Path, folder: Path) -> int:
+    """Write the weights of a Hugging Face model in a checkpoint beside its config; returns the number of tensors.
+
+    The model may be an attribute of the LightningModule, at any depth: its names are found in the checkpoint's.
+    """
+    from lightning_swarm.model.pretrained import PretrainedModel, read_config
+
+    model = PretrainedModel(read_config(folder), "", dtype="float32")
+    wanted = model.saved(model.module.state_dict())
+    weights = _weights(_read(checkpoint), checkpoint)
+    prefixes = {name.removesuffix(wanted[0]) for name in weights if name.endswith(wanted[0])}
+    complete = [prefix for prefix in prefixes if all(f"{prefix}{name}" in weights for name in wanted)]
+    if len(complete) != 1:
+        raise ConfigError(
+            f"a checkpoint must hold the weights of the {type(model.module).__name__} of {folder / 'config.json'} "
+            f"once, and {checkpoint} has them {len(complete)} times. It has names like {sorted(weights)[:3]}, and "
+            f"names like {wanted[:3]} are looked for. Write the config of the module that was trained."
+        )
+    for name in wanted:
+        value, shape = weights[f"{complete[0]}{name}"], model.module.state_dict()[name].shape
+        if value.shape != shape:
+            raise ConfigError(
+                f"a checkpoint must have the shapes of config.json: {name!r} has {tuple(value.shape)}, and "
+                f"{tuple(shape)} was expected. Write the config of the module that was trained."
+            )
+    # By Hugging Face's own means, for names in files may be others, and of tied weights one is written.
+    values = {name: weights[f"{complete[0]}{name}"] for name in wanted}
+    model.module.save_pretrained(folder, state_dict=values)
+    return len(wanted)
+
+
 @contextmanager
 def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
     """Give a path to write to inside, and move the file to `target` afterwards."""

@@ -56,6 +56,7 @@ class Certification:
             return await ask()
         except Uncertified:
             await self._certify_at(peer)
+            self._gate.check_answers(peer, method)  # it may have come back in another role
         try:
             return await ask()
         except Uncertified as error:  # by another name, so that nobody repeats a request that a handler has begun

@@ -47,18 +47,27 @@ def end_now(limit: asyncio.Timeout) -> None:
 class _OpenAnswer:
     """An answer that a task of this peer makes. It costs less than a deadline, and every request has one."""
 
-    __slots__ = ("_cancelled_before", "_is_ended", "_task")
+    __slots__ = ("_cancelled_before", "_ending", "_is_ended", "_task")
 
     def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelled_before, self._is_ended = task, task.cancelling(), False
+        self._ending: asyncio.Handle | None = None
 
     def end(self) -> None:
-        """Cancel the task, once."""
-        if not self._is_ended:
-            self._is_ended = True
-            self._task.cancel()
+        """Cancel the task soon, once. It may be the one that runs now, and be done before."""
+        if self._ending is None:
+            self._ending = self._task.get_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        self._is_ended = True
+        self._task.cancel()
+
+    def close(self) -> None:
+        """Cancel nothing from now on."""
+        if self._ending is not None:
+            self._ending.cancel()
 
     def take_end(self) -> bool:
         """Return whether it was ended, and nobody else has cancelled its task."""
@@ -66,10 +75,10 @@ class _OpenAnswer:
 
 
 async def answer_until_cut_off(
-    gate: Gatekeeper, answering: OpenExchanges, caller: PeerId, respond: Responder, message: Message
+    gate: Gatekeeper, answering: OpenExchanges, caller: PeerId, method: str, respond: Responder, message: Message
 ) -> Message:
     """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
-    gate.check_answered(caller)  # Its tensors, or its turn, may have taken a while to come.
+    gate.check_enters(caller, method)  # Its tensors, or its turn, may have taken a while to come.
     under_way = _OpenAnswer()
     answering.open(under_way, caller, under_way.end)
     try:
@@ -77,9 +86,10 @@ async def answer_until_cut_off(
     except asyncio.CancelledError:
         if not under_way.take_end():
             raise
-        gate.check_answered(caller)
+        gate.check_answered(caller, method)
         raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
     finally:
         answering.close(under_way)
-    gate.check_answered(caller)  # No timer tells when a certificate ends.
+        under_way.close()
+    gate.check_answered(caller, method)  # No timer tells when a certificate ends.
     return answer

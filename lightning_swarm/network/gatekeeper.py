@@ -116,10 +116,20 @@ class Gatekeeper:
         if reason := self._why_cut_off(peer):
             raise Unreachable(f"{peer} is not asked any more: {reason}")
 
-    def check_answered(self, caller: PeerId) -> None:
-        """Refuse an answer to a caller whose certificate permits nothing any more."""
+    def check_answered(self, caller: PeerId, method: str) -> None:
+        """Refuse an answer to a caller whose certificate does not permit the request any more."""
+        known = self._find(caller)
+        if known is not None and method in known.may_call:
+            return
         if reason := self._why_cut_off(caller):
             self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
+        if known is not None:  # it has shown another certificate since
+            self.check_caller(caller, method)
+
+    def check_enters(self, caller: PeerId, method: str) -> None:
+        """Refuse to hand a request to its handler if the caller's certificate does not permit it any more."""
+        self.check_answered(caller, method)
+        self.check_caller(caller, method)  # also one that was forgotten: nothing was done yet, so it may ask again
 
     def _why_cut_off(self, peer: PeerId) -> str:
         """Say why a peer's certificate permits nothing any more; empty: as far as is known, it does."""

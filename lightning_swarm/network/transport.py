@@ -322,13 +322,18 @@ class BaseTransport(Transport):
         finally:
             self._strangers_budget.give_back(caller, num_bytes)
 
+    def _check_size(self, caller: PeerId, num_bytes: int) -> None:
+        """Refuse a stranger's long message unread, by the gate that there is now: a stream may outlive a gate."""
+        if self._gate is not None:
+            self._gate.check_size(caller, num_bytes)
+
     def _find(self, caller: PeerId, head: Head) -> ServedMethod:
         served = self._served(caller, head)
         if self.tap is not None:
             served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
         if self._gate is None or caller == self._peer_id or MAY[head.method] is None:
             return served
-        respond = partial(answer_until_cut_off, self._gate, self._answering, caller, served.respond)
+        respond = partial(answer_until_cut_off, self._gate, self._answering, caller, head.method, served.respond)
         return ServedMethod(served.max_bytes, respond, served.hold)
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
@@ -390,8 +395,7 @@ class BaseTransport(Transport):
         holding = _holding(self._strangers_budget, caller)
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
-            if self._gate is not None:
-                self._gate.check_size(caller, num_bytes)
+            self._check_size(caller, num_bytes)
             return holding(num_bytes)
 
         await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)

@@ -303,7 +303,6 @@ def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manife
     return Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
 
 
-async def dismiss(transport: Transport, run: RunState, released: Collection[PeerId], *, timeout: float) -> None:
-    """Tell all other peers that the run is over, also those `released` before; one that is gone is no error."""
-    peers = {*run.servers, *run.trainers, *released} - {transport.peer_id}
-    await server_calls.dismiss(transport, peers, timeout=timeout)
+async def dismiss(transport: Transport, peers: Collection[PeerId], *, timeout: float) -> None:
+    """Tell other peers that the run is over; one that is gone is no error."""
+    await server_calls.dismiss(transport, {*peers} - {transport.peer_id}, timeout=timeout)

@@ -394,9 +394,9 @@ class Lead:
 
     def dismiss_others(self) -> None:
         """Tell the other peers that the run is over."""
-        if self.run is not None:
-            timeout = self._config.limits.leave_timeout
-            self._runtime.run(discovery.dismiss(self._transport, self.run, self._released, timeout=timeout))
+        peers = {*self._released} if self.run is None else {*self._released, *self.run.servers, *self.run.trainers}
+        timeout = self._config.limits.leave_timeout
+        self._runtime.run(discovery.dismiss(self._transport, peers, timeout=timeout))
 
     @property
     def _current(self) -> RunState:

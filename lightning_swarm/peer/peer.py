@@ -8,15 +8,13 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import torch
 from msgspec import UNSET
 
 from lightning_swarm.client.session import Session
-from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilCutOff, UntilStageLost
-from lightning_swarm.core.process import ProcessSettings
+from lightning_swarm.core.event_loop import Runtime, UntilStageLost
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, LinkEstimate, PeerId, TransferSample, Transport
@@ -28,7 +26,7 @@ from lightning_swarm.peer.entry import Entry, warn_before_end
 from lightning_swarm.peer.failover import PackLoop
 from lightning_swarm.peer.follower import Follower
 from lightning_swarm.peer.lead import Lead, RunSpec
-from lightning_swarm.peer.process import talks_to_neighbours, tunes_malloc
+from lightning_swarm.peer.network import start_network
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol import bans, queries
@@ -243,28 +241,7 @@ class Peer:
 def hivemind_peer(config: SwarmConfig, entry: Entry | None) -> Peer:
     """Start a peer on a real network, with its event loop and its compute in threads of their own."""
     assert (entry is not None) == config.is_invited
-    from lightning_swarm.network import hivemind  # takes a second, which tests can do without
-
-    certify = None if entry is None else partial(entry.credentials, now_s=time.time())
-    runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
-    try:
-        transport, directory = runtime.run(
-            hivemind.start(
-                listen=config.listen,
-                announce=[place.maddr for place in config.announce],
-                identity_path=config.identity_path,
-                initial_peers=[address.maddr for address in config.initial_peers],
-                startup_timeout=config.limits.start_timeout,
-                silence_timeout=config.limits.silence_timeout,
-                receive_bytes=config.limits.receive_bytes,
-                certify=certify,
-                neighbours=talks_to_neighbours(),
-            )
-        )
-    except BaseException:
-        runtime.close()
-        raise
-    runtime = UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason)
+    runtime, transport, directory = start_network(config, entry)
     rng = random.Random(secrets.randbits(64))
     may_lead = entry is None or entry.may_lead
     return Peer(runtime, transport, directory, executor=ThreadExecutor, config=config, may_lead=may_lead, rng=rng)

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.errors import Damaged, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
@@ -53,7 +53,7 @@ async def call_each(
             answers[peer] = read(await transport.call(peer, method, body, timeout=timeout))
         except SwarmError as error:
             _log.info("%s did not answer %s: %s", peer, method, error)
-            is_lost = isinstance(error, (Unreachable, DeadlineExceeded))
+            is_lost = isinstance(error, (Unreachable, DeadlineExceeded, Damaged))
             if is_lost and tries > 1 and await alive_among(transport, [peer], timeout=timeout):
                 await ask(peer, tries - 1)
 

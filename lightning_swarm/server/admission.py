@@ -146,6 +146,8 @@ class Admission:
             return b""  # told twice: the first time counts
         await self._check_lead_missed(self.membership.run)
         self.membership.check_inherits(caller, request)  # it may have changed meanwhile
+        if request.new_lead == self.membership.run.manifest.lead:
+            return b""
         is_me = request.new_lead == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")

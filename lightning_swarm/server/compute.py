@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
-from lightning_swarm.model.attention_cache import Shadow, is_in_session
+from lightning_swarm.model.attention_cache import Shadow, is_in_session, without_cache
 from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
@@ -186,7 +186,7 @@ class Computation:
             hidden: The first block's input ``[rows, tokens, ...]``, as it came.
             extras: The blocks' other arguments, of which those that are the cache do not travel.
             mode: Without gradients, and with no module in train mode.
-            cache: Gets the keys and values of these tokens.
+            cache: Gets the keys and values of these tokens; None: the blocks take none.
             first_block: The number of blocks in the stages before.
         """
         codec, device = self._codecs.activations, self._device
@@ -197,10 +197,11 @@ class Computation:
         keywords = {name: cache if is_in_session(value) else value for name, value in keywords.items()}
         rows, length = serialization.leaves(inputs)[0].shape[:2]
         with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, device.type):
-            shadow = Shadow(cache, first_block=first_block, rows=rows, length=length)
+            shadow = None if cache is None else Shadow(cache, first_block=first_block, rows=rows, length=length)
             output = self._module.uncompiled((inputs,), keywords)
-            shadow.follow()
-        return self._to_send(encoded(output, codec))
+            if shadow is not None:
+                shadow.follow()
+        return self._to_send(encoded(without_cache(output, cache), codec))
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
         """Run the blocks; the output is where it was computed, and what they leave is beside it."""

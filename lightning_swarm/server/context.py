@@ -188,7 +188,7 @@ class RunMembership:
 
     def check_released_by(self, caller: PeerId) -> None:
         """Refuse a second release, of a run that was left already, by any peer but the one that led it."""
-        if self._former_lead not in (None, caller):
+        if self._former_lead != caller:  # one that was started again was in no run
             raise ProtocolError(f"this peer was released by {self._former_lead}, not by {caller}")
 
     def check_ended_by(self, caller: PeerId) -> None:

@@ -28,6 +28,7 @@ from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.server.pending_work import IdleLinkWait
+from lightning_swarm.server.session_host import RunSessionHost
 from lightning_swarm.server.sessions import SessionHandlers
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
@@ -50,7 +51,13 @@ class Server:
         self.admission = Admission(context, model, self.steps)
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
-        self.sessions = SessionHandlers(context, self.steps)
+        self.sessions = SessionHandlers(
+            context.transport,
+            context.executor,
+            context.limits,
+            context.tasks,
+            RunSessionHost(context.membership, self.steps),
+        )
         self.donor = Donor(context, self.steps)
         self.joiner = Joiner(context, self.admission, self.steps)
         self.snapshots = Snapshots(context, self.steps)

@@ -19,10 +19,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, NotMember, PeerError, ProtocolError, SessionLost, SwarmError
+from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, SessionLost, SwarmError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.moving_average import MovingAverage
+from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model import attention_cache
 from lightning_swarm.model.attention_cache import is_in_session
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import (
     FailureKind,
@@ -41,14 +44,17 @@ from lightning_swarm.protocol.methods import (
     SESSION_STEP,
 )
 from lightning_swarm.server.compute import num_bytes
-from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.executor import TOKENS
-from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.step_handlers import StepHandlers
+from lightning_swarm.server.executor import TOKENS, Executor
+from lightning_swarm.server.session_host import SessionHost, SessionStage
 
 _log = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 4096
+_SMOOTHING: Final = 0.05  # of steps
+_BUSY_S: Final = 5.0  # for so long after its last step a session counts as going on
+
+WINDOW: Final = 16
+"""Steps that a server takes of a session before they are computed, or sends at once to one that is new to it."""
 _MAX_SESSIONS: Final = 4096  # at all stages here: small ones take more memory than their bytes
 _Key = tuple[str, int]  # a session, and the stage
 
@@ -68,10 +74,10 @@ class _StageSession:
     """A session at one stage here."""
 
     client: PeerId
-    cache: Any
     attempt: int
     route: list[PeerId]  # from this server on
     resume: int
+    cache: Any = None  # made by the first step
     taken: int = 0  # the newest step that is computed here, or will be
     done: int = 0
     kept: OrderedDict[int, _Kept] = field(default_factory=OrderedDict)  # by number
@@ -80,11 +86,26 @@ class _StageSession:
     used_s: float = field(default_factory=now_s)
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its cache, and of the outputs."""
         return self.cache_bytes + self.kept_bytes
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a step is under way, or one was a moment ago."""
+        return self.done < self.taken or now_s() < self.used_s + _BUSY_S
+
+    def takes(self, number: int) -> bool:
+        """Return whether a step is not too far ahead of what is taken and done here."""
+        return number <= self.taken + 1 and (number <= self.taken or self.taken < self.done + WINDOW)
+
+    async def grow(self) -> None:
+        """Let steps go on that wait for others."""
+        async with self.changed:
+            self.changed.notify_all()
 
     def keep(self, number: int, kept: _Kept) -> None:
         """Keep the output of a step."""
@@ -102,15 +123,16 @@ class _StageSession:
 class SessionHandlers:
     """Answers steps of inference sessions at the stages of this server."""
 
-    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
-        self._transport, self._executor = context.transport, context.executor
-        self._membership, self._limits = context.membership, context.limits
-        self._spawn = context.tasks.spawn
-        self._steps = steps
+    def __init__(
+        self, transport: Transport, executor: Executor, limits: Limits, tasks: TaskOwner, host: SessionHost
+    ) -> None:
+        self._transport, self._executor, self._limits = transport, executor, limits
+        self._spawn = tasks.spawn
+        self._host = host
         self._held: OrderedDict[_Key, _StageSession] = OrderedDict()  # the one that was used last at the end
         self._forgetting = False
         self.num_steps = 0  # computed so far
-        transport = context.transport
+        self._busy_s = MovingAverage(_SMOOTHING)
         transport.handle_stream(
             SESSION_STEP, self._handle_step, max_bytes=self._limits.max_message_bytes, admit=self._check_caller
         )
@@ -126,52 +148,75 @@ class SessionHandlers:
         """The number of sessions, counted at each stage here."""
         return len(self._held)
 
+    @property
+    def step_s(self) -> float:
+        """The seconds that a step takes at a stage here, without its prompt, on average; 0: not measured."""
+        return self._busy_s.value or 0.0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes for further sessions; those of outputs count as free."""
+        return max(0, self._limits.session_bytes - sum(held.cache_bytes for held in self._held.values()))
+
     # ------------------------------------------------------------------ steps
 
     def _check_caller(self, caller: PeerId) -> None:
-        if not self._membership.knows_server(caller):
-            self._membership.check_trainer(caller)
+        if not self._host.is_server(caller):
+            self._host.check_client(caller)
 
     async def _handle_step(self, caller: PeerId, message: Message) -> Message:
         step = decode(message.body, SessionStep)
-        stage = self._checked_stage(step, caller)
+        stage = self._stage_of(step, caller)
         hidden, extras = _checked_tree(step, message.tensors)
         held = self._held_for(step, stage)
         if step.attempt >= held.attempt:
             held.attempt, held.route, held.resume = step.attempt, step.route, step.resume
-        if step.number > held.taken + 1:
-            raise SessionLost(f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}")
+        if not held.takes(step.number):
+            await self._until_taken(held, step, stage)
         if step.number == held.taken + 1:
             held.taken = step.number
-            self._spawn(self._advance(held, stage, step, hidden, extras))
+            size = len(message.body) + message.num_tensor_bytes
+            self._spawn(self._advance(held, stage, step, hidden, extras, size))
+            await held.grow()
         elif step.number == held.done:  # it comes again, for another server or a client that missed it
             self._spawn(self._send_on(held, held.kept[step.number]))
         return Message()
 
-    def _checked_stage(self, step: SessionStep, caller: PeerId) -> Stage:
-        membership, me = self._membership, self._transport.peer_id
-        run = membership.run
-        run.check_generation(step.generation)
-        run.check_trainer(step.client)
-        if caller != step.client and not membership.knows_server(caller):
+    async def _until_taken(self, held: _StageSession, step: SessionStep, stage: SessionStage) -> None:
+        """Wait for the steps before, which may have been overtaken on their way, or for room."""
+        gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
+        if step.number > held.taken + WINDOW:
+            raise SessionLost(gap)
+        try:
+            async with asyncio.timeout(self._limits.silence_timeout if step.number > held.taken + 1 else None):
+                async with held.changed:
+                    await held.changed.wait_for(lambda: held.takes(step.number) or not self._has(held))
+        except TimeoutError:
+            raise SessionLost(gap) from None
+        if not self._has(held):
+            raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} came to its turn")
+
+    def _has(self, held: _StageSession) -> bool:
+        return held in self._held.values()
+
+    def _stage_of(self, step: SessionStep, caller: PeerId) -> SessionStage:
+        me = self._transport.peer_id
+        self._host.check_client(step.client)
+        if caller != step.client and not self._host.is_server(caller):
             raise ProtocolError(f"a step comes from its client {step.client}, or from a server; not from {caller}")
         if step.route[0] != me or len(step.modes) != len(step.route):
             raise ProtocolError(f"a step names its servers, {me} first here, and a mode for each; got {step.route}")
         if any(mode.grad or mode.training for mode in step.modes):
             raise ProtocolError("a session computes without gradients, and in no train mode")
-        stage = self._steps.stage(step.stage_index)
-        if stage.on_trainers or step.stage_index not in membership.loaded:
-            raise NotMember(f"stage {step.stage_index} has no weights here")
-        stage.check_evaluation_weights(step.weights)
-        return stage
+        return self._host.stage_of(step)
 
-    def _held_for(self, step: SessionStep, stage: Stage) -> _StageSession:
+    def _held_for(self, step: SessionStep, stage: SessionStage) -> _StageSession:
         key = (step.session, stage.index)
         held = self._held.get(key)
         if held is None:
             if step.number != 1:
                 raise SessionLost(f"stage {stage.index} has no step of this session here, got step {step.number}")
-            self._make_room(but=key, num_more=1)
+            self._make_room(num_more=1)
             if len(self._held) >= _MAX_SESSIONS:
                 raise Busy(f"{len(self._held)} sessions are open here, and no more may be")
             if self._used_bytes() > self._limits.session_bytes:
@@ -179,8 +224,7 @@ class SessionHandlers:
                     f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
                     "`Limits.session_bytes`, and all of them go on"
                 )
-            cache = attention_cache.build(step.recipe)
-            held = self._held[key] = _StageSession(step.client, cache, step.attempt, step.route, step.resume)
+            held = self._held[key] = _StageSession(step.client, step.attempt, step.route, step.resume)
             if not self._forgetting:
                 self._forgetting = True
                 self._spawn(self._forget_idle())
@@ -191,60 +235,79 @@ class SessionHandlers:
         return held
 
     async def _advance(
-        self, held: _StageSession, stage: Stage, step: SessionStep, hidden: Any, extras: dict[str, Any]
+        self,
+        held: _StageSession,
+        stage: SessionStage,
+        step: SessionStep,
+        hidden: Any,
+        extras: dict[str, Any],
+        size: int,  # bytes of the step as it came
     ) -> None:
-        cache, mode, max_bytes = held.cache, step.modes[0], self._limits.session_bytes
-        first_block = self._membership.run.manifest.stages[stage.index].first_block
+        max_bytes = self._limits.session_bytes
 
-        def compute() -> Any:
-            own = stage.module.extras_for(extras)  # here: what comes may be anything
-            for operation in step.operations:
-                attention_cache.apply(cache, operation, max_bytes=max_bytes)
-            with stage.at(step.version), stage.holding(step.weights):
-                output = stage.computation.session_step(hidden, own, mode, cache, first_block)
-            return output, attention_cache.num_bytes(cache)
+        def compute() -> _Kept:
+            if step.number == 1 and step.recipe is not None:
+                held.cache = attention_cache.build(step.recipe)
+            output = stage.compute(step, hidden, extras, held.cache, max_bytes=max_bytes)
+            held.cache_bytes = 0 if held.cache is None else attention_cache.num_bytes(held.cache)
+            if held.cache_bytes > max_bytes:
+                raise ProtocolError(
+                    f"a text's keys and values have {held.cache_bytes} bytes at stage {stage.index}, and "
+                    f"`Limits.session_bytes` there are {max_bytes}. Raise that, or write shorter texts."
+                )
+            structure, tensors = serialization.flatten((output, stage.left_of(extras)))
+            return _Kept(step, tuple(tensors), structure, num_bytes(tensors) + size)
 
         async with held.computing:  # in the order in which they came
             if held.done != step.number - 1:
                 return  # the one before failed
             try:
-                output, held.cache_bytes = (await self._executor.submit(TOKENS, compute))[0]
+                await stage.ready()
+                kept, busy_s = await self._executor.submit(TOKENS, compute)
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
-                self._held.pop((step.session, stage.index), None)
+                await self._forget(held)
                 await self._blame(held, step, "refused", _reason(error))
                 return
-            structure, tensors = serialization.flatten((output, extras))
-            kept = _Kept(step, tuple(tensors), structure, num_bytes(tensors))
             held.keep(step.number, kept)
             if len(held.route) == 1:  # nobody comes behind it
                 held.drop_older()
             held.done = step.number
             self.num_steps += 1
-        self._make_room(but=(step.session, stage.index))
-        if step.number >= held.resume:
+            if step.number > 1:  # the first one has the whole prompt
+                self._busy_s.measure(busy_s)
+        await held.grow()
+        if not await self._make_room_for(held):
+            await self._blame(held, step, "busy", "sessions that go on leave no room for this one")
+        elif step.number >= held.resume:
             await self._send_on(held, kept)
+
+    async def _forget(self, held: _StageSession) -> None:
+        """Drop a session, and let steps of it that wait end."""
+        for key in [key for key, one in self._held.items() if one is held]:
+            del self._held[key]
+        await held.grow()
 
     async def _send_on(self, held: _StageSession, kept: _Kept) -> None:
         """Send a step's output to the server of the next stage, or to the client; tell the client if that fails."""
         async with held.sending:
-            step = kept.step
             try:
                 if len(held.route) == 1:
                     await self._give(held, kept)
                 else:
                     await self._push(held, kept)
-            except SwarmError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this session alone
                 if len(held.route) == 1:
-                    _log.info("The client %s of a session does not get step %d: %s", held.client, step.number, error)
+                    _log.info("Client %s of a session lacks step %d: %r", held.client, kept.step.number, error)
                     return
-                is_lost, may_do_elsewhere = isinstance(error, SessionLost), isinstance(error, PeerError)
-                kind: FailureKind = "lost" if is_lost else "unreachable" if may_do_elsewhere else "refused"
-                await self._blame(held, step, kind, _reason(error), stage_index=step.stage_index + 1)
+                stage_index = kept.step.stage_index + 1
+                await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
 
     async def _give(self, held: _StageSession, kept: _Kept) -> None:
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
-        body = encode(SessionOutput(session=kept.step.session, number=kept.step.number, structure=structure))
+        length = None if held.cache is None else attention_cache.length_of(held.cache)
+        said = SessionOutput(session=kept.step.session, number=kept.step.number, length=length, structure=structure)
+        body = encode(said)
         message = Message(body, tuple(tensors))
         await self._transport.stream(
             held.client, SESSION_OUTPUT, message, timeout=self._limits.call_timeout, max_bytes=0
@@ -286,7 +349,7 @@ class SessionHandlers:
 
     async def _handle_replay(self, caller: PeerId, body: bytes) -> bytes:
         """Send all steps so far to another server of the next stage, in order; then the session goes on there."""
-        self._membership.check_trainer(caller)
+        self._host.check_client(caller)
         request = decode(body, SessionReplay)
         held = self._held.get((request.session, request.stage_index))
         if held is None or held.client != caller:
@@ -295,18 +358,29 @@ class SessionHandlers:
             raise ProtocolError(f"a route begins with the server that is asked, got {request.route}")
         async with held.sending:
             held.attempt, held.route, held.resume = request.attempt, request.route, request.resume
-            for number in range(1, held.done + 1):
-                kept = held.kept.get(number)
-                if kept is None:
+            number = 1
+            while number <= held.done:
+                steps = [held.kept.get(one) for one in self._pushed_together(held, number)]
+                if None in steps:
                     raise SessionLost(f"step {number} of this session is not kept here any more")
-                await self._push(held, kept)
+                await gather(self._push(held, kept) for kept in steps if kept is not None)
+                number += len(steps)
         return b""
 
+    def _pushed_together(self, held: _StageSession, number: int) -> range:
+        """Return the steps that are sent at once: the first alone, then small ones, which share a stream."""
+        end = number + 1
+        if number > 1:
+            most = min(number + WINDOW, held.done + 1)
+            while end < most and (kept := held.kept.get(end)) is not None and kept.num_bytes <= SMALL_BYTES:
+                end += 1
+        return range(number, end)
+
     async def _handle_close(self, caller: PeerId, body: bytes) -> bytes:
-        self._membership.check_trainer(caller)
+        self._host.check_client(caller)
         session = decode(body, SessionClose).session
-        for key in [key for key, held in self._held.items() if key[0] == session and held.client == caller]:
-            del self._held[key]
+        for held in [held for key, held in self._held.items() if key[0] == session and held.client == caller]:
+            await self._forget(held)
         return b""
 
     # ------------------------------------------------------------------ memory
@@ -314,12 +388,22 @@ class SessionHandlers:
     def _used_bytes(self) -> int:
         return sum(held.num_bytes for held in self._held.values())
 
-    def _make_room(self, *, but: _Key, num_more: int = 0) -> None:
+    async def _make_room_for(self, held: _StageSession) -> bool:
+        """Make room for a session that has grown; returns whether there is. Else it is dropped: others go on, too."""
+        self._make_room(but=held)
+        if self._used_bytes() <= self._limits.session_bytes or len(self._held) == 1:
+            return True
+        await self._forget(held)
+        return False
+
+    def _make_room(self, *, but: _StageSession | None = None, num_more: int = 0) -> None:
         """Drop outputs, the oldest sessions' first, then sessions that do not go on, until there is room for the rest.
 
         That is also room for so many new ones.
         """
         excess = self._used_bytes() - self._limits.session_bytes
+        if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
+            return
         for held in [*self._held.values()] if excess > 0 else ():
             excess -= held.drop_older()
             if excess <= 0:
@@ -327,7 +411,7 @@ class SessionHandlers:
         for key, held in [*self._held.items()]:
             if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
                 return
-            if key != but and held.done == held.taken:
+            if held is not but and not held.goes_on:
                 excess -= held.num_bytes
                 del self._held[key]
 
@@ -336,8 +420,8 @@ class SessionHandlers:
         idle_s = self._limits.session_idle
         while self._held:
             await asyncio.sleep(idle_s / 4)
-            for key in [key for key, held in self._held.items() if now_s() >= held.used_s + idle_s]:
-                del self._held[key]
+            for held in [held for held in self._held.values() if now_s() >= held.used_s + idle_s]:
+                await self._forget(held)
         self._forgetting = False
 
 
@@ -348,9 +432,20 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
     leaves = serialization.leaves(tree[0])
     if not leaves or leaves[0].ndim < 2 or 0 in leaves[0].shape[:2]:
         raise ProtocolError("a step's hidden state must be [rows, tokens, ...], and not empty")
-    if not any(is_in_session(value) for value in tree[1].values()):
-        raise ProtocolError("a step's blocks must take the session's cache")
+    if any(is_in_session(value) for value in tree[1].values()) == (step.recipe is None):
+        raise ProtocolError("a step's blocks must take the session's cache, where it has a recipe of one")
+    if step.recipe is None and (step.number > 1 or step.operations):
+        raise ProtocolError("a session without a cache has one step, got another one, or operations")
     return tree
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    """Return what to tell the client of a step that the next server did not take."""
+    if isinstance(error, SessionLost):
+        return "lost"
+    if isinstance(error, Busy):
+        return "busy"
+    return "unreachable" if isinstance(error, PeerError) else "refused"
 
 
 def _reason(error: Exception) -> str:

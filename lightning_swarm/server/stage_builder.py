@@ -18,6 +18,7 @@ from lightning_swarm.core.readable import few
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
 from lightning_swarm.model.constants import built_numbers, constants, differing
+from lightning_swarm.model.deferred_init import put_tensors
 from lightning_swarm.model.module_states import remember_copy
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
@@ -208,10 +209,7 @@ class PeerModel:
 
     def _replace(self, replaced: Mapping[int, Tensor]) -> None:
         """Put tensors in the place of others, by the ids of those."""
-        for module in self._module.modules():
-            for tensors in (module._parameters, module._buffers):
-                found = {name: replaced[id(tensor)] for name, tensor in tensors.items() if id(tensor) in replaced}
-                tensors.update(found)  # type: ignore[arg-type]  # parameters by parameters
+        put_tensors(self._module, replaced)
         if self._made is not None and (optimizer := self._made()) is not None:
             replace_parameters(optimizer, {key: new for key, new in replaced.items() if isinstance(new, nn.Parameter)})
 

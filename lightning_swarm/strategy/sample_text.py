@@ -96,9 +96,14 @@ class SampleText(_Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.samples, self._done = [], trainer.global_step
         if self._generate is None:
             _generator_of(pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Here the step is known that the fit begins with, or goes on from: texts of later ones are written again.
+        self._done = trainer.global_step
+        self.samples = [sample for sample in self.samples if sample.step <= self._done]
 
     @override
     def on_train_batch_end(

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
-from lightning_swarm.client.pipeline.interception import Interception
+from lightning_swarm.client.pipeline.interception import intercept
 from lightning_swarm.client.session import Session
 from lightning_swarm.model.autocast import on_this_thread
 from lightning_swarm.model.deferred_init import is_on_meta
@@ -165,7 +165,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     strategy._initial_weights.mark_used(module, trains=fitting)
     if not model.blocks.are_none:
         strategy._undo.enter_context(on_this_thread())
-        strategy._undo.callback(Interception(model.blocks, strategy._session.pipeline).remove)
+        strategy._undo.callback(intercept(model.blocks, strategy._session.pipeline).remove)
     if fitting:
         checks.check_scaling(strategy._session.run, scales=scaling_of(trainer) is not None)
         _connect_loop(strategy, trainer, strategy._session)

@@ -24,6 +24,7 @@ from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, Message, P
 from lightning_swarm.network.access import MAY, Role
 from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.certification import CERTIFY
+from lightning_swarm.network.gatekeeper import STRANGER_BYTES
 from tests.access import INVITATION, FakeCredentials, Gullible, ban_of, certificate_of, credentials_of
 from tests.contract.world import HivemindWorld, Peer, World
 
@@ -222,6 +223,17 @@ def test_a_peer_that_forgot_is_shown_the_certificate_again(
     trust(world.b, credentials_of(world.b.id))
     exchange(world)
     assert certifications(world) > before
+    assert handled.calls == [(world.a.id, TRAINED)]
+
+
+def test_a_call_is_judged_by_the_gate_that_there_is_now(world: World, handled: Handled) -> None:
+    """The stream that calls share was opened under another gate, which knew nobody."""
+    trust(world.b, credentials_of(world.b.id))
+    with pytest.raises(Uncertified):
+        call(world)
+    introduced(world)
+    body = bytes(2 * STRANGER_BYTES)
+    assert call(world, body=body) == body
     assert handled.calls == [(world.a.id, TRAINED)]
 
 

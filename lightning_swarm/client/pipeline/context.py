@@ -18,7 +18,7 @@ from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter, deadline_s
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
-from lightning_swarm.core.tasks import gather
+from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.calls import TicketKey
@@ -38,10 +38,6 @@ _DEFAULT_COPIES_BYTES = 4 << 30
 _KEY_BYTES = 16
 
 
-async def nothing() -> None:
-    """Do nothing, where a caller may have something done."""
-
-
 class Refusal(PeerError):
     """Says that a server answered with an error, or a message, with which no server of the run answers."""
 
@@ -59,6 +55,19 @@ def answers_of(peer: PeerId) -> Iterator[None]:
         raise
     except SwarmError as error:
         raise Refusal(peer, error) from error
+
+
+async def send(
+    transport: Transport, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor], *, timeout: float
+) -> bytes:
+    """Send a small call if there are no tensors, and a stream if there are; blame the peer for any other answer."""
+    message = Message(encode(request), tuple(tensors))
+    # A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
+    timeout = min(timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
+    with answers_of(peer):
+        if not message.tensors:
+            return await transport.call(peer, method, message.body, timeout=timeout)
+        return (await transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 
 
 @dataclass
@@ -148,20 +157,11 @@ class PipelineContext:
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """Send a small call if there are no tensors, and a stream if there are."""
-        message = Message(encode(request), tuple(tensors))
-        # A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
-        timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
         try:
-            return await self._send(peer, method, message, timeout=timeout)
+            return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
         except NotEnlisted:  # the run left this trainer out, or the peer does not know yet that it is in
             await self.check()
-            return await self._send(peer, method, message, timeout=timeout)
-
-    async def _send(self, peer: PeerId, method: str, message: Message, *, timeout: float) -> bytes:
-        with answers_of(peer):
-            if not message.tensors:
-                return await self.transport.call(peer, method, message.body, timeout=timeout)
-            return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
+            return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
 
     async def wait_for_room(self) -> None:
         """Wait while some stage's peers have enough until their first forwards show which of them is slow."""

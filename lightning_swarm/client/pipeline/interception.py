@@ -99,13 +99,16 @@ class BlockChain:
         self.put_back()
         # A checkpoint around this block shall handle what this thread saves, not what stages save that compute in it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            carried, extras = bind(self._keys, progress.calls, self._shared)
             if progress.cache is not None:
+                _, extras = bind(self._keys, progress.calls, carries=False)
                 output = self._generate(progress.hidden, extras, progress.cache)
-            else:
-                output = self._pipeline(
-                    progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras
-                )
+                if self._pending is not None:
+                    self._pending.lose()
+                return output
+            carried, extras = bind(self._keys, progress.calls, self._shared)
+            output = self._pipeline(
+                progress.hidden, *(_for_each(value, progress.hidden) for value in carried), **extras
+            )
         if self._pending is not None:
             self._pending.settle()
             self._pending = None
@@ -297,20 +300,27 @@ def _reentrant_checkpoint() -> FrameType | None:
     return frame
 
 
-class Interception:
-    """Sends calls of the pipelined module, or of each block of a list, to the pipeline, until `remove`."""
+def intercept(blocks: Blocks, pipeline: Pipeline) -> Interception:
+    """Send calls of the pipelined module, or of each block of a list, to a pipeline."""
+    if not blocks.one_by_one:
+        return Interception(blocks, pipeline)
+    config, sites = pipeline.config, pipeline.leftovers.sites
+    generate = TextGeneration(pipeline).step
+    return Interception(blocks, BlockChain(blocks, pipeline, generate, config.device.type, config.shared, sites))
 
-    def __init__(self, blocks: Blocks, pipeline: Pipeline) -> None:
+
+class Interception:
+    """Has calls of a module, or of each block of a list, go elsewhere until `remove`."""
+
+    def __init__(self, blocks: Blocks, calls: BlockChain | Callable[..., Any]) -> None:
         self.removed = False
         self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
         self._own: list[tuple[nn.Module, dict[str, Any]]] = []
         self._chain: BlockChain | None = None
-        if not blocks.one_by_one:
-            self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), pipeline))
+        if not isinstance(calls, BlockChain):
+            self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), calls))
             return
-        config, sites = pipeline.config, pipeline.leftovers.sites
-        generate = TextGeneration(pipeline).step
-        chain = self._chain = BlockChain(blocks, pipeline, generate, config.device.type, config.shared, sites)
+        chain = self._chain = calls
         places: dict[int, tuple[int, nn.Module]] = {}
         for place, block in enumerate(blocks.modules):
             places.setdefault(id(block), (place, block))

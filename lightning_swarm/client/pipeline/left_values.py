@@ -196,6 +196,14 @@ class PendingValues:
             elif vars(module).get(key) is pending:
                 del vars(module)[key]
 
+    def lose(self) -> None:
+        """Refuse what was read meanwhile, and what is read until `put_back`: the values stay on servers."""
+        for module, key, pending, _ in self._pending:
+            vars(pending)["value"] = Unavailable.because(
+                f"`{key}` of a {type(module).__name__} is set by its forward on a server, and does not come back while "
+                "text is generated. Call the model without a cache for it, by `use_cache=False`"
+            )
+
     def settle(self) -> None:
         """Give what was read meanwhile the values that the attributes have now."""
         for module, key, pending, _ in self._pending:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client.pipeline.context import PipelineContext, nothing
+from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.recovery import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -20,7 +20,7 @@ from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, ProtocolError, SwarmError, TicketGone
-from lightning_swarm.core.tasks import gather, gather_bounded
+from lightning_swarm.core.tasks import gather, gather_bounded, nothing
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, StageReport

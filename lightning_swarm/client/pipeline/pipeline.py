@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,7 @@ class Pipeline:
         keywords = {name: (extras, arguments.keywords[name][1]) for name in arguments_in(extras)}
         given: Given = {POSITIONAL: (args, tensors), **keywords}
         states = [states.read() for states in self.states]
-        check_transforms(tensors, self._registered, self._found_weights())
+        self.check_transforms(tensors)
         grad = torch.is_grad_enabled()
         check_global()
         self._hooks = [describe(named) for named in self._named_modules]
@@ -164,6 +164,10 @@ class Pipeline:
     def number_evaluations(self, trainer: str) -> None:
         """Give evaluations of a trainer beside the lead numbers, and so names, that no other trainer's have."""
         self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
+
+    def check_transforms(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse a call under a functional transform, or with other weights in the blocks than the run's."""
+        check_transforms(tensors, self._registered, self._found_weights())
 
     def _found_weights(self) -> list[nn.Parameter | None]:
         """Return what blocks hold by now, without a walk through their modules."""

@@ -1,7 +1,14 @@
 """Partitions a LightningModule into stages: finds its blocks, decides where stages begin, and builds them."""
 
 from lightning_swarm.model.partition.blocks import Blocks, can_be_cut, find_blocks, no_blocks, says_blocks
-from lightning_swarm.model.partition.call_binding import CALLS, BlockCall, Pick, argument_of, bind
+from lightning_swarm.model.partition.call_binding import (
+    CALLS,
+    BlockCall,
+    Pick,
+    argument_of,
+    bind,
+    extras_after,
+)
 from lightning_swarm.model.partition.checks import guard
 from lightning_swarm.model.partition.split import (
     build_stages,
@@ -25,6 +32,7 @@ __all__ = [
     "build_stages",
     "can_be_cut",
     "choose_ranges",
+    "extras_after",
     "find_blocks",
     "guard",
     "insert_boundaries",

@@ -37,6 +37,8 @@ def bind(
     names: Sequence[str],
     calls: Iterable[BlockCall],
     shared: Collection[str] = (),  # arguments that belong to no sample: no gradient comes back for them
+    *,
+    carries: bool = True,  # what needs a gradient
 ) -> tuple[list[Any], dict[str, Any]]:
     """Turn calls of the named blocks into values that are carried with the hidden state, and extras."""
     # Blocks may be given different values under one name, such as the masks of local and of global attention. Each
@@ -51,7 +53,7 @@ def bind(
     carried = [
         name
         for name, value in values.items()
-        if argument_of(name) not in shared and any(t.requires_grad for t in serialization.flatten(value)[1])
+        if carries and argument_of(name) not in shared and any(t.requires_grad for t in serialization.flatten(value)[1])
     ]
     extras = {name: value for name, value in values.items() if name not in carried} | {CALLS: bound}
     return [values[name] for name in carried], extras | ({CARRIED: [carried, names[-1]]} if carried else {})
@@ -68,6 +70,11 @@ def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, A
     wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
     found = {name: value for name, value in extras.items() if name in wanted or name == CARRIED}
     return {**found, CALLS: bound}
+
+
+def extras_after(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Select the extras that blocks other than these need."""
+    return extras_for(extras, [name for name in extras[CALLS] if name not in names])
 
 
 def call_bound(

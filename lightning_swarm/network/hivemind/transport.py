@@ -177,7 +177,7 @@ class HivemindTransport(BaseTransport):
             if slot is not None:
                 with self._ended_by_close():
                     if protocol == _CALL:
-                        check = None if self._gate is None else partial(self._gate.check_size, caller)
+                        check = partial(self._check_size, caller)
                         await answer_calls(stream, partial(self._serve_call, caller), self._spawn, slot, check)
                     else:
                         await self._serve_channel(stream.channel, caller, slot)

@@ -24,8 +24,8 @@ LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"
 """What a block's cache keeps: all keys and values, those of a window, the state of linear attention, or both."""
 
 
-FailureKind = Literal["lost", "unreachable", "refused"]
-"""The server has not all steps before, cannot be reached by the one before it, or raised an error."""
+FailureKind = Literal["lost", "unreachable", "busy", "refused"]
+"""The server has not all steps before, cannot be reached by the one before it, has no room, or raised an error."""
 
 
 class CacheLayer(WireMessage, frozen=True):
@@ -67,7 +67,7 @@ class SessionStep(WireMessage, frozen=True):
     # The servers of this stage and of those after it, and the modes that they compute in.
     route: Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     modes: Annotated[list[ComputeMode], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
-    recipe: CacheRecipe
+    recipe: CacheRecipe | None  # None: the blocks take no cache, and the session has one step
     operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # before the step
     structure: Any  # tree of (hidden state, extras of all blocks), whose tensors come with the message
 
@@ -77,6 +77,7 @@ class SessionOutput(WireMessage, frozen=True):
 
     session: SessionId
     number: Number
+    length: Count | None  # of the cache there, in tokens
     structure: Any  # tree of the output, whose tensors come with the message
 
 

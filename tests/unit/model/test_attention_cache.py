@@ -101,7 +101,7 @@ def test_a_changed_layer_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("make", "refusal"),
     [
-        (lambda: StaticCache(config=LlamaConfig(**SMALL), max_cache_len=8), "got StaticLayer"),
+        (lambda: StaticCache(config=LlamaConfig(**SMALL), max_cache_len=8), "got StaticCache"),
         (lambda: DynamicCache(offloading=True), "not offloaded"),
         (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "EncoderDecoderCache"),
     ],

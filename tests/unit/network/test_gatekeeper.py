@@ -9,7 +9,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -193,7 +193,36 @@ def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, rol
     loop.run_until_complete(go())
 
 
-def test_a_peer_that_is_banned_while_its_tensors_come_enters_nothing(loop: VirtualLoop) -> None:
+def banned_meanwhile(served: MemoryTransport) -> None:
+    served.ban(ban_of(A))
+
+
+def server_meanwhile(served: MemoryTransport) -> None:
+    assert served._gate is not None
+    served._gate.certify(A, certificate_of(A, Role.SERVER))
+
+
+def forgotten_meanwhile(served: MemoryTransport) -> None:
+    assert served._gate is not None
+    del served._gate._permits[A]
+
+
+@pytest.mark.parametrize("message", [Message(), Message(b"", (torch.zeros(1),))], ids=["call", "tensors"])
+@pytest.mark.parametrize(
+    ("change", "refusal", "text"),
+    [
+        (banned_meanwhile, AccessDenied, "served answers a no more: it was banned"),
+        (server_meanwhile, AccessDenied, "the certificate of a is of the role server"),
+        (forgotten_meanwhile, Uncertified, "only peers with a certificate"),
+    ],
+)
+def test_a_peer_that_may_no_more_when_its_tensors_have_come_enters_nothing(
+    loop: VirtualLoop,
+    change: Callable[[MemoryTransport], None],
+    refusal: type[SwarmError],
+    text: str,
+    message: Message,
+) -> None:
     served = MemoryNetwork().transport("served")
     served.set_credentials(credentials_of(served.peer_id))
     entered: list[PeerId] = []
@@ -209,12 +238,37 @@ def test_a_peer_that_is_banned_while_its_tensors_come_enters_nothing(loop: Virtu
         assert gate is not None
         gate.certify(A, certificate_of(A))
         respond = served._find(A, Head(Kind.STREAM, 1, "stage.forward", b"", (), 0)).respond
-        served.ban(ban_of(A))
-        with pytest.raises(AccessDenied, match="served answers a no more: it was banned"):
-            await respond(Message(b"", (torch.zeros(1),)))
+        change(served)
+        with pytest.raises(refusal, match=text):
+            await respond(message)
 
     loop.run_until_complete(go())
     assert entered == []
+
+
+def test_a_handler_that_ends_its_own_caller_is_done_first(loop: VirtualLoop) -> None:
+    """A ban comes by the peer that it bans. What it is told is the ban, and its handler is not cut short."""
+    served = MemoryNetwork().transport("served")
+    served.set_credentials(credentials_of(served.peer_id))
+    ended: list[PeerId] = []
+
+    async def heed(caller: PeerId, body: bytes) -> bytes:
+        served.ban(ban_of(A))
+        ended.append(caller)
+        return b""
+
+    served.handle_call("peer.ban", heed)
+
+    async def go() -> None:
+        assert served._gate is not None
+        served._gate.certify(A, certificate_of(A))
+        respond = served._find(A, Head(Kind.CALL, 1, "peer.ban", b"", (), 0)).respond
+        with pytest.raises(AccessDenied, match="served answers a no more: it was banned"):
+            await respond(Message())
+        await asyncio.sleep(0)  # would raise if this task had been cancelled, too
+
+    loop.run_until_complete(go())
+    assert ended == [A]
 
 
 def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:

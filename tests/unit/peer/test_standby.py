@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.membership import JoinRequest
 from lightning_swarm.protocol.messages.run import HeldSnapshot, InheritRequest, ReleaseRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots, KeptLoop
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
-from lightning_swarm.protocol.methods import INHERIT, JOIN, KEEP_LOOP, LEADS, RELEASE, RENEW
+from lightning_swarm.protocol.methods import HELD, INHERIT, JOIN, KEEP_LOOP, LEADS, RELEASE, RENEW
 from lightning_swarm.protocol.queries import ask_held
 from lightning_swarm.protocol.run_state import RunState
 from tests.loops import travelling
@@ -413,6 +413,28 @@ def test_another_coordinator_names_whom_some_have_heard_of(make_swarm: MakeSwarm
     assert told_to_inherit(swarm) == [B]
     assert {swarm.servers[one].membership.run.manifest.lead for one in (B, C, D)} == {B}
     assert {swarm.servers[one].membership.run.coordinator for one in (B, C, D)} <= {B, C}
+
+
+def test_a_named_one_is_not_passed_over_because_a_report_is_lost(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    for standby in (B, D):
+        keep(swarm, standby)
+    swarm.network.freeze(LEAD)
+    inherit(swarm, B, A, C, D, B)
+    run, transport = swarm.servers[A].membership.run, swarm.servers[A]._transport
+    handlers = swarm.servers[B]._transport._call_handlers
+
+    async def lose(caller: PeerId, body: bytes) -> bytes:
+        raise Busy("lost")
+
+    answer, handlers[HELD] = handlers[HELD], lose
+    assert "what it needs was not all reported" in swarm.run(appoint(transport, run, timeout=5.0))
+    handlers[HELD] = answer
+    assert swarm.run(appoint(transport, run, timeout=5.0)) == ""
+    assert told_to_inherit(swarm) == [B]
+    handlers[HELD] = lose
+    assert swarm.run(appoint(transport, run, timeout=5.0, is_last=True)) == "", "else the run would end"
+    assert told_to_inherit(swarm) == [B, D]
 
 
 def test_where_the_named_one_dies_before_it_knows_another_is_named(make_swarm: MakeSwarm) -> None:

@@ -50,5 +50,8 @@ def test_only_peers_of_its_run_end_a_server(make_swarm: MakeSwarm) -> None:
     assert not membership.loaded
     assert enders() == {HOST, manifest.lead}, "the lead of the run that it was in ends it, too"
     membership.check_released_by(manifest.lead)
+    started_again = RunMembership(membership.me)
+    with pytest.raises(ProtocolError, match="was released by None"):
+        started_again.check_released_by(manifest.lead)
     with pytest.raises(ProtocolError, match="was released by"):
         membership.check_released_by(STRANGER)

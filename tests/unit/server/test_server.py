@@ -790,7 +790,7 @@ def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     """Its lead tells all servers that it wanted; one that it did not get goes on waiting."""
     swarm = make_swarm("a", "b", admit=False)
     swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
-    swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest), (), timeout=1.0))
+    swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest).servers, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
 
 

@@ -39,6 +39,7 @@ from lightning_swarm.protocol.methods import (
     SESSION_REPLAY,
     SESSION_STEP,
 )
+from lightning_swarm.server.sessions import WINDOW
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, WIDTH, Swarm
 
@@ -213,13 +214,16 @@ def test_what_a_block_raises_ends_the_session(make_swarm: MakeSwarm) -> None:
     assert swarm.servers[A].sessions.num_open == 0
 
 
-def test_weights_that_have_gone_on_are_refused(make_swarm: MakeSwarm) -> None:
+def test_weights_of_another_version_are_waited_for_and_then_refused(make_swarm: MakeSwarm) -> None:
+    """The record may come here after the client's step."""
     swarm = begun(make_swarm)
     client = Client(swarm.trainer)
     send(swarm, message(tokens(1), A, C, version=3))
+    assert not client.failures
+    swarm.run(asyncio.sleep(400.0))
     (failure,) = client.failures
     assert failure.kind == "refused"
-    assert "is at version 0, not at 3" in failure.reason
+    assert "version 3 must come" in failure.reason
 
 
 @pytest.mark.parametrize(
@@ -292,6 +296,7 @@ def test_memory_is_bounded_and_costs_time_alone(make_swarm: MakeSwarm) -> None:
     client = Client(swarm.trainer)
     for number in range(40):
         send(swarm, message(tokens(number, 50, 1), A, C, session=f"{number:032}"))
+        swarm.run(asyncio.sleep(6.0))  # a session that goes on keeps its place
         assert swarm.servers[A].sessions._used_bytes() <= 1.1 * limit
     assert 1 <= swarm.servers[A].sessions.num_open < 40
     assert not client.failures
@@ -303,12 +308,135 @@ def test_memory_is_bounded_and_costs_time_alone(make_swarm: MakeSwarm) -> None:
     torch.testing.assert_close(client.outputs[2], wanted, rtol=0.0, atol=1e-13)
 
 
+def test_a_text_that_does_not_fit_is_refused(make_swarm: MakeSwarm) -> None:
+    limit = 3 * 50 * WIDTH * 8
+    swarm = begun(make_swarm, Limits(call_timeout=30.0, session_bytes=limit))
+    client = Client(swarm.trainer)
+    for number in (1, 2):
+        send(swarm, message(tokens(number, 50, 1), A, C, number=number))
+    (failure,) = client.failures
+    assert failure.kind == "refused"
+    assert f"`Limits.session_bytes` there are {limit}" in failure.reason
+    assert swarm.servers[A].sessions.num_open == 0
+
+
+def test_texts_that_all_go_on_do_not_drive_each_other_out(make_swarm: MakeSwarm) -> None:
+    """Else each would be computed again from its beginning for every token of the other."""
+    limit = 23 * 50 * WIDTH * 4  # room for both steps of one, and for the first of the other
+    swarm = begun(make_swarm, Limits(call_timeout=30.0, session_bytes=limit))
+    client = Client(swarm.trainer)
+    sessions = [f"{number:032}" for number in range(2)]
+    for number in (1, 2):
+        for session in sessions:
+            swarm.run(
+                swarm.trainer.stream(
+                    A,
+                    SESSION_STEP,
+                    message(tokens(number, 50, 1), A, C, number=number, session=session),
+                    timeout=5.0,
+                    max_bytes=0,
+                )
+            )
+        swarm.run(asyncio.sleep(0.1))
+    (failure,) = [one for one in client.failures if one.stage_index == 0]
+    assert failure.kind == "busy"
+    assert swarm.servers[A].sessions.num_open == 1
+    others = [one for one in sessions if one != failure.session]
+    swarm.run(asyncio.sleep(0.1))
+    send(swarm, message(tokens(9, 1, 1), A, C, number=3, session=others[0]))
+    assert 3 in client.outputs, "the other one goes on"
+
+
+def test_steps_that_overtake_each_other_are_put_in_order(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    client = Client(swarm.trainer)
+    given = [tokens(number) for number in range(1, 9)]
+    send(swarm, message(given[0], A, C))
+
+    async def go() -> None:
+        later = [
+            swarm.trainer.stream(
+                A, SESSION_STEP, message(given[number - 1], A, C, number=number), timeout=5.0, max_bytes=0
+            )
+            for number in range(8, 1, -1)
+        ]
+        await asyncio.gather(*later)
+        await asyncio.sleep(1.0)
+
+    swarm.run(go())
+    torch.testing.assert_close(client.outputs[8], expected(swarm, given)[-1], rtol=0.0, atol=1e-13)
+    with pytest.raises(SessionLost, match="has 8 steps of this session here, got 10"):
+        swarm.run(swarm.trainer.stream(A, SESSION_STEP, message(given[0], A, C, number=10), timeout=30.0, max_bytes=0))
+    with pytest.raises(SessionLost, match="has 8 steps of this session here, got 90"):
+        send(swarm, message(given[0], A, C, number=90))
+
+
+def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSwarm) -> None:
+    """Else one client could fill its memory."""
+    swarm = begun(make_swarm)
+    Client(swarm.trainer)
+    send(swarm, message(tokens(1), A, C))
+    held = swarm.servers[A].sessions._held[SESSION, 0]
+    answered = []
+
+    async def one(number: int) -> None:
+        sent = message(tokens(number), A, C, number=number)
+        await swarm.trainer.stream(A, SESSION_STEP, sent, timeout=30.0, max_bytes=0)
+        answered.append(number)
+
+    async def go() -> None:
+        async with held.computing:
+            await asyncio.gather(*(one(number) for number in range(2, WINDOW + 2)))
+            waiting = asyncio.ensure_future(one(WINDOW + 2))
+            await asyncio.sleep(20.0)
+            assert len(answered) == held.taken - held.done == WINDOW
+        await waiting
+
+    swarm.run(go())
+    assert held.taken == WINDOW + 2
+
+
+def test_what_a_block_returns_besides_tensors_is_no_ones_end(make_swarm: MakeSwarm) -> None:
+    """It cannot travel. The session ends with the reason, and the server goes on."""
+
+    class Odd(Remembering):
+        @override
+        def forward(self, x: Tensor, cache: Any) -> Any:
+            return super().forward(x, cache), {1, 2}
+
+    torch.manual_seed(0)
+    swarm = make_swarm("a b", "c d", module=nn.Sequential(Odd(0), Remembering(1)))
+    client = Client(swarm.trainer)
+    send(swarm, message(tokens(1), A, C))
+    (failure,) = client.failures
+    assert (failure.kind, failure.stage_index) == ("refused", 0)
+    assert "set" in failure.reason
+    with pytest.raises(SessionLost):  # it answers
+        send(swarm, message(tokens(1), A, C, number=2))
+
+
+def test_a_forward_without_a_cache_is_a_session_of_one_step(make_swarm: MakeSwarm) -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(2)))
+    swarm = make_swarm("a b", "c d", module=module)
+    client = Client(swarm.trainer)
+    extras = {CALLS: {name: ({}, ()) for name in ("0", "1")}}
+    send(swarm, message(tokens(1), A, C, recipe=None, extras=extras))
+    with torch.no_grad():
+        torch.testing.assert_close(client.outputs[1], swarm.module(tokens(1)), rtol=0.0, atol=0.0)
+    with pytest.raises(ProtocolError, match="has one step"):
+        send(swarm, message(tokens(1), A, C, recipe=None, extras=extras, number=2))
+    operations = [CacheOperation(kind="reset", values=[])]
+    with pytest.raises(ProtocolError, match="has one step"):
+        send(swarm, message(tokens(1), A, C, recipe=None, extras=extras, operations=operations, session="8" * 32))
+
+
 def test_there_are_not_too_many_sessions(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_swarm.server.sessions._MAX_SESSIONS", 5)
     swarm = begun(make_swarm)
     client = Client(swarm.trainer)
     for number in range(20):
         send(swarm, message(tokens(number), A, C, session=f"{number:032}"))
+        swarm.run(asyncio.sleep(1.0))
         assert swarm.servers[A].sessions.num_open <= 5
     assert not client.failures
 

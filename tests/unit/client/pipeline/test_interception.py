@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_swarm.client.pipeline.interception import Interception
+from lightning_swarm.client.pipeline.interception import intercept
 from lightning_swarm.client.pipeline.leftovers import Leftovers
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
@@ -76,7 +76,7 @@ class Patched:
         self.model = model
         blocks = find_blocks(model, pipeline)
         self.pipeline = FakePipeline(twin_of(model, blocks)[1])  # a server has its own
-        self.interception = Interception(blocks, self.pipeline)  # type: ignore[arg-type]
+        self.interception = intercept(blocks, self.pipeline)  # type: ignore[arg-type]
 
 
 @pytest.fixture

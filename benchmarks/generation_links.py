@@ -1,0 +1,182 @@
+"""Tokens a second of a served model over links with latency: through the chain of servers, and by a star's trips.
+
+Each stage is on a host of its own, and so is the client; between any two hosts a round trip takes as long as asked for
+(100 ms). The ideal is one-way trips alone: as many as stages, and one more. A star, in which the client asks one server
+after the other, takes a round trip a stage: the client makes those, and nothing else, in turns with the texts. Prompt
+lookup takes several tokens a trip where the text repeats itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.hosts import Hosts
+from benchmarks.report import median, picture, table, write
+from benchmarks.runs import FAR_APART, start
+
+NUM_TOKENS = 24
+TURNS = 5
+PORT = 31337
+PROMPT = [5, 6, 7, 8] * 6  # repeats itself, for prompt lookup
+
+
+def save(folder: Path, num_blocks: int, width: int) -> int:
+    """Save a model with random weights; returns the bytes of a block."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return sum(tensor.nbytes for tensor in model.model.layers[0].state_dict().values())
+
+
+@contextmanager
+def server(hosts: Hosts, number: int, *options: object) -> Iterator[str]:
+    """A server on a host. Yields its address."""
+    place = f"{hosts.address(number)}:{PORT}"
+    serve = ("-m", "lightning_swarm", "serve", "--listen", place, "--trust", "open", *options)
+    process = start(
+        *serve, before=hosts.on(number), environment=FAR_APART, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "Others can join" in line and (found := re.search(r"\S+:\d+/\w+", line)):
+                break
+        else:
+            raise RuntimeError(f"the server ended before it served:\n{''.join(said)}")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # else it would wait for a reader
+        yield found[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]:
+    """Measure, at the client's host: seconds a token by the chain, by prompt lookup, and of a star's trips."""
+    import transformers
+
+    from lightning_swarm import remote_model
+
+    torch.set_num_threads(1)
+    model = remote_model(address, weights=folder)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
+    ways: dict[str, dict[str, Any]] = {"chain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 4}}
+    found: dict[str, list[float]] = {"chain": [], "prompt lookup": [], "star": [], "plain": []}
+    swarm = model.swarm
+    servers = list(swarm._models.offers)
+    try:
+        for turn in range(TURNS + 1):
+            for name, options in [*ways.items(), ("plain", {})]:
+                moments: list[float] = []
+
+                class Noting:
+                    """Notes when tokens come."""
+
+                    def put(self, value: Any, moments: list[float] = moments) -> None:
+                        moments.extend([time.perf_counter()] * value.numel())
+
+                    def end(self) -> None:
+                        """Nothing is held back."""
+
+                asked = plain if name == "plain" else model
+                asked.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False, streamer=Noting(), **options)
+                first = moments[len(PROMPT)]  # the prompt's own tokens come first
+                if turn:
+                    found[name].append((moments[-1] - first) / (NUM_TOKENS - 1))
+            begin_s = time.perf_counter()
+            for index in range(num_stages):
+                swarm._runtime.run(swarm._models.transport.ping(servers[index % len(servers)]))
+            if turn:
+                found["star"].append(time.perf_counter() - begin_s)
+    finally:
+        swarm.close()
+    return found
+
+
+def measure(num_stages: int, round_trip_s: float, width: int) -> dict[str, list[float]]:
+    """Measure a model of so many stages, each on a host of its own."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        size = save(Path(folder), num_stages, width)
+        hosts = stack.enter_context(
+            Hosts([0.0] * (num_stages + 1), [round_trip_s / 4] * (num_stages + 1))  # to the switch and back, twice
+        )
+        own = ("--weights", folder, "--memory", (64 << 20) + size * 3 // 2, "--texts", 64 << 20)
+        address = stack.enter_context(server(hosts, 0, "--stages", num_stages, *own))
+        for number in range(1, num_stages):
+            stack.enter_context(server(hosts, number, "--join", address, *own))
+        command = ("-m", "benchmarks.generation_links", "--client", address, "--stages", num_stages, "--folder", folder)
+        process = start(*command, before=hosts.on(num_stages), environment=FAR_APART, stdout=subprocess.PIPE)
+        said, _ = process.communicate(timeout=400.0)
+        if process.returncode:
+            raise RuntimeError(f"the client ended with {process.returncode}")
+        result: dict[str, list[float]] = json.loads(said.splitlines()[-1])
+        return result
+
+
+def main() -> None:
+    """All numbers of stages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--round-trip", type=float, default=100.0, help="milliseconds between two hosts (default: 100)")
+    parser.add_argument("--width", type=int, default=256, help="of the hidden state (default: 256)")
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.client:
+        print(json.dumps(client(arguments.client, arguments.stages[0], arguments.folder)))
+        return
+    if missing := Hosts.missing(delayed=True):
+        sys.exit(f"This needs {missing}.")
+    round_trip_s = arguments.round_trip / 1e3
+    rows: list[Sequence[object]] = [
+        ("stages", "tokens/s", "of the ideal", "against a star", "prompt lookup, tokens/s", "plain here, tokens/s")
+    ]
+    found: dict[str, list[float]] = {}
+    for num_stages in arguments.stages:
+        seconds = {name: median(one) for name, one in measure(num_stages, round_trip_s, arguments.width).items()}
+        ideal_s = (num_stages + 1) * round_trip_s / 2 + seconds["plain"]
+        rows.append(
+            (
+                num_stages,
+                f"{1 / seconds['chain']:.2f}",
+                f"{ideal_s / seconds['chain']:.2f}",
+                f"{(seconds['star'] + seconds['plain']) / seconds['chain']:.2f}",
+                f"{1 / seconds['prompt lookup']:.2f}",
+                f"{1 / seconds['plain']:.1f}",
+            )
+        )
+        found[f"{num_stages} stages"] = [1 / seconds["chain"]]
+    title = f"A served model, {arguments.round_trip:g} ms between hosts"
+    write("generation_links", table(title, rows))
+    picture("generation_links", title, "tokens/s", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The commands `serve --weights` and `generate`: a model that is not trained, and texts that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network.addresses import Address, HostPort, widest
+from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
+from lightning_swarm.peer.entry import entry_of
+from lightning_swarm.peer.process import owners_folder
+from lightning_swarm.protocol.settings import RunSettings
+
+SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
+"""Options of `serve` that only a model has which is not trained."""
+
+_SERVE: Final = """\
+Serve a model that is not trained: hold some of its blocks, and write texts with those who ask.
+
+    lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337            the first machine: prints how to join
+    lightning-swarm serve --weights my-llama/ --memory 4GB --join ADDRESS       another one, at any time
+    lightning-swarm serve --memory 4GB --join ADDRESS                           without the files: from other servers
+
+FOLDER is one of Hugging Face, as `save_pretrained` writes it; `lightning-swarm export` makes one of a checkpoint. A
+server takes as many neighbouring blocks as its memory holds, where the model is served worst. Each block's weights are
+checked by their SHA-256 against what the first server read.
+
+Ctrl-C or SIGTERM has it take no new texts, and leave when those that are under way are done; a second one ends it at
+once, and then other servers go on with these texts.
+"""
+
+GENERATE: Final = """\
+Write a text with a served model, as it comes.
+
+    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Once upon a time"
+    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --sample --temperature 0.8 --max-new-tokens 200
+
+The servers see hidden states, from which a prompt can be reconstructed.
+"""
+
+_UNITS: Final = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
+
+
+def num_bytes(option: str, text: str) -> int:
+    """Read a number of bytes such as ``4GB`` or ``512MiB``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in _UNITS:
+        raise ConfigError(f"`{option}` must be a number of bytes like 4GB or 512MiB, got {text!r}. Correct it.")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def is_for_model(arguments: Sequence[str]) -> bool:
+    """Return whether arguments of `serve` are for a model that is not trained."""
+    return any(argument.partition("=")[0] in SERVED_OPTIONS for argument in arguments)
+
+
+def run_serve(arguments: Sequence[str]) -> int:
+    """Run `serve --weights`; returns the exit status."""
+    chosen = _serve_parser().parse_args(arguments)
+    from lightning_swarm.peer.model_host import ModelHost, ServeOptions
+    from lightning_swarm.peer.network import start_network
+    from lightning_swarm.server.executor import ThreadExecutor
+
+    hosts = tuple(map(Address.parse, chosen.join))
+    weights, texts = _shares(chosen.memory, chosen.texts)
+    config = _config(chosen, hosts, Limits() if texts is None else Limits(session_bytes=texts))
+    options = ServeOptions(
+        weights=chosen.weights,
+        hosts=[host.peer_id for host in hosts],
+        weight_bytes=weights,
+        num_stages=chosen.stages,
+        dtype=chosen.dtype,
+        blocks=chosen.blocks,
+        device=chosen.device,
+    )
+    entry = entry_of(config, owners_folder, now_s=time.time())
+    runtime, transport, directory = start_network(config, entry)
+    host = ModelHost(transport, directory, ThreadExecutor, config.limits, options)
+    restore = _leave_on_signals(lambda: runtime.post(host.leave))
+    try:
+        runtime.run(host.open(_say))
+        address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
+        _say(f"Others can join: lightning-swarm serve --memory 4GB --join {address}")
+        _say(f"To write a text: lightning-swarm generate {address} --prompt 'Once upon a time'")
+        runtime.run(host.until_left(_say))
+    finally:
+        restore()
+        runtime.run(host.close())
+        runtime.run(directory.close())
+        runtime.run(transport.close())
+        runtime.close()
+    return 0
+
+
+def _shares(memory: str | None, texts: str | None) -> tuple[int | None, int | None]:
+    """Return the bytes for weights and for texts; None: all stages, and the default."""
+    for_texts = None if texts is None else num_bytes("--texts", texts)
+    if memory is None:
+        return None, for_texts
+    total = num_bytes("--memory", memory)
+    for_texts = total // 4 if for_texts is None else for_texts
+    if not 0 < for_texts < total:
+        raise ConfigError(f"`--memory` is for weights and texts, got {memory} with {texts or 'a quarter'} for texts.")
+    return total - for_texts, for_texts
+
+
+def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limits) -> SwarmConfig:
+    return SwarmConfig(
+        num_stages=None,
+        pipeline=None,
+        split="parameters",
+        boundary=None,
+        shared=(),
+        role="server",
+        run_id=chosen.run_id,
+        initial_peers=hosts,
+        listen=HostPort.to_listen(chosen.listen),
+        announce=tuple(map(HostPort.to_announce, chosen.announce)),
+        identity_path=chosen.identity,
+        trust=chosen.trust,
+        invite=chosen.invite,
+        gather_on_end=False,
+        preemption=None,
+        settings=RunSettings(target_batch_size=None),
+        limits=limits,
+    )
+
+
+def _leave_on_signals(leave: Any) -> Any:
+    """Have the first signal call `leave`, and the second one end the process; returns what takes that back."""
+    told = threading.Event()
+
+    def handle(number: int, _: Any) -> None:
+        if told.is_set():
+            raise KeyboardInterrupt
+        told.set()
+        leave()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - a command
+
+
+def _serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-swarm serve", description=_SERVE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, as Hugging Face saves it")
+    parser.add_argument(
+        "--join", action="append", default=[], metavar="ADDRESS", help="of a server of the model (repeatable)"
+    )
+    parser.add_argument("--memory", metavar="BYTES", help="for weights and texts, like 4GB (default: all stages)")
+    parser.add_argument("--texts", metavar="BYTES", help="of these for texts (default: a quarter)")
+    parser.add_argument(
+        "--stages", type=int, metavar="N", help="the first server cuts the model into N (default: its blocks, up to 16)"
+    )
+    parser.add_argument("--dtype", help="of the weights, like bfloat16, at the first server (default: as saved)")
+    parser.add_argument("--blocks", metavar="NAME", help="of the list of blocks (default: it is found)")
+    parser.add_argument("--device", default="cpu", help="that computes (default: %(default)s)")
+    parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="(default: this machine only)")
+    parser.add_argument("--announce", action="append", default=[], metavar="HOST:PORT", help="where others find it")
+    parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")
+    parser.add_argument(
+        "--trust", choices=("open", "invited"), help="(default: invited, where other machines reach it)"
+    )
+    parser.add_argument("--invite", metavar="FILE", help="with the invitation of the owner")
+    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="that invitations are to")
+    return parser
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate`."""
+    parser.add_argument("address", metavar="ADDRESS", help="of any server of the model, as HOST:PORT/ID")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)d)")
+    parser.add_argument("--sample", action="store_true", help="draw tokens (default: the likeliest)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="with --sample (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, if it is on this machine")
+    parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
+
+
+HTTP: Final = """\
+Answer OpenAI's HTTP protocol for served models: completions and chats, whole or as they come.
+
+    lightning-swarm http 203.0.113.7:31337/12D3... --port 8000
+    lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
+
+Clients name a model as the command line does; without a name it has that of its config. /health answers 200 if each
+model has just written a token. Who reaches the port may write: listen on this machine only, or put a proxy before it.
+"""
+
+
+def add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `http`."""
+    parser.add_argument(
+        "models", nargs="+", metavar="[NAME=]ADDRESS", help="of any server of a model, as HOST:PORT/ID (several models)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="IP", help="where to listen (default: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="(default: %(default)d)")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of a single model, if it is on this machine")
+    parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
+
+
+def run_http(arguments: argparse.Namespace) -> int:
+    """Run `http`; returns the exit status."""
+    if arguments.weights is not None and len(arguments.models) > 1:
+        raise ConfigError(f"`--weights` is the folder of one model, got {len(arguments.models)} models. Leave it out.")
+    from lightning_swarm.cli import http_server
+    from lightning_swarm.peer.remote_model import remote_model
+
+    served: list[http_server.ServedText] = []
+    try:
+        for text in arguments.models:
+            name, _, address = text.rpartition("=")
+            model = remote_model(address, invite=arguments.invite, weights=arguments.weights)
+            name = name or model.config.model_type
+            served.append(http_server.ServedText(name, model, model.swarm.tokenizer()))
+            if [one.name for one in served].count(name) > 1:
+                raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
+        names = ", ".join(one.name for one in served)
+        _say(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.")
+        http_server.run(served, host=arguments.host, port=arguments.port)
+    finally:
+        for one in served:
+            one.model.swarm.close()
+    return 0
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """Run `generate`; returns the exit status."""
+    if arguments.max_new_tokens < 1 or not arguments.prompt or arguments.temperature <= 0:
+        raise ConfigError(
+            "`generate` needs a prompt that is not empty, at least 1 new token and a temperature above 0, got "
+            f"{arguments.prompt!r}, {arguments.max_new_tokens} and {arguments.temperature:g}."
+        )
+    import torch
+    import transformers
+
+    from lightning_swarm.peer.remote_model import remote_model
+
+    model = remote_model(arguments.address, invite=arguments.invite, weights=arguments.weights)
+    try:
+        tokenizer = model.swarm.tokenizer()
+        if arguments.seed is not None:
+            torch.manual_seed(arguments.seed)
+        drawn = {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}
+        begin_s, given = time.perf_counter(), tokenizer(arguments.prompt, return_tensors="pt")
+        streamer = transformers.TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True)
+        found = model.generate(**given, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **drawn)
+        number = found.shape[1] - given["input_ids"].shape[1]
+        took_s = time.perf_counter() - begin_s
+        print(f"{number} tokens, {number / took_s:.1f} a second", file=sys.stderr)  # noqa: T201 - a command
+    finally:
+        model.swarm.close()
+    return 0

@@ -1,0 +1,291 @@
+"""A client of a served model: finds its servers, downloads what is in no block, and sends the blocks' calls."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.client.inference import SessionWeights
+from lightning_swarm.client.pipeline.context import send
+from lightning_swarm.client.session_forwards import SessionForwards
+from lightning_swarm.client.session_policy import ServerView, best_route
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ConfigError, Damaged, PeerError, ProtocolError, StageLost, SwarmError
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.readable import shorten
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.autocast import capture
+from lightning_swarm.network import Directory, Message, PeerId, Transport
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.serving import (
+    CardRequest,
+    ModelCard,
+    PartRequest,
+    ServerOffer,
+    WeightsDigest,
+)
+from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
+from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
+
+_log = logging.getLogger(__name__)
+
+REFRESH_S: Final = 5.0
+"""Seconds between two looks at who serves a model."""
+
+_CARD_TIMEOUT_S: Final = 30.0
+_FIRST_BAN_S: Final = 5.0
+_LONGEST_BAN_S: Final = 60.0
+_WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # they do not change
+
+
+def offers_key(model: str) -> str:
+    """Return the directory's key of the servers of a model of this id."""
+    return f"{model}.offers"
+
+
+async def read_card(transport: Transport, peer: PeerId) -> ModelCard:
+    """Ask a server which model it serves."""
+    return decode(await transport.call(peer, MODEL_CARD, encode(CardRequest()), timeout=_CARD_TIMEOUT_S), ModelCard)
+
+
+@dataclass(eq=False)
+class ModelDirectory:
+    """The servers of one model that were announced, and can be reached from here."""
+
+    transport: Transport
+    directory: Directory
+    card: ModelCard
+    offers: dict[PeerId, ServerOffer] = field(default_factory=dict)
+
+    async def refresh(self) -> None:
+        """Read the announcements, and connect to newcomers."""
+        found: dict[PeerId, ServerOffer] = {}
+        for peer, value in (await self.directory.read(offers_key(self.card.id))).items():
+            try:
+                offer = decode(value, ServerOffer)
+                self._check(peer, offer)
+            except ProtocolError as error:
+                _log.warning("Ignored what %s announced: %s", peer, shorten(str(error)))
+            else:
+                found[peer] = offer
+        met = await gather(self._meets(peer, offer) for peer, offer in found.items())
+        self.offers = {peer: offer for (peer, offer), is_met in zip(found.items(), met, strict=True) if is_met}
+
+    async def keep_fresh(self) -> None:
+        """Refresh again and again."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self.refresh()
+            except PeerError as error:
+                _log.info("Nobody says who serves the model: %s", shorten(str(error)))
+
+    def _check(self, peer: PeerId, offer: ServerOffer) -> None:
+        if offer.first_stage + offer.num_stages > len(self.card.stages):
+            raise ProtocolError(f"the model has {len(self.card.stages)} stages, got an offer of {offer}")
+        others = {address.rpartition("/p2p/")[2] for address in offer.addresses if "/p2p/" in address} - {peer}
+        if others:
+            raise ProtocolError(f"a peer announces its own addresses, got one of {min(others)}")
+
+    async def _meets(self, peer: PeerId, offer: ServerOffer) -> bool:
+        if peer in self.offers or peer == self.transport.peer_id:
+            return True
+        try:
+            await self.transport.connect(offer.addresses)
+        except SwarmError as error:
+            _log.info("Server %s cannot be reached from here: %s", peer, shorten(str(error)))
+            return False
+        return True
+
+    def serving(self, stage: int) -> list[PeerId]:
+        """Return the servers of a stage."""
+        return [peer for peer, offer in self.offers.items() if stage in stages_of(offer)]
+
+    # ------------------------------------------------------------------ downloads
+
+    async def download(
+        self, names: Sequence[str], like: Mapping[str, Tensor], wanted: WeightsDigest, sources: Collection[PeerId]
+    ) -> dict[str, Tensor]:
+        """Download tensors from one of some servers, and check them all against a digest of the card."""
+        from lightning_swarm.model.pretrained import weights_digest
+
+        problems: list[str] = []
+        for peer in sources:
+            try:
+                found = {name: await self._tensor(peer, name, like[name]) for name in names}
+                if await asyncio.to_thread(weights_digest, found) != wanted:
+                    raise Damaged(f"the weights of {peer} are not those of the model's card")
+            except SwarmError as error:
+                problems.append(f"{peer}: {error}")
+            else:
+                return found
+        raise StageLost(
+            f"no server gives the weights {list(names)[:3]} of model {self.card.id[:12]}, asked were "
+            f"{problems or 'none, for none has them'}. Start one that has the model's files: `serve --weights FOLDER`."
+        )
+
+    async def _tensor(self, peer: PeerId, name: str, like: Tensor) -> Tensor:
+        (tensor,) = await self._part(peer, PartRequest(model=self.card.id, kind="tensor", name=name), like.nbytes)
+        if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            raise Damaged(
+                f"`{name}` has {tuple(like.shape)} and {like.dtype}, got {tuple(tensor.shape)}, {tensor.dtype}"
+            )
+        return tensor
+
+    async def _part(self, peer: PeerId, request: PartRequest, max_bytes: int) -> tuple[Tensor]:
+        message = Message(encode(request))
+        answer = await self.transport.stream(peer, MODEL_PART, message, timeout=3600.0, max_bytes=max(max_bytes, 1))
+        if len(answer.tensors) != 1:
+            raise Damaged(f"{peer} sent {len(answer.tensors)} tensors for {request.name!r}")
+        return (answer.tensors[0],)
+
+    async def download_files(self) -> dict[str, bytes]:
+        """Download the model's small files, checked against the card."""
+        found = {}
+        for file in self.card.files:
+            request = PartRequest(model=self.card.id, kind="file", name=file.name)
+            for peer in [peer for peer, offer in self.offers.items() if offer.has_files]:
+                try:
+                    (tensor,) = await self._part(peer, request, file.weights.num_bytes)
+                except SwarmError as error:
+                    _log.info("%s does not send %s: %s", peer, file.name, shorten(str(error)))
+                    continue
+                content = tensor.numpy().tobytes()
+                if hashlib.sha256(content).digest() == file.weights.sha256:
+                    found[file.name] = content
+                    break
+        return found
+
+
+def stages_of(offer: ServerOffer) -> range:
+    """Return the stages of an offer."""
+    return range(offer.first_stage, offer.first_stage + offer.num_stages)
+
+
+class ServedRoutes:
+    """Routes of sessions through the servers of a model; see `SessionRoutes`."""
+
+    def __init__(self, model: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
+        self._model, self._rng = model, rng
+        self.transport, self.timeout = model.transport, timeout
+        self._banned: dict[PeerId, tuple[float, float]] = {}  # until when, and for how long
+        self._own: Counter[PeerId] = Counter()  # sessions of this client, which servers may not have announced yet
+
+    def begin(self, rows: int) -> list[PeerId]:
+        """See `SessionRoutes`."""
+        views = self._views()
+        number = len(self._model.card.stages)
+        route = best_route(number, views, self._between, self._rng)
+        if route is None:
+            free = {peer: view for peer, view in views.items() if view.has_room}
+            empty = [stage for stage in range(number) if not any(stage in view.stages for view in free.values())]
+            raise StageLost(
+                f"each stage of a served model needs a server that takes sessions, and {empty} of {number} have none "
+                "now. Start one: `lightning-swarm serve --join ADDRESS`."
+            )
+        self._own.update(set(route))
+        return route
+
+    def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
+        """See `SessionRoutes`."""
+        before = route[stage - 1] if stage else None
+        behind = route[stage + 1] if stage + 1 < len(route) else None
+        views = self._views()
+        here = [peer for peer, view in views.items() if stage in view.stages and peer != route[stage]]
+        free = [peer for peer in here if views[peer].has_room and not self.is_banned(stage, peer)]
+        if not free:
+            return route[stage]
+        chosen = min(
+            free,
+            key=lambda peer: (
+                self._between(before, peer)
+                + self._between(peer, behind)
+                + views[peer].step_s * (1 + views[peer].num_sessions)
+            ),
+        )
+        self._own[chosen] += 1
+        return chosen
+
+    def _views(self) -> dict[PeerId, ServerView]:
+        return {
+            peer: ServerView(
+                stages=stages_of(offer),
+                step_s=offer.step_s,
+                num_sessions=max(offer.num_sessions, self._own[peer]),
+                has_room=not offer.is_draining and offer.free_bytes > 0 and not self.is_banned(0, peer),
+            )
+            for peer, offer in self._model.offers.items()
+        }
+
+    def _between(self, one: PeerId | None, other: PeerId | None) -> float:
+        """Return the seconds of a message between two peers, of which None is this client."""
+        if one == other:
+            return 0.0
+        if one is None or other is None:
+            peer = other if one is None else one
+            link = self.transport.links.get(peer) if peer is not None else None
+            return (link.round_trip_s or 0.0) / 2 if link is not None else 0.0
+        offers = self._model.offers
+        for here, there in ((one, other), (other, one)):
+            if here in offers and there in offers[here].round_trips:
+                return offers[here].round_trips[there] / 2
+        return self._between(None, one) + self._between(None, other)  # nobody measured it: the way by the client
+
+    def release(self, route: Sequence[PeerId]) -> None:
+        """Count a session of this client no more."""
+        self._own.subtract(set(route))
+
+    def servers(self, stage: int) -> Collection[PeerId]:
+        """See `SessionRoutes`."""
+        return self._model.serving(stage)
+
+    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """See `SessionRoutes`."""
+        _, before_s = self._banned.get(peer, (0.0, 0.0))
+        for_s = min(_LONGEST_BAN_S, 2 * before_s) or _FIRST_BAN_S
+        self._banned[peer] = now_s() + for_s, for_s
+        _log.info("Server %s gets no session for %g s: %s", peer, for_s, shorten(str(error)))
+
+    def is_banned(self, stage: int, peer: PeerId) -> bool:
+        """See `SessionRoutes`."""
+        return self._banned.get(peer, (0.0, 0.0))[0] > now_s()
+
+    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+        """See `SessionRoutes`."""
+        return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
+
+
+class ServedBlocks:
+    """Takes the place of a model's blocks: their calls become steps of sessions."""
+
+    def __init__(self, runtime: Runtime, routes: ServedRoutes, card: ModelCard, *, device: torch.device) -> None:
+        self._num_stages, self._device = len(card.stages), device
+        self._forwards = SessionForwards(
+            runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
+        )
+
+    def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
+        """Compute the next tokens of a text, with a cache."""
+        return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
+
+    def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
+        """Compute a forward without a cache."""
+        if carried:
+            raise ConfigError(
+                "a served model computes without gradients, got an input of its blocks that requires one. Call it "
+                "under `torch.no_grad()`."
+            )
+        return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes())
+
+    def _modes(self) -> list[ComputeMode]:
+        mode = capture(self._device.type, training=False, grad=False, input_grad=False)
+        return [mode] * self._num_stages

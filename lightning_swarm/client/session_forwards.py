@@ -1,0 +1,135 @@
+"""Forwards as steps of inference sessions: a cache of the forward's own has its contents on servers."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_swarm.client.inference import (
+    InferenceSession,
+    InferenceSessions,
+    SessionInput,
+    SessionResult,
+    SessionWeights,
+)
+from lightning_swarm.client.session_routes import SessionRoutes
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.model.attention_cache import CacheHandle, with_cache
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
+from lightning_swarm.protocol.messages.calls import ComputeMode
+
+
+class SessionForwards:
+    """Takes the steps of texts. A text's rows stay together: nothing is cut."""
+
+    def __init__(
+        self, runtime: Runtime, routes: SessionRoutes, *, codec: Codec | None, device: torch.device, num_blocks: int
+    ) -> None:
+        self._runtime, self._routes = runtime, routes
+        self._codec, self._device = codec, device  # by which tensors travel; where outputs are wanted
+        self._num_blocks = num_blocks
+        self._sessions: InferenceSessions | None = None  # from the first one on
+
+    def step(
+        self, hidden: Any, extras: dict[str, Any], cache: Any, *, weights: SessionWeights, modes: Sequence[ComputeMode]
+    ) -> Any:
+        """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
+        handle = CacheHandle.of(cache)
+        session = self._session_of(cache, handle, weights)
+        handle.in_step = True  # until all of it is done, whatever interrupts it
+        given, (rows, length) = self._given(hidden, extras, handle, modes)
+        found = self._runtime.run(session.step(given))
+        output = self._received(found.output, cache)
+        handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
+        if found.length != handle.length:
+            raise ConfigError(
+                f"a cache on servers must grow as on one machine: it has {handle.length} tokens here, and there "
+                f"{found.length}. This {type(cache).__name__} cannot be used in a swarm: pass `use_cache=False`."
+            )
+        handle.in_step = False
+        return output
+
+    def once(
+        self, hidden: Any, extras: dict[str, Any], *, weights: SessionWeights, modes: Sequence[ComputeMode]
+    ) -> Any:
+        """Compute a forward without a cache, as a session of one step."""
+        given, _ = self._given(hidden, extras, None, modes)
+
+        async def compute() -> SessionResult:
+            sessions = self._opened()
+            session = sessions.open(None, weights)
+            try:
+                return await session.step(given)
+            finally:
+                sessions.close_soon(session)
+
+        return self._received(self._runtime.run(compute()).output, None)
+
+    def _given(
+        self, hidden: Any, extras: dict[str, Any], handle: CacheHandle | None, modes: Sequence[ComputeMode]
+    ) -> tuple[SessionInput, Sequence[int]]:
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in serialization.flatten((hidden, extras))[1]
+        ):
+            raise ConfigError(
+                "text is generated without gradients, got blocks with a cache whose input requires one. Generate under "
+                "`torch.no_grad()`; to train something before the blocks, do without a cache, by `use_cache=False` in "
+                "a Hugging Face model's config."
+            )
+        with _any_thread():
+            # Copied: a step may have to be sent again, and the forward may overwrite what it gave.
+            given = SessionInput(
+                hidden=on_cpu(encoded(hidden, self._codec), copy=True),
+                extras=on_cpu(extras, copy=True),
+                operations=[] if handle is None else handle.take_operations(),
+                modes=modes,
+            )
+        return given, serialization.leaves(hidden)[0].shape[:2]
+
+    def _received(self, found: serialization.Tree, cache: Any) -> Any:
+        with _any_thread():
+            return with_cache(decoded(on_cpu(found, copy=True), self._codec, self._device), cache)
+
+    def _session_of(self, cache: Any, handle: CacheHandle, weights: SessionWeights) -> InferenceSession:
+        """Return the session of a cache, which begins with its first step."""
+        session: InferenceSession | None = handle.session
+        if session is None:
+            session = handle.session = self._runtime.run(self._open(handle, weights))
+            weakref.finalize(cache, self._end, session).atexit = False
+        if handle.in_step:
+            raise ConfigError(
+                "a cache is of no use any more once a step of its text has failed. Begin with a new cache."
+            )
+        if session.weights != weights or self._sessions is None or not self._sessions.has(session):
+            raise ConfigError(
+                f"a text is generated with the same weights from begin to end: this cache is of {session.weights}, "
+                f"and the run is at {weights}. Begin with a new cache."
+            )
+        return session
+
+    async def _open(self, handle: CacheHandle, weights: SessionWeights) -> InferenceSession:
+        return self._opened().open(handle.recipe, weights)
+
+    def _opened(self) -> InferenceSessions:
+        if self._sessions is None:
+            self._sessions = InferenceSessions(self._routes)
+        return self._sessions
+
+    def _end(self, session: InferenceSession) -> None:
+        """Called when the forward's cache is gone, on whatever thread finds that."""
+        sessions = self._sessions
+        if sessions is not None:
+            self._runtime.post(lambda: sessions.close_soon(session))
+
+
+@contextlib.contextmanager
+def _any_thread() -> Iterator[None]:
+    """Make tensors inside that other threads can use, without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,100 @@
+"""Servers that the steps of inference sessions go through: those of a run here, of a served model in its own module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import PeerError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.wire import WireMessage
+
+
+class SessionRoutes(Protocol):
+    """Chooses servers for sessions, and sends to them."""
+
+    @property
+    def transport(self) -> Transport:
+        """The client's."""
+        ...
+
+    @property
+    def timeout(self) -> float:
+        """Most seconds for a step."""
+        ...
+
+    def begin(self, rows: int) -> list[PeerId]:
+        """Choose a server for each stage, for a session of so many rows."""
+        ...
+
+    def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
+        """Choose another server for a stage of a route; the same one if there is no other."""
+        ...
+
+    def servers(self, stage: int) -> Collection[PeerId]:
+        """Return a stage's servers."""
+        ...
+
+    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """Send nothing to a server for a while, for it failed in a step with weights of some version."""
+        ...
+
+    def is_banned(self, stage: int, peer: PeerId) -> bool:
+        """Return whether a server failed a moment ago."""
+        ...
+
+    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+        """Send a step; a `Refusal` if the server answers with an error that no server should answer with."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunRoutes:
+    """The servers of a run, chosen as for microbatches."""
+
+    context: PipelineContext
+
+    @property
+    def transport(self) -> Transport:
+        """See `SessionRoutes`."""
+        return self.context.transport
+
+    @property
+    def timeout(self) -> float:
+        """See `SessionRoutes`."""
+        return self.context.timeout
+
+    def begin(self, rows: int) -> list[PeerId]:
+        """See `SessionRoutes`."""
+        return [self._choose(stage, rows) for stage in range(len(self.context.routers))]
+
+    def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
+        """See `SessionRoutes`."""
+        return self._choose(stage, rows, avoid=frozenset({route[stage]}))
+
+    def _choose(self, stage: int, rows: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:
+        router = self.context.routers[stage]
+        charge = router.choose(rows, now_s=now_s(), avoid=avoid)
+        router.release(charge)
+        return charge.peer
+
+    def servers(self, stage: int) -> Collection[PeerId]:
+        """See `SessionRoutes`."""
+        return self.context.routers[stage].peers.keys()
+
+    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """See `SessionRoutes`."""
+        self.context.ban(stage, peer, version, error)
+
+    def is_banned(self, stage: int, peer: PeerId) -> bool:
+        """See `SessionRoutes`."""
+        return self.context.is_banned(stage, peer)
+
+    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+        """See `SessionRoutes`."""
+        return await self.context.send(peer, method, request, tensors)

@@ -1,0 +1,347 @@
+"""Hugging Face models that are served: a folder's files, and a model on meta whose parts get weights one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.deferred_init import put_tensors
+from lightning_swarm.model.fingerprint import digest
+from lightning_swarm.model.init_record import InitRecord
+from lightning_swarm.model.partition import Blocks, StageModule, build_stages, find_blocks
+from lightning_swarm.protocol.messages.serving import (
+    MAX_FILE_BYTES,
+    CardFile,
+    ModelCard,
+    ServedStage,
+    WeightsDigest,
+)
+
+_CONFIG: Final = "config.json"
+_GENERATION: Final = "generation_config.json"
+_WEIGHTS: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+
+Read = Callable[[str], Tensor]
+"""Reads a tensor of a model by its name in the module's state dict."""
+
+
+def require_transformers() -> None:
+    """Raise a `ConfigError` with the remedy if the packages that read models of Hugging Face are missing."""
+    try:
+        import safetensors  # noqa: F401 - looked for
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serving a model of Hugging Face needs {error.name}, which is not installed. "
+            "Run: pip install transformers safetensors"
+        ) from error
+
+
+class PretrainedModel:
+    """A Hugging Face model on meta, in eval mode, and the places where it is cut."""
+
+    def __init__(self, config: str, generation_config: str, *, dtype: str, blocks: str | None = None) -> None:
+        """Build the model of a config; `blocks` names its list of blocks, None finds it."""
+        require_transformers()
+        import transformers
+
+        self._record = InitRecord()
+        try:
+            settings = json.loads(config)
+            self.config = transformers.AutoConfig.for_model(**settings)
+            if dtype == "float64":  # the grouped products of experts have none
+                self.config._experts_implementation = "eager"
+            with self._record.recording(torch.device("cpu")), torch.device("meta"):
+                self.module: Any = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype_of(dtype))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"a served model must be one that transformers {transformers.__version__} builds from its config.json "
+                f"for generating text, and it says: {error}. Use another version, or another model."
+            ) from error
+        self.module.eval().requires_grad_(False)
+        if generation_config:
+            self.module.generation_config = transformers.GenerationConfig.from_dict(json.loads(generation_config))
+        self.blocks: Blocks = find_blocks(self.module, blocks or _find_list(self.module, self.config))
+        # All tensors are kept: they are told apart by their ids, also when others are in their places.
+        self._on_meta = [*self.module.parameters(), *self.module.buffers()]
+        self._views = {id(tensor): self._record.view(tensor) for tensor in self._on_meta if tensor.is_meta}
+
+    def stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
+        """Cut the blocks into stages."""
+        return build_stages(self.module, self.blocks, ranges)[: len(ranges)]
+
+    @cached_property
+    def around(self) -> dict[str, Tensor]:
+        """The tensors in no block, by name, each once."""
+        inside = {id(tensor) for block in self.blocks.modules for tensor in (*block.parameters(), *block.buffers())}
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: tensor for name, tensor in named if id(tensor) not in inside}
+
+    @cached_property
+    def _unsaved(self) -> set[str]:
+        return {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.module.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+
+    def saved(self, tensors: Iterable[str]) -> list[str]:
+        """Return the names, sorted, of those tensors that files have; the others follow from the config."""
+        return sorted(set(tensors) - self._unsaved)
+
+    def fill(self, tensors: Mapping[str, Tensor], read: Read, device: torch.device) -> dict[str, Tensor]:
+        """Give tensors on meta their values; returns those that were read, by name."""
+        values = {name: self._checked(name, tensors[name], read(name)) for name in self.saved(tensors)}
+        made: dict[int, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name in values:
+                made[id(tensor)] = values[name].to(device)
+            elif tensor.is_meta:
+                (value,) = self._record.values([self._views[id(tensor)]], device)
+                made[id(tensor)] = value.to(tensor.dtype)
+        for tensor in tensors.values():
+            if isinstance(tensor, nn.Parameter):
+                made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=False)
+        put_tensors(self.module, made)
+        return values
+
+    def _checked(self, name: str, like: Tensor, value: Tensor) -> Tensor:
+        if value.shape != like.shape:
+            raise ConfigError(
+                f"weights must have the shapes of their config: {name!r} has {tuple(value.shape)}, and "
+                f"{tuple(like.shape)} was expected. Name the folder that belongs to this config."
+            )
+        return value.to(like.dtype)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as ``bfloat16``."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"a model's dtype must be one of floating point, such as 'bfloat16', got {name!r}.")
+    return found
+
+
+def _find_list(module: nn.Module, config: Any) -> str:
+    number = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists: list[str] = [
+        name for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one) == number
+    ]
+    if not lists:
+        raise ConfigError(
+            f"a model is cut between the blocks of a list, and {type(module).__name__} has no list of {number} blocks, "
+            "as its config says. Name it by `--blocks`."
+        )
+    return min(lists, key=lambda name: name.count("."))
+
+
+def weights_digest(values: Mapping[str, Tensor]) -> WeightsDigest:
+    """Return the SHA-256 of weights, whatever their order."""
+    names = sorted(values)
+    found = digest([values[name] for name in names], "\n".join(names).encode())
+    return WeightsDigest(num_bytes=sum(tensor.nbytes for tensor in values.values()), sha256=found)
+
+
+def read_config(folder: Path) -> str:
+    """Return the config.json of a folder."""
+    return _json(folder, _CONFIG)
+
+
+def _json(folder: Path, name: str) -> str:
+    """Return a file of JSON, its keys sorted; empty if there is none."""
+    file = folder / name
+    if name == _CONFIG and not file.is_file():
+        raise ConfigError(
+            f"a model of Hugging Face must be a folder with config.json, as `model.config.save_pretrained(FOLDER)` "
+            f"writes it, and {str(folder)!r} has none. Write it there, or name another folder."
+        )
+    if not file.is_file():
+        return ""
+    try:
+        return json.dumps(json.loads(file.read_text()), sort_keys=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} must hold JSON: {error}. Write it again by `save_pretrained`.") from error
+
+
+class PretrainedFolder:
+    """A folder as `save_pretrained` writes it. Nothing in it is executed."""
+
+    def __init__(self, path: Path) -> None:
+        require_transformers()
+        self.path = path
+        self.config, self.generation_config = read_config(path), _json(path, _GENERATION)
+        self._files = self._index()
+
+    def _index(self) -> dict[str, str]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if (self.path / _INDEX).is_file():
+                files: dict[str, str] = json.loads((self.path / _INDEX).read_text())["weight_map"]
+                return files
+            with safe_open(self.path / _WEIGHTS, "pt") as file:
+                return dict.fromkeys(file.keys(), _WEIGHTS)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ConfigError(
+                f"a served model's folder must have {_WEIGHTS}, or several such files and {_INDEX}, and "
+                f"{str(self.path)!r} has none that can be read: {error}. Write it by `save_pretrained`."
+            ) from error
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the model was saved in."""
+        settings = json.loads(self.config)
+        return str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The contents of the small files that go with the weights, such as a tokenizer's."""
+        found = {name: (self.path / name).read_bytes() for name in _FILES if (self.path / name).is_file()}
+        return {name: content for name, content in found.items() if len(content) <= MAX_FILE_BYTES}
+
+    def reader(self, model: PretrainedModel) -> Read:
+        """Return what reads tensors of a model by their names there."""
+        return _FolderReader(self, model)
+
+    def has(self, name: str) -> bool:
+        """Return whether a file has a tensor of this name."""
+        return name in self._files
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor by its name in the files."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path / self._files[name], "pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.path / self._files[name]} cannot be read: {error}.") from error
+        return tensor
+
+    def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
+        """Describe a model of this folder, cut into stages; reads all weights once, a stage at a time."""
+        read = self.reader(model)
+
+        def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
+            return weights_digest({name: read(name).to(tensors[name].dtype) for name in model.saved(tensors)})
+
+        stages = [
+            ServedStage(num_blocks=len(blocks), weights=described(stage.named_stage_tensors()))
+            for stage, blocks in zip(model.stages(ranges), ranges, strict=True)
+        ]
+        return ModelCard(
+            config=self.config,
+            generation_config=self.generation_config,
+            blocks=model.blocks.root_name,
+            dtype=str(model.module.dtype).removeprefix("torch."),
+            stages=stages,
+            around=described(model.around),
+            files=[
+                CardFile(
+                    name=name, weights=WeightsDigest(num_bytes=len(content), sha256=hashlib.sha256(content).digest())
+                )
+                for name, content in self.files.items()
+            ],
+        )
+
+
+class _FolderReader:
+    """Reads a model's tensors by the module's names, whatever names the files have for them."""
+
+    def __init__(self, folder: PretrainedFolder, model: PretrainedModel) -> None:
+        self._folder, self._model = folder, model
+        self._prefix = f"{model.module.base_model_prefix}."
+        self._aliases: dict[int, list[str]] = {}  # tied tensors have several names, of which a file has one
+        for name, tensor in model.module.named_parameters(remove_duplicate=False):
+            self._aliases.setdefault(id(tensor), []).append(name)
+        self._same = {name: names for names in self._aliases.values() for name in names}
+        self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # the part that was converted last
+
+    def __call__(self, name: str) -> Tensor:
+        for alias in self._same.get(name, [name]):
+            # A base model's file has no prefix.
+            for known in (alias, alias.removeprefix(self._prefix)):
+                if self._folder.has(known):
+                    return self._folder.tensor(known)
+        return self._converted(name)
+
+    def _converted(self, name: str) -> Tensor:
+        """Return a tensor whose files have another name, as Hugging Face's own loader makes it."""
+        blocks = self._model.blocks
+        root = f"{blocks.root_name}."
+        index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else -1
+        if self._loaded[0] != index:
+            self._loaded = index, self._load(index)
+        key = name if index < 0 else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
+        like, found = self._model.module.get_parameter(name), self._loaded[1].get(key)
+        if found is None or found.shape != like.shape:
+            raise ConfigError(
+                f"the files of a served model must have all of its weights, and {str(self._folder.path)!r} has no "
+                f"{name!r}, also not under another name by which transformers loads a block alone. Write it again by "
+                "`save_pretrained`, or serve another model."
+            )
+        return found
+
+    def _load(self, index: int) -> dict[str, Tensor]:
+        """Load what is in no block (-1), or one block, as the only one of a model that has no other."""
+        import transformers
+
+        model, root = self._model, f"{self._model.blocks.root_name}."
+        roots = (root, root.removeprefix(self._prefix))
+        own = [(one, f"{one}{model.blocks.names[index]}.") for one in roots] if index >= 0 else []
+        names = [name for name in self._folder.names if index < 0 and not name.startswith(roots)]
+        state = {name: self._folder.tensor(name) for name in names}
+        for one, prefix in own:
+            inside = [name for name in self._folder.names if name.startswith(prefix)]
+            state.update({f"{one}0.{name.removeprefix(prefix)}": self._folder.tensor(name) for name in inside})
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            small, report = type(model.module).from_pretrained(
+                None,
+                config=_config_of_block(model.config, index),
+                state_dict=state,
+                dtype=model.module.dtype,
+                output_loading_info=True,
+            )
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+            transformers.logging.enable_progress_bar()
+        missing = set(report["missing_keys"])  # they have random values
+        return {name: tensor for name, tensor in small.state_dict().items() if name not in missing}
+
+
+def _config_of_block(config: Any, index: int) -> Any:
+    """Return the config of a model that has but one block, that of `index`, or what is in none (-1)."""
+    settings, first = config.to_dict(), max(index, 0)
+    number = settings["num_hidden_layers"]
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == number:
+            settings[name] = value[first : first + 1]
+    if isinstance(dense := settings.get("first_k_dense_replace"), int):
+        settings["first_k_dense_replace"] = max(0, dense - first)
+    if isinstance(dense_only := settings.get("mlp_only_layers"), list):
+        settings["mlp_only_layers"] = [0] if first in dense_only else []
+    settings["num_hidden_layers"] = 1
+    if index >= 0:  # embeddings are not looked at
+        settings |= {"vocab_size": 8, "pad_token_id": None}
+    return type(config)(**settings)

@@ -1,0 +1,173 @@
+"""A model whose blocks are served by others: an ordinary Hugging Face model in this process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_swarm.client.pipeline.interception import BlockChain, Interception
+from lightning_swarm.client.served_model import ModelDirectory, ServedBlocks, ServedRoutes, read_card
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.tasks import TaskOwner
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, weights_digest
+from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer.entry import visitor_entry
+from lightning_swarm.peer.network import visit_network
+from lightning_swarm.protocol.messages.serving import ModelCard
+
+
+class ServedModelClient:
+    """This process's place in the swarm that serves a model.
+
+    Attributes:
+        model: The Hugging Face model. Its blocks are on the meta device, and their calls go to servers.
+        card: What is served.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        directory: Directory,
+        host: PeerId,
+        *,
+        weights: str | Path | None,
+        device: torch.device,
+        timeout: float,
+        rng: random.Random,  # draws routes
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runtime, self._on_close = runtime, on_close
+        self._tasks = TaskOwner()
+        self._closed = False
+        self.card: ModelCard = runtime.run(read_card(transport, host))
+        self._models = ModelDirectory(transport, directory, self.card)
+        runtime.run(self._models.refresh())
+        card = self.card
+        pretrained = PretrainedModel(card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks)
+        self._fill(pretrained, weights, device)
+        self.model: Any = pretrained.module
+        routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
+        served = ServedBlocks(runtime, routes, card, device=device)
+        chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
+        self._interception = Interception(pretrained.blocks, chain)
+        runtime.run(self._begin())
+
+    async def _begin(self) -> None:
+        await self._tasks.start()
+        self._tasks.spawn(self._models.keep_fresh())
+
+    def _fill(self, model: PretrainedModel, weights: str | Path | None, device: torch.device) -> None:
+        tensors = model.around
+        if weights is not None:
+            folder = PretrainedFolder(Path(weights))
+            if weights_digest(model.fill(tensors, folder.reader(model), device)) != self.card.around:
+                raise ConfigError(
+                    f"`weights` must be the folder of the model that is served, and {str(weights)!r} has other weights "
+                    "around the blocks. Leave it out: then they come from a server."
+                )
+            return
+        sources = [peer for peer, offer in self._models.offers.items() if offer.has_files]
+        names = model.saved(tensors)
+        found = self._runtime.run(self._models.download(names, tensors, self.card.around, sources))
+        model.fill(tensors, found.__getitem__, device)
+
+    def tokenizer(self) -> Any:
+        """Return the model's tokenizer; `ConfigError` if its servers have none."""
+        import transformers
+
+        files = self._runtime.run(self._models.download_files())
+        if not files:
+            raise ConfigError(
+                "this model is served without a tokenizer. Save one into the folder that is served, by "
+                "`tokenizer.save_pretrained(FOLDER)`, or use one of your own."
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in {**files, "config.json": self.card.config.encode()}.items():
+                (Path(folder) / name).write_bytes(content)
+            return transformers.AutoTokenizer.from_pretrained(folder)
+
+    def close(self) -> None:
+        """Leave the swarm. The model computes nothing any more. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._runtime.run(self._tasks.close())
+        self._on_close()
+
+
+def remote_model(
+    address: str,
+    *,
+    invite: str | None = None,
+    weights: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    timeout: float = 300.0,
+) -> Any:
+    """Return a Hugging Face model whose blocks are computed by the servers of a swarm.
+
+    It is an ordinary model for generating text, in eval mode and without gradients: ``generate`` works with all of its
+    options that keep a dynamic cache, and ``model(input_ids)`` gives logits. Embeddings and the head are in this
+    process; hidden states travel. If a server dies, others go on from what it had, and no token changes.
+
+    The servers see hidden states, from which a prompt can be reconstructed: ask only those that you trust with it.
+
+    Args:
+        address: Of a server, as it prints it: ``HOST:PORT/ID``.
+        invite: The file of an invitation with the role ``trainer``, where only invited peers are answered.
+        weights: The model's folder, if it is on this machine. None: what is in no block comes from a server.
+        device: Where embeddings and the head are, and inputs have to be.
+        timeout: Seconds that a step may take.
+
+    Returns:
+        The model. ``model.swarm`` has ``tokenizer()``, the served model's card, and ``close()``.
+
+    Raises:
+        ConfigError: The address, the invitation or the folder is not that of a served model.
+        StageLost: Some blocks are served by nobody; also later, while it is used.
+        Unreachable: Nobody answers at the address.
+
+    Example:
+        >>> model = remote_model("203.0.113.7:31337/12D3...")
+        >>> tokenizer = model.swarm.tokenizer()
+        >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
+    """
+    host = Address.parse(address)
+    entry = None if invite is None else visitor_entry(invite, now_s=time.time())
+    runtime, transport, directory = visit_network(host, entry)
+
+    def leave() -> None:
+        runtime.run(directory.close())
+        runtime.run(transport.close())
+        runtime.close()
+
+    try:
+        client = ServedModelClient(
+            runtime,
+            transport,
+            directory,
+            host.peer_id,
+            weights=weights,
+            device=torch.device(device),
+            timeout=timeout,
+            rng=random.Random(secrets.randbits(64)),
+            on_close=leave,
+        )
+    except BaseException:
+        leave()
+        raise
+    client.model.swarm = client
+    atexit.register(client.close)
+    return client.model

@@ -1,0 +1,99 @@
+"""A served model: its card, what its servers announce of themselves, and requests for parts of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import accumulate
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.wire import (
+    Addresses,
+    Count,
+    NotNegative,
+    Seconds,
+    ShortText,
+    WireMessage,
+    encode,
+)
+
+MAX_SERVED_STAGES: Final = 1024
+MAX_FILE_BYTES: Final = 64 << 20
+_MAX_CONFIG: Final = 512 << 10
+_MAX_NEIGHBOURS: Final = 64
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+"""A SHA-256."""
+
+
+class WeightsDigest(WireMessage, frozen=True):
+    """Some weights of a served model, by their names, dtypes, shapes and bytes."""
+
+    num_bytes: Count
+    sha256: Digest
+
+
+class ServedStage(WireMessage, frozen=True):
+    """A stage of a served model."""
+
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    weights: WeightsDigest
+
+
+class CardFile(WireMessage, frozen=True):
+    """A small file of a served model, such as its tokenizer's."""
+
+    name: ShortText
+    weights: WeightsDigest
+
+
+class ModelCard(WireMessage, frozen=True):
+    """A served model. Servers of equal cards serve the same model, to the bit."""
+
+    config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # of Hugging Face, in JSON
+    generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # likewise; empty: there is none
+    blocks: ShortText  # the name of the list of blocks
+    dtype: ShortText  # of the weights, as in ``float32``
+    stages: Annotated[list[ServedStage], msgspec.Meta(min_length=1, max_length=MAX_SERVED_STAGES)]
+    around: WeightsDigest  # the weights in no block, such as embeddings
+    files: Annotated[list[CardFile], msgspec.Meta(max_length=32)]
+
+    @property
+    def id(self) -> str:
+        """Tells this model from all others."""
+        return hashlib.sha256(encode(self)).hexdigest()
+
+    @property
+    def ranges(self) -> list[range]:
+        """The blocks of each stage."""
+        ends = list(accumulate(stage.num_blocks for stage in self.stages))
+        return [range(end - stage.num_blocks, end) for end, stage in zip(ends, self.stages, strict=True)]
+
+
+class ServerOffer(WireMessage, frozen=True):
+    """A server's announcement of the stages of a model that it serves."""
+
+    addresses: Addresses
+    first_stage: Count
+    num_stages: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVED_STAGES)]
+    step_s: Seconds  # that one token of one session takes at a stage, on average; 0: not measured
+    num_sessions: Count  # open
+    free_bytes: Count  # for further sessions
+    has_files: bool  # it has all of the model: also what is in no block, and files
+    is_draining: bool  # it takes no new sessions
+    # Seconds of a round trip to servers of other stages.
+    round_trips: Annotated[dict[PeerId, NotNegative], msgspec.Meta(max_length=_MAX_NEIGHBOURS)]
+
+
+class CardRequest(WireMessage, frozen=True):
+    """Anyone asks a server for the card of the model that it serves."""
+
+
+class PartRequest(WireMessage, frozen=True):
+    """Anyone asks a server for a tensor of the model that it serves, or for a file, whose bytes come as a tensor."""
+
+    model: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # the card's id
+    kind: Literal["tensor", "file"]
+    name: Annotated[str, msgspec.Meta(max_length=512)]

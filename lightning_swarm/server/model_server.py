@@ -1,0 +1,105 @@
+"""A server of a model that is not trained: its stages compute steps of sessions, and others may have its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import NotMember, ProtocolError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.tasks import TaskOwner
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.running_statistics import RunningStatistics
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol.compression import PLAIN
+from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
+from lightning_swarm.server.compute import Computation
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.session_host import SessionStage
+from lightning_swarm.server.sessions import SessionHandlers
+
+
+@dataclass(frozen=True)
+class ServedParts:
+    """What a server has of a model."""
+
+    stages: Mapping[int, StageModule]  # that it computes
+    tensor: Callable[[str], Tensor]  # reads a tensor by its name; KeyError if it is not here
+    files: Mapping[str, bytes]  # small ones; none where the server has no folder
+    has_files: bool  # all of the model
+
+
+class ModelServer:
+    """Serves stages of a model of a card."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        executor: Executor,
+        limits: Limits,
+        tasks: TaskOwner,
+        card: ModelCard,
+        parts: ServedParts,
+        device: torch.device,
+    ) -> None:
+        self.card, self.parts = card, parts
+        self._id = card.id
+        self._limits = limits
+        ranges = card.ranges
+        self._stages = {
+            index: SessionStage(
+                index=index,
+                module=module,
+                computation=Computation(module, device, PLAIN, RunningStatistics(module)),
+                first_block=ranges[index].start,
+                holding=contextlib.nullcontext,
+            )
+            for index, module in parts.stages.items()
+        }
+        self.sessions = SessionHandlers(transport, executor, limits, tasks, self)
+        transport.handle_call(MODEL_CARD, self._handle_card)
+        transport.handle_stream(MODEL_PART, self._handle_part, max_bytes=0)
+
+    # ------------------------------------------------------------------ sessions
+
+    def check_client(self, client: PeerId) -> None:
+        """See `SessionHost`: whoever passes the gate may generate."""
+
+    def is_server(self, caller: PeerId) -> bool:
+        """See `SessionHost`: servers come and go unannounced, and a session's steps are known by its secret id."""
+        return True
+
+    def stage_of(self, step: SessionStep) -> SessionStage:
+        """See `SessionHost`."""
+        if (step.generation, step.version, step.weights) != (0, 0, 0):
+            raise ProtocolError("a served model's weights do not change, and a step names none of another time")
+        stage = self._stages.get(step.stage_index)
+        if stage is None:
+            raise NotMember(f"stage {step.stage_index} is not served here")
+        return stage
+
+    # ------------------------------------------------------------------ the model
+
+    async def _handle_card(self, caller: PeerId, body: bytes) -> bytes:
+        decode(body, CardRequest)
+        return encode(self.card)
+
+    async def _handle_part(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, PartRequest)
+        if request.model != self._id:
+            raise NotMember(f"model {self._id} is served here, and not {request.model}")
+        try:
+            if request.kind == "file":
+                return Message(
+                    tensors=(torch.frombuffer(bytearray(self.parts.files[request.name]), dtype=torch.uint8),)
+                )
+            return Message(tensors=(self.parts.tensor(request.name).detach().cpu().contiguous(),))
+        except KeyError as error:
+            raise NotMember(f"{request.kind} {request.name!r} of the model is not here") from error

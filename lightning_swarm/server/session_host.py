@@ -1,0 +1,102 @@
+"""Holders of the blocks that inference sessions go through: a run's server, or one of a model that is only served."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_swarm.core.errors import NotMember
+from lightning_swarm.core.tasks import nothing
+from lightning_swarm.model import attention_cache
+from lightning_swarm.model.partition import StageModule, extras_after
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.server.compute import Computation
+from lightning_swarm.server.context import RunMembership
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.step_handlers import StepHandlers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SessionStage:
+    """A stage that computes steps of sessions, on the compute thread."""
+
+    index: int
+    module: StageModule
+    computation: Computation
+    first_block: int  # the number of blocks in the stages before
+    holding: Callable[[], AbstractContextManager[None]]  # has the weights inside that the step names
+    ready: Callable[[], Awaitable[None]] = nothing  # waits until they are here
+
+    def compute(
+        self, step: SessionStep, hidden: serialization.Tree, extras: Mapping[str, Any], cache: Any, *, max_bytes: int
+    ) -> serialization.Tree:
+        """Change the cache as the step says, compute its tokens, and return what travels."""
+        own = self.module.extras_for(extras)  # here: what comes may be anything
+        for operation in step.operations:
+            attention_cache.apply(cache, operation, max_bytes=max_bytes)
+        with self.holding():
+            return self.computation.session_step(hidden, own, step.modes[0], cache, self.first_block)
+
+    def left_of(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what later stages need of the blocks' arguments."""
+        return extras_after(extras, self.module.spec.block_names)
+
+
+class SessionHost(Protocol):
+    """Tells whose sessions are served here, and finds the stages of their steps."""
+
+    def check_client(self, client: PeerId) -> None:
+        """Refuse a peer that may have no sessions here."""
+        ...
+
+    def is_server(self, caller: PeerId) -> bool:
+        """Return whether a peer may hand on steps of other peers' sessions."""
+        ...
+
+    def stage_of(self, step: SessionStep) -> SessionStage:
+        """Return the stage of a step; raise if it is not here with the weights that the step names."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RunSessionHost:
+    """The stages that a server holds in a run."""
+
+    membership: RunMembership
+    steps: StepHandlers
+
+    def check_client(self, client: PeerId) -> None:
+        """See `SessionHost`."""
+        self.membership.check_trainer(client)
+
+    def is_server(self, caller: PeerId) -> bool:
+        """See `SessionHost`."""
+        return self.membership.knows_server(caller)
+
+    def stage_of(self, step: SessionStep) -> SessionStage:
+        """See `SessionHost`."""
+        run = self.membership.run
+        run.check_generation(step.generation)
+        stage = self.steps.stage(step.stage_index)
+        if stage.on_trainers or step.stage_index not in self.membership.loaded:
+            raise NotMember(f"stage {step.stage_index} has no weights here")
+        stage.check_evaluation_weights(step.weights)
+        return SessionStage(
+            index=stage.index,
+            module=stage.module,
+            computation=stage.computation,
+            first_block=run.manifest.stages[stage.index].first_block,
+            holding=lambda: _holding(stage, step),
+            ready=lambda: self.steps.wait_for_version(step.version),
+        )
+
+
+@contextlib.contextmanager
+def _holding(stage: Stage, step: SessionStep) -> Iterator[None]:
+    with stage.at(step.version), stage.holding(step.weights):
+        yield

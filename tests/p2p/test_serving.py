@@ -1,0 +1,196 @@
+"""A finished model, served by real processes: texts, a death in the middle, OpenAI's client, and a leave."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swarm import remote_model
+from tests.p2p.processes import COMMAND, Run
+from tests.served import calling, make_model
+
+# Cold starts of peers in this file: 6, all of them thorough.
+pytestmark = pytest.mark.thorough
+
+PROMPT = "a b c"
+WORDS = ["[PAD]", "[BOS]", *"abcdefghijklmnopqrstuvwxyz", "."]
+CHAT = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+NUM_NEW = 24
+TEXTS = 64 << 20  # bytes
+
+
+def save(folder: Path) -> Any:
+    """Save a small model with a tokenizer whose tokens are letters; returns the model."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    model = make_model("llama")
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="."))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", bos_token="[BOS]", unk_token=".")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+class Servers:
+    """Processes that serve one folder, each with about half of the blocks but the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: dict[str, Run] = {}
+        self.address = ""
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        self.half = ("--memory", size // 2 + TEXTS, "--texts", TEXTS)
+
+    def start(self, name: str, *options: object) -> Run:
+        join = ("--join", self.address) if self.address else ("--stages", 4)
+        run = self.runs[name] = Run("serve", *join, *options, program=COMMAND)
+        line = run.wait_for("Others can join")
+        self.address = self.address or line.split()[-1]
+        return run
+
+    def end(self) -> None:
+        for run in self.runs.values():
+            run.end()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def servers(folder: Path) -> Iterator[Servers]:
+    folder.mkdir()
+    save(folder)
+    made = Servers(folder)
+    yield made
+    made.end()
+
+
+def read(url: str, body: dict[str, Any] | None = None) -> Any:
+    request = urllib.request.Request(
+        url, None if body is None else json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60.0) as answer:
+        return json.loads(answer.read())
+
+
+def until_ill(base: str, deadline_s: float) -> None:
+    """Ask for the health, until the answer is an error."""
+    while time.monotonic() < deadline_s:
+        read(f"{base}/health")
+        threading.Event().wait(1.0)
+
+
+def test_a_model_is_served_by_processes_of_which_one_is_killed(servers: Servers) -> None:
+    model = make_model("llama")
+    servers.start("a", "--weights", servers.folder)
+    servers.start("b", "--weights", servers.folder, *servers.half)
+    servers.start("c", *servers.half)
+    remote = remote_model(servers.address)
+    try:
+        given = remote.swarm.tokenizer()(PROMPT, return_tensors="pt")
+        options = {**given, "max_new_tokens": NUM_NEW, "do_sample": False}
+        expected = model.generate(**options)
+        assert torch.equal(remote.generate(**options), expected)
+
+        def kill() -> None:
+            os.kill(servers.runs["a"].process.pid, signal.SIGKILL)
+
+        moments: list[float] = []
+
+        class Noting:
+            def put(self, value: Any) -> None:
+                moments.append(time.perf_counter())
+
+            def end(self) -> None:
+                pass
+
+        found = remote.generate(**options, stopping_criteria=[calling(kill, at=8)], streamer=Noting())
+        assert servers.runs["a"].wait() == -signal.SIGKILL
+        assert torch.equal(found, expected)
+        stall_s = max(later - earlier for earlier, later in itertools.pairwise(moments))
+        print(f"the longest wait for a token: {stall_s:.2f} s")
+    finally:
+        remote.swarm.close()
+    left = servers.runs["b"]
+    left.process.send_signal(signal.SIGTERM)
+    assert left.wait() == 0, "".join(left.output)
+
+
+def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
+    import openai
+
+    model = make_model("llama")
+    servers.start("a", "--weights", servers.folder)
+    written = Run("generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, program=COMMAND)
+    servers.runs["written"] = written
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoint = servers.runs["http"] = Run("http", f"small={servers.address}", "--port", port, program=COMMAND)
+    endpoint.wait_for("Answering at")
+    base = f"http://127.0.0.1:{port}"
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        try:
+            assert read(f"{base}/health") == {"status": "ok"}
+            break
+        except OSError:
+            assert time.monotonic() < deadline_s
+            threading.Event().wait(0.1)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(servers.folder)
+    given = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)[0, given["input_ids"].shape[1] :]
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert written.wait() == 0
+    assert expected in "".join(written.output)
+    client = openai.OpenAI(base_url=f"{base}/v1", api_key="-")
+    assert [one.id for one in client.models.list()] == ["small"]
+    options: dict[str, Any] = {"model": "small", "temperature": 0.0, "max_tokens": NUM_NEW}
+    whole = client.completions.create(prompt=PROMPT, **options)
+    assert whole.choices[0].text == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(given["input_ids"][0]), NUM_NEW)
+    pieces = [part.choices[0].text for part in client.completions.create(prompt=PROMPT, stream=True, **options)]
+    assert "".join(pieces) == expected
+    assert len(pieces) > 3
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    chat = client.chat.completions.create(messages=messages, **options)
+    assert chat.choices[0].message.content == expected
+    parts = client.chat.completions.create(messages=messages, stream=True, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    stop = expected.split()[5]
+    cut = client.completions.create(prompt=PROMPT, stop=f"{stop}", **options)
+    assert cut.choices[0].text == expected.partition(stop)[0]
+    assert cut.choices[0].finish_reason == "stop"
+    drawn = [client.completions.create(prompt=PROMPT, **{**options, "temperature": 1.0}, seed=3) for _ in range(2)]
+    assert drawn[0].choices[0].text == drawn[1].choices[0].text != expected
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
+        client.completions.create(prompt=PROMPT, **{**options, "model": "other"})
+    with pytest.raises(openai.BadRequestError, match="cannot be read"):
+        client.completions.create(prompt=PROMPT, **{**options, "max_tokens": -1})
+    servers.runs["a"].end()
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        until_ill(base, deadline_s + 60.0)
