@@ -333,8 +333,12 @@ class Endpoint:
             }
             writer = TextWriter(served, given, _Settings(max_tokens=1, temperature=0.0))
             try:
-                async for _ in writer.pieces():
-                    pass
+                async with asyncio.timeout(_HEALTH_S):
+                    async for _ in writer.pieces():
+                        pass
+            except TimeoutError:
+                writer.abort()
+                return f"{served.name}: no token came within {_HEALTH_S:g} s"
             except Exception as error:  # noqa: BLE001 - whatever it is, it is not healthy
                 return f"{served.name}: {error}"
         return ""
