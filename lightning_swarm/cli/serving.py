@@ -74,11 +74,19 @@ def is_for_model(arguments: Sequence[str]) -> bool:
 
 def run_serve(arguments: Sequence[str]) -> int:
     """Run `serve --weights`; returns the exit status."""
-    chosen = _serve_parser().parse_args(arguments)
+    return _serve(_serve_parser().parse_args(arguments))
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    from lightning_swarm.model.pretrained import PretrainedFolder
     from lightning_swarm.peer.model_host import ModelHost, ServeOptions
     from lightning_swarm.peer.network import start_network
     from lightning_swarm.server.executor import ThreadExecutor
 
+    if chosen.weights is not None:
+        PretrainedFolder(chosen.weights)  # refuses a folder that is none before anything starts
+    elif not chosen.join:
+        raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
     weights, texts = _shares(chosen.memory, chosen.texts)
     config = _config(chosen, hosts, Limits() if texts is None else Limits(session_bytes=texts))

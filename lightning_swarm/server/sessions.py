@@ -432,8 +432,8 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
     leaves = serialization.leaves(tree[0])
     if not leaves or leaves[0].ndim < 2 or 0 in leaves[0].shape[:2]:
         raise ProtocolError("a step's hidden state must be [rows, tokens, ...], and not empty")
-    if any(is_in_session(value) for value in tree[1].values()) == (step.recipe is None):
-        raise ProtocolError("a step's blocks must take the session's cache, where it has a recipe of one")
+    if step.recipe is None and any(is_in_session(value) for value in tree[1].values()):
+        raise ProtocolError("a step's blocks must take no cache where the session has no recipe of one")
     if step.recipe is None and (step.number > 1 or step.operations):
         raise ProtocolError("a session without a cache has one step, got another one, or operations")
     return tree

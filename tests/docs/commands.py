@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from lightning_swarm import cli
-from lightning_swarm.cli import commands, programs
+from lightning_swarm.cli import commands, programs, serving
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
 from lightning_swarm.cli.swarm_cli import SwarmCLI
 from lightning_swarm.network import addresses as addresses_module
@@ -82,6 +82,8 @@ def check_span(text: str) -> None:
         "plan",
         "export",
         "simulate",
+        "generate",
+        "http",
     }
     if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
@@ -195,10 +197,15 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
 
     def run(arguments: argparse.Namespace) -> int:
         peers = arguments.peer if arguments.command == "doctor" else ()
-        addresses = [*peers, *filter(None, [getattr(arguments, "address", None)])]
+        named = [getattr(arguments, "address", None), *getattr(arguments, "models", ())]
+        addresses = [*peers, *(address.rpartition("=")[2] for address in named if address)]
         told.append([addresses_module.Address.parse(address) for address in addresses])
         if "scenario" in arguments:
             ScenarioRuns(arguments.scenario)
+        return 0
+
+    def run_server(arguments: argparse.Namespace) -> int:
+        told.append([addresses_module.Address.parse(address) for address in arguments.join])
         return 0
 
     def run_subcommand(_cli: object, name: str) -> None:
@@ -209,6 +216,7 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
         mock.patch.object(sys, "path", [*sys.path]),
         mock.patch.dict(sys.modules, {"my_project": my_project, "my_project.train": ModuleType("train")}),
         mock.patch.object(commands, "_run", run),
+        mock.patch.object(serving, "_serve", run_server),
         mock.patch.object(commands, "follow_environment"),
         mock.patch.object(SwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(OtherSwarmCLI, "_run_subcommand", run_subcommand),

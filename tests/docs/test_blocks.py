@@ -43,6 +43,7 @@ RULES = {
     "{toctree}": "Sphinx",
     "{eval-rst}": "Sphinx",
     "{image}": "Sphinx",
+    "{literalinclude}": "Sphinx; tests/p2p/test_serving.py runs the file",
 }
 """What becomes of each kind of block."""
 

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -181,6 +183,11 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
     assert chat.choices[0].message.content == expected
     parts = client.chat.completions.create(messages=messages, stream=True, **options)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    examples = Path(__file__).parents[2] / "examples" / "serving"
+    for name, arguments in (("write", (servers.address, PROMPT)), ("chat", (f"{base}/v1", "small"))):
+        command = [sys.executable, str(examples / f"{name}.py"), *arguments]
+        shown = subprocess.run(command, input=f"{PROMPT}\n", capture_output=True, text=True, timeout=120.0, check=True)
+        assert expected in shown.stdout
     stop = expected.split()[5]
     cut = client.completions.create(prompt=PROMPT, stop=f"{stop}", **options)
     assert cut.choices[0].text == expected.partition(stop)[0]

@@ -243,7 +243,7 @@ def test_weights_of_another_version_are_waited_for_and_then_refused(make_swarm: 
         ({"hidden": ()}, r"must be \[rows, tokens"),
         ({"hidden": torch.zeros(3)}, r"must be \[rows, tokens"),
         ({"hidden": torch.zeros(0, 1, WIDTH)}, r"must be \[rows, tokens"),
-        ({"extras": {CALLS: {}}}, "must take the session's cache"),
+        ({"recipe": None}, "must take no cache"),
         ({"extras": []}, "must bring a hidden state"),
     ],
 )
