@@ -24,6 +24,7 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.pretrained import FILES, weights_digest
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.serving import (
@@ -116,8 +117,6 @@ class ModelDirectory:
         self, names: Sequence[str], like: Mapping[str, Tensor], wanted: WeightsDigest, sources: Collection[PeerId]
     ) -> dict[str, Tensor]:
         """Download tensors from one of some servers, and check them all against a digest of the card."""
-        from lightning_swarm.model.pretrained import weights_digest
-
         problems: list[str] = []
         for peer in sources:
             try:
@@ -152,6 +151,9 @@ class ModelDirectory:
         """Download the model's small files, checked against the card."""
         found = {}
         for file in self.card.files:
+            if file.name not in FILES:  # it will be a path
+                _log.warning("Ignored the file %r of the model's card.", file.name)
+                continue
             request = PartRequest(model=self.card.id, kind="file", name=file.name)
             for peer in [peer for peer, offer in self.offers.items() if offer.has_files]:
                 try:

@@ -29,10 +29,11 @@ _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
-_FILES: Final = (
+FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
+"""The small files that go with a model's weights."""
 
 Read = Callable[[str], Tensor]
 """Reads a tensor of a model by its name in the module's state dict."""
@@ -60,13 +61,16 @@ class PretrainedModel:
 
         self._record = InitRecord()
         try:
-            settings = json.loads(config)
-            self.config = transformers.AutoConfig.for_model(**settings)
+            self.config = transformers.AutoConfig.for_model(**_plain(json.loads(config)))
             if dtype == "float64":  # the grouped products of experts have none
                 self.config._experts_implementation = "eager"
             with self._record.recording(torch.device("cpu")), torch.device("meta"):
-                self.module: Any = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype_of(dtype))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self.module: Any = transformers.AutoModelForCausalLM.from_config(
+                    self.config, dtype=dtype_of(dtype), trust_remote_code=False
+                )
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever its libraries raise
             raise ConfigError(
                 f"a served model must be one that transformers {transformers.__version__} builds from its config.json "
                 f"for generating text, and it says: {error}. Use another version, or another model."
@@ -125,6 +129,25 @@ class PretrainedModel:
                 f"{tuple(like.shape)} was expected. Name the folder that belongs to this config."
             )
         return value.to(like.dtype)
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """Return what describes a model in a config, which may come from another peer.
+
+    What names code is left out: other implementations of attention, say, which transformers would download.
+    """
+    if not isinstance(settings, dict):
+        raise ConfigError(f"a model's config must be a JSON object, got a {type(settings).__name__}.")
+    if settings.get("quantization_config"):
+        raise ConfigError(
+            "a served model must have plain weights, got a config with `quantization_config`. Save it without, and "
+            "serve it with `--dtype bfloat16`, say."
+        )
+    return {
+        name: value
+        for name, value in settings.items()
+        if not (name.startswith("_") or name.endswith("_implementation") or name == "auto_map")
+    }
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -209,7 +232,7 @@ class PretrainedFolder:
     @property
     def files(self) -> dict[str, bytes]:
         """The contents of the small files that go with the weights, such as a tokenizer's."""
-        found = {name: (self.path / name).read_bytes() for name in _FILES if (self.path / name).is_file()}
+        found = {name: (self.path / name).read_bytes() for name in FILES if (self.path / name).is_file()}
         return {name: content for name, content in found.items() if len(content) <= MAX_FILE_BYTES}
 
     def reader(self, model: PretrainedModel) -> Read:

@@ -96,7 +96,7 @@ class ServedModelClient:
         with tempfile.TemporaryDirectory() as folder:
             for name, content in {**files, "config.json": self.card.config.encode()}.items():
                 (Path(folder) / name).write_bytes(content)
-            return transformers.AutoTokenizer.from_pretrained(folder)
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     def close(self) -> None:
         """Leave the swarm. The model computes nothing any more. Twice is fine."""

@@ -1,0 +1,123 @@
+"""What a server of a model gives to whom, and what it and its clients refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lightning_swarm.core.errors import ConfigError, NotMember, ProtocolError, SwarmError
+from lightning_swarm.model.pretrained import PretrainedModel
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.messages.serving import CardFile, CardRequest, ModelCard, PartRequest, WeightsDigest
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
+from tests.served import ServedSwarm, make_model
+
+A = PeerId("a")
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
+    make_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    made = ServedSwarm(tmp_path, num_stages=2)
+    made.serve("a")
+    yield made
+    made.close()
+
+
+def ask(swarm: ServedSwarm, request: Any) -> Message:
+    client = swarm.network.transport()
+    try:
+        message = Message(request if isinstance(request, bytes) else encode(request))
+        return swarm.loop.run_until_complete(client.stream(A, MODEL_PART, message, timeout=5.0))
+    finally:
+        swarm.loop.run_until_complete(client.close())
+
+
+def test_parts_of_the_model_are_given_and_nothing_else(swarm: ServedSwarm) -> None:
+    server = swarm.hosts["a"].server
+    assert server is not None
+    card = server.card
+    (tensor,) = ask(swarm, PartRequest(model=card.id, kind="tensor", name="model.norm.weight")).tensors
+    assert tensor.shape == (16,)
+    (content,) = ask(swarm, PartRequest(model=card.id, kind="file", name="tokenizer.json")).tensors
+    assert content.numpy().tobytes() == b"{}"
+    for kind, name in [
+        ("tensor", "model.other"),
+        ("file", "config.json"),
+        ("file", "../secret"),
+        ("file", "/etc/passwd"),
+        ("tensor", ""),
+    ]:
+        with pytest.raises(NotMember, match="is not here"):
+            ask(swarm, msgspec.convert({"model": card.id, "kind": kind, "name": name}, PartRequest))
+    with pytest.raises(NotMember, match="and not 0000"):
+        ask(swarm, PartRequest(model="0" * 64, kind="tensor", name="model.norm.weight"))
+
+
+def test_mutated_requests_are_refused(swarm: ServedSwarm) -> None:
+    server = swarm.hosts["a"].server
+    assert server is not None
+    rng, good = random.Random(0), encode(PartRequest(model=server.card.id, kind="tensor", name="model.norm.weight"))
+    client = swarm.network.transport()
+    for _ in range(300):
+        body = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        if bytes(body) != good:
+            with pytest.raises((ProtocolError, NotMember)):
+                ask(swarm, bytes(body))
+    with pytest.raises(ProtocolError):
+        swarm.loop.run_until_complete(client.call(A, MODEL_CARD, b"x", timeout=5.0))
+    card = swarm.loop.run_until_complete(client.call(A, MODEL_CARD, encode(CardRequest()), timeout=5.0))
+    assert decode(card, ModelCard) == server.card
+    swarm.loop.run_until_complete(client.close())
+
+
+def test_a_file_of_a_forged_card_is_no_path(swarm: ServedSwarm, tmp_path: Path) -> None:
+    host = swarm.hosts["a"]
+    assert host.server is not None
+    server = host.server
+    bad = CardFile(name="../../forged", weights=WeightsDigest(num_bytes=2, sha256=b"0" * 32))
+    server.card = msgspec.structs.replace(server.card, files=[bad])
+    server._id = server.card.id
+    host._models.card = server.card
+    swarm.loop.run_until_complete(host._announce())
+    swarm.connect()
+    assert swarm.client is not None
+    with pytest.raises(ConfigError, match="served without a tokenizer"):
+        swarm.client.tokenizer()
+    assert not list(tmp_path.parent.rglob("forged"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"model_type": "no such"}, "must be one that transformers"),
+        ({"hidden_size": "many"}, "must be one that transformers"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "must have plain weights"),
+    ],
+)
+def test_a_config_that_builds_no_model_is_refused(swarm: ServedSwarm, changes: dict[str, Any], refusal: str) -> None:
+    settings = json.loads((swarm.folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=refusal):
+        PretrainedModel(json.dumps({**settings, **changes}), "", dtype="float64")
+
+
+def test_a_config_names_no_code(swarm: ServedSwarm) -> None:
+    settings = json.loads((swarm.folder / "config.json").read_text())
+    named = {"attn_implementation": "someone/kernels", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
+    model = PretrainedModel(json.dumps({**settings, **named, "_attn_implementation": "x/y"}), "", dtype="float64")
+    assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_a_server_of_another_model_is_no_place_to_join(swarm: ServedSwarm) -> None:
+    with pytest.raises((ConfigError, SwarmError), match="must name a server of a model"):
+        swarm.serve("b", join="nobody")
