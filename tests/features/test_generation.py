@@ -147,7 +147,8 @@ def test_caches_with_gradients(kind: type[Quiet]) -> None:
     "take the default cache, a new one for each text",
 )
 @pytest.mark.parametrize(
-    ("kind", "refusal"), [(Static, "layers of a cache on servers must be one of"), (Filled, "a cache must be empty")]
+    ("kind", "refusal"),
+    [(Static, "must be a `DynamicCache` that is not offloaded, got StaticCache"), (Filled, "a cache must be empty")],
 )
 def test_other_caches(kind: type[Quiet], refusal: str) -> None:
     with pytest.raises(ConfigError, match=refusal):
