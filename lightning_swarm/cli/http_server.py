@@ -8,8 +8,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -21,6 +23,13 @@ _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES: Final = 16 << 20
 _MAX_TOKENS: Final = 1 << 20
 _DEFAULT_TOKENS: Final = 256
+_CONTEXT: Final = 4  # tokens of the prompt that the first ones are decoded with
+_MAX_STOPS, _MAX_STOP = 16, 256
+_MAX_TEXTS: Final = 64  # that are written at once
+_MISSING: Final = (
+    *("best_of", "echo", "frequency_penalty", "functions", "logit_bias", "logprobs", "presence_penalty"),
+    *("response_format", "suffix", "tools"),
+)
 _HEALTH_S: Final = 10.0  # for so long a token proves that texts can be written
 
 _Stop = str | list[str] | None
@@ -37,7 +46,30 @@ class _Settings(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: _Stop = None
     stream: bool = False
+    stream_options: dict[str, Any] | None = None
     n: int | None = None
+    # What is not there: refused, unless it asks for nothing.
+    best_of: int | None = None
+    echo: bool | None = None
+    frequency_penalty: float | None = None
+    functions: list[Any] | None = None
+    logit_bias: dict[str, Any] | None = None
+    logprobs: bool | int | None = None
+    presence_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    suffix: str | None = None
+    tools: list[Any] | None = None
+
+    def check(self) -> None:
+        """Refuse what this endpoint does not do, for an answer without it would be another one."""
+        for name in _MISSING:
+            value = getattr(self, name)
+            if value and value != {"type": "text"} and not (name == "best_of" and value == 1):
+                raise RequestError(400, f"`{name}` is not there, got {value!r}: leave it out")
+        if self.n not in (None, 1):
+            raise RequestError(400, f"`n` must be 1, got {self.n}: ask several times")
+        if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
+            raise RequestError(400, f"`stop` has at most {_MAX_STOPS} texts of {_MAX_STOP} characters")
 
     @property
     def num_tokens(self) -> int:
@@ -54,14 +86,14 @@ class _Completion(_Settings, kw_only=True):
     prompt: str | list[str]
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str
     text: str = ""
 
 
 class _ChatMessage(msgspec.Struct):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
 
 
 class _Chat(_Settings, kw_only=True):
@@ -71,9 +103,9 @@ class _Chat(_Settings, kw_only=True):
 class RequestError(Exception):
     """A request that cannot be answered, with its HTTP status."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 @dataclass(frozen=True)
@@ -84,6 +116,24 @@ class ServedText:
     model: Any
     tokenizer: Any
 
+    @cached_property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held while a text is written, where only one may be: some position tables depend on the text so far."""
+        text = json.dumps(self.model.config.to_dict(), default=str)
+        stateful = any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
+        return threading.Lock() if stateful else nullcontext()
+
+    def check_length(self, num_prompt: int, num_new: int) -> None:
+        """Refuse a text that is longer than the model's positions."""
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(longest, int) and num_prompt + num_new > longest:
+            raise RequestError(
+                400,
+                f"this model's texts have at most {longest} tokens, got {num_prompt} of the prompt and `max_tokens` "
+                f"{num_new}. Ask for fewer",
+                code="context_length_exceeded",
+            )
+
     def tokens_of_chat(self, messages: Sequence[_ChatMessage]) -> Any:
         """Turn a chat into tokens, by the template of the model."""
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -91,12 +141,15 @@ class ServedText:
                 400,
                 f"model {self.name!r} has no chat template, so it takes no chats. Use /v1/completions, with a prompt.",
             )
+        parts = [part for one in messages if isinstance(one.content, list) for part in one.content]
+        if others := {part.type for part in parts} - {"text"}:
+            raise RequestError(400, f"messages are of text, got parts of the type {min(others)!r}")
         said = [
             {
                 "role": one.role,
                 "content": one.content
                 if isinstance(one.content, str)
-                else "".join(part.text for part in one.content or () if part.type == "text"),
+                else "".join(part.text for part in one.content or ()),
             }
             for one in messages
         ]
@@ -150,11 +203,12 @@ class TextWriter:
     """Writes one text on a thread of its own, which ends soon after `abort`."""
 
     def __init__(self, served: ServedText, given: Mapping[str, Any], settings: _Settings) -> None:
-        self._served, self._given, self._settings = served, given, settings
+        self.served, self._given, self._settings = served, given, settings
         self._aborted = threading.Event()
         self._pieces: asyncio.Queue[_Written] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.num_prompt = int(given["input_ids"].shape[1])
+        self.prompt_end: list[int] = given["input_ids"][0, -_CONTEXT:].tolist()
         self.num_tokens = 0
         self._thread = threading.Thread(target=self._run, name="text", daemon=True)
         self._thread.start()
@@ -162,6 +216,17 @@ class TextWriter:
     def abort(self) -> None:
         """Write no more."""
         self._aborted.set()
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The tokens of the prompt and of the text so far."""
+        total = self.num_prompt + self.num_tokens
+        return {"prompt_tokens": self.num_prompt, "completion_tokens": self.num_tokens, "total_tokens": total}
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether its thread has ended."""
+        return not self._thread.is_alive()
 
     async def pieces(self) -> AsyncIterator[_Written]:
         """Give the text as it comes; the last piece has the reason of its end."""
@@ -193,18 +258,25 @@ class TextWriter:
             self._put(_Written(finish_reason=reason))
 
     def _generate(self) -> str:
+        settings = self._settings
+        with self.served.turn:
+            found = self._write()
+        return "length" if int(found.shape[1]) - self.num_prompt >= settings.num_tokens else "stop"
+
+    def _write(self) -> Any:
         import transformers
 
         settings = self._settings
-        found = self._served.model.generate(
+        return self.served.model.generate(
             **self._given,
+            num_beams=1,
+            num_return_sequences=1,
             max_new_tokens=settings.num_tokens,
             do_sample=False,
             logits_processor=transformers.LogitsProcessorList(_processors(settings)),
             stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted)]),
             streamer=_Streamer(self),
         )
-        return "length" if int(found.shape[1]) - self.num_prompt >= settings.num_tokens else "stop"
 
 
 def _processors(settings: _Settings) -> list[Any]:
@@ -250,8 +322,8 @@ class _Streamer:
 
     def __init__(self, writer: TextWriter) -> None:
         self._writer = writer
-        self._tokens: list[int] = []
-        self._num_given = 0
+        self._tokens = list(writer.prompt_end)  # a token may have a space before it, but at the beginning of a text
+        self._begin, self._given = 0, len(self._tokens)  # what is decoded begins there; up to there it was given
         self._is_prompt = True
 
     def put(self, value: Any) -> None:
@@ -260,23 +332,28 @@ class _Streamer:
             self._is_prompt = False
             return
         self._tokens += value.flatten().tolist()
-        self._writer.num_tokens = len(self._tokens)
-        text = self._decoded()
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete
+        self._writer.num_tokens += value.numel()
+        text = self._new_text()
+        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete
             self._give(text)
 
     def end(self) -> None:
         """Give the rest."""
-        self._give(self._decoded())
+        if text := self._new_text():
+            self._give(text)
 
-    def _decoded(self) -> str:
-        text: str = self._writer._served.tokenizer.decode(self._tokens, skip_special_tokens=True)
+    def _new_text(self) -> str:
+        return self._decoded(len(self._tokens))[len(self._decoded(self._given)) :]
+
+    def _decoded(self, end: int) -> str:
+        text: str = self._writer.served.tokenizer.decode(
+            self._tokens[self._begin : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _give(self, text: str) -> None:
-        if len(text) > self._num_given:
-            self._writer._put(_Written(text[self._num_given :]))
-            self._num_given = len(text)
+        self._writer._put(_Written(text))
+        self._begin, self._given = self._given, len(self._tokens)
 
 
 class Endpoint:
@@ -286,6 +363,8 @@ class Endpoint:
         self._served = {one.name: one for one in served}
         self._health: tuple[float, str] = (float("-inf"), "")  # when it was looked at, and what was wrong
         self._looking = asyncio.Lock()
+        self._probe: TextWriter | None = None  # of the health
+        self._texts = asyncio.Semaphore(_MAX_TEXTS)
 
     def app(self) -> Any:
         """Return the ASGI application."""
@@ -299,19 +378,20 @@ class Endpoint:
                 Route("/v1/completions", self._answer_completion, methods=["POST"]),
                 Route("/v1/chat/completions", self._answer_chat, methods=["POST"]),
             ],
-            exception_handlers={RequestError: self._answer_error, SwarmError: self._answer_swarm_error},
+            exception_handlers={RequestError: self._answer_error, Exception: self._answer_failure},
         )
 
     async def _answer_error(self, _: Any, error: Exception) -> Any:
         from starlette.responses import JSONResponse
 
         assert isinstance(error, RequestError)
-        return JSONResponse(_error(str(error), error.status), status_code=error.status)
+        return JSONResponse(_error(str(error), error.status, error.code), status_code=error.status)
 
-    async def _answer_swarm_error(self, _: Any, error: Exception) -> Any:
+    async def _answer_failure(self, _: Any, error: Exception) -> Any:
         from starlette.responses import JSONResponse
 
-        return JSONResponse(_error(str(error), 503), status_code=503)
+        status = _status_of(error)
+        return JSONResponse(_error(str(error), status), status_code=status)
 
     async def _answer_health(self, _: Any) -> Any:
         """Say that texts can be written if a token has just been written, by each model."""
@@ -326,12 +406,14 @@ class Endpoint:
     async def _problem(self) -> str:
         import torch
 
+        if self._probe is not None and not self._probe.is_done:
+            return f"{self._probe.served.name}: a token that was asked for before has not come yet"
         for served in self._served.values():
             given = {
                 "input_ids": torch.zeros(1, 1, dtype=torch.long),
                 "attention_mask": torch.ones(1, 1, dtype=torch.long),
             }
-            writer = TextWriter(served, given, _Settings(max_tokens=1, temperature=0.0))
+            writer = self._probe = TextWriter(served, given, _Settings(max_tokens=1, temperature=0.0))
             try:
                 async with asyncio.timeout(_HEALTH_S):
                     async for _ in writer.pieces():
@@ -360,23 +442,28 @@ class Endpoint:
         prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
         if len(prompts) != 1 or not prompts[0]:
             raise RequestError(400, f"a completion is of one prompt that is not empty, got {len(prompts)}")
-        given = served.tokenizer(prompts[0], return_tensors="pt")
+        given = await asyncio.to_thread(served.tokenizer, prompts[0], return_tensors="pt")
         return await self._answer(request, asked, served, given, chat=False)
 
     async def _answer_chat(self, request: Any) -> Any:
         asked = await _read(request, _Chat)
         served = self._model(asked.model)
-        return await self._answer(request, asked, served, served.tokens_of_chat(asked.messages), chat=True)
+        given = await asyncio.to_thread(served.tokens_of_chat, asked.messages)
+        return await self._answer(request, asked, served, given, chat=True)
 
     async def _answer(self, request: Any, asked: _Settings, served: ServedText, given: Any, *, chat: bool) -> Any:
         from starlette.responses import JSONResponse, StreamingResponse
 
-        if asked.n not in (None, 1):
-            raise RequestError(400, f"`n` must be 1, got {asked.n}: ask several times")
+        served.check_length(given["input_ids"].shape[1], asked.num_tokens)
+        if self._texts.locked():
+            raise RequestError(429, f"{_MAX_TEXTS} texts are written here at once, and no more")
+        await self._texts.acquire()
         writer = TextWriter(served, {name: given[name] for name in ("input_ids", "attention_mask")}, asked)
         form = _Form("chat.completion" if chat else "text_completion", served.name, chat)
         if asked.stream:
-            return StreamingResponse(_events(writer, form), media_type="text/event-stream")
+            with_usage = bool((asked.stream_options or {}).get("include_usage"))
+            events = _events(writer, form, self._texts.release, with_usage=with_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
         text, reason = "", "stop"
         watching = asyncio.ensure_future(_until_gone(request))
         watching.add_done_callback(lambda _: writer.abort())
@@ -385,12 +472,8 @@ class Endpoint:
                 text, reason = text + piece.text, piece.finish_reason or reason
         finally:
             watching.cancel()
-        usage = {
-            "prompt_tokens": writer.num_prompt,
-            "completion_tokens": writer.num_tokens,
-            "total_tokens": writer.num_prompt + writer.num_tokens,
-        }
-        return JSONResponse({**form.whole(text, reason), "usage": usage})
+            self._texts.release()
+        return JSONResponse({**form.whole(text, reason), "usage": writer.usage})
 
 
 async def _until_gone(request: Any) -> None:
@@ -398,16 +481,21 @@ async def _until_gone(request: Any) -> None:
         pass
 
 
-async def _events(writer: TextWriter, form: _Form) -> AsyncIterator[str]:
+async def _events(
+    writer: TextWriter, form: _Form, release: Callable[[], None], *, with_usage: bool
+) -> AsyncIterator[str]:
     """Give a text as server-sent events. If the client is gone, this is closed, and the text ends."""
     try:
         async for piece in writer.pieces():
             yield f"data: {json.dumps(form.chunk(piece.text, piece.finish_reason))}\n\n"
+        if with_usage:
+            yield f"data: {json.dumps({**form.chunk('', None), 'choices': [], 'usage': writer.usage})}\n\n"
         yield "data: [DONE]\n\n"
-    except SwarmError as error:  # the status was sent already
-        yield f"data: {json.dumps(_error(str(error), 503))}\n\n"
+    except Exception as error:  # noqa: BLE001 - the status was sent already
+        yield f"data: {json.dumps(_error(str(error), _status_of(error)))}\n\n"
     finally:
         writer.abort()
+        release()
 
 
 @dataclass
@@ -447,14 +535,20 @@ async def _read(request: Any, kind: type[Any]) -> Any:
         if len(body) > _MAX_BODY_BYTES:
             raise RequestError(413, f"a request has at most {_MAX_BODY_BYTES} bytes")
     try:
-        return msgspec.json.decode(bytes(body), type=kind)
+        asked = msgspec.json.decode(bytes(body), type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RequestError(400, f"the request cannot be read: {error}") from error
+    asked.check()
+    return asked
 
 
-def _error(message: str, status: int) -> dict[str, Any]:
+def _status_of(error: Exception) -> int:
+    return 503 if isinstance(error, SwarmError) else 500
+
+
+def _error(message: str, status: int, code: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def run(served: Sequence[ServedText], *, host: str, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import signal
 import sys
@@ -110,11 +111,12 @@ def _serve(chosen: argparse.Namespace) -> int:
         _say(f"To write a text: lightning-swarm generate {address} --prompt 'Once upon a time'")
         runtime.run(host.until_left(_say))
     finally:
-        restore()
-        runtime.run(host.close())
-        runtime.run(directory.close())
-        runtime.run(transport.close())
-        runtime.close()
+        with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
+            closing.callback(runtime.close)
+            closing.callback(lambda: runtime.run(transport.close()))
+            closing.callback(lambda: runtime.run(directory.close()))
+            closing.callback(lambda: runtime.run(host.close()))
+            closing.callback(restore)
     return 0
 
 

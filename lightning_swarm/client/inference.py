@@ -147,7 +147,9 @@ class InferenceSession:
         return result
 
     async def close(self) -> None:
-        """Tell the servers that the session is over."""
+        """Tell the servers that the session is over. It is closed once."""
+        if self._route:
+            self._routes.end(self._route)
         body = encode(SessionClose(session=self.id))
         await gather(self._tell(peer, body) for peer in dict.fromkeys(self._route))
 

@@ -43,6 +43,8 @@ REFRESH_S: Final = 5.0
 """Seconds between two looks at who serves a model."""
 
 _CARD_TIMEOUT_S: Final = 30.0
+_CONNECT_TIMEOUT_S: Final = 5.0
+_CONNECT_AGAIN_S: Final = 60.0
 _FIRST_BAN_S: Final = 5.0
 _LONGEST_BAN_S: Final = 60.0
 _WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # they do not change
@@ -66,6 +68,7 @@ class ModelDirectory:
     directory: Directory
     card: ModelCard
     offers: dict[PeerId, ServerOffer] = field(default_factory=dict)
+    _not_before_s: dict[PeerId, float] = field(default_factory=dict)  # when peers that were not reached are tried again
 
     async def refresh(self) -> None:
         """Read the announcements, and connect to newcomers."""
@@ -98,11 +101,16 @@ class ModelDirectory:
             raise ProtocolError(f"a peer announces its own addresses, got one of {min(others)}")
 
     async def _meets(self, peer: PeerId, offer: ServerOffer) -> bool:
-        if peer in self.offers or peer == self.transport.peer_id:
+        known = self.offers.get(peer)
+        if peer == self.transport.peer_id or (known is not None and known.addresses == offer.addresses):
             return True
+        if self._not_before_s.get(peer, 0.0) > now_s():
+            return False
         try:
-            await self.transport.connect(offer.addresses)
-        except SwarmError as error:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await self.transport.connect(offer.addresses)
+        except (SwarmError, TimeoutError) as error:
+            self._not_before_s[peer] = now_s() + _CONNECT_AGAIN_S
             _log.info("Server %s cannot be reached from here: %s", peer, shorten(str(error)))
             return False
         return True
@@ -148,23 +156,26 @@ class ModelDirectory:
         return (answer.tensors[0],)
 
     async def download_files(self) -> dict[str, bytes]:
-        """Download the model's small files, checked against the card."""
+        """Download the model's small files, checked against the card; all of them, for tokens depend on each."""
         found = {}
         for file in self.card.files:
             if file.name not in FILES:  # it will be a path
-                _log.warning("Ignored the file %r of the model's card.", file.name)
-                continue
+                raise ProtocolError(f"a model's files are among {FILES}, got {file.name!r} in its card")
             request = PartRequest(model=self.card.id, kind="file", name=file.name)
             for peer in [peer for peer, offer in self.offers.items() if offer.has_files]:
                 try:
-                    (tensor,) = await self._part(peer, request, file.weights.num_bytes)
+                    (tensor,) = await self._part(peer, request, file.num_bytes)
                 except SwarmError as error:
                     _log.info("%s does not send %s: %s", peer, file.name, shorten(str(error)))
                     continue
                 content = tensor.numpy().tobytes()
-                if hashlib.sha256(content).digest() == file.weights.sha256:
+                if hashlib.sha256(content).digest() == file.sha256:
                     found[file.name] = content
                     break
+            else:
+                raise StageLost(
+                    f"no server gives the file {file.name!r} of the model. Ask again, or use your own copy."
+                )
         return found
 
 
@@ -214,7 +225,11 @@ class ServedRoutes:
                 + views[peer].step_s * (1 + views[peer].num_sessions)
             ),
         )
-        self._own[chosen] += 1
+        # A session counts once at each server of its route.
+        if chosen not in route:
+            self._own[chosen] += 1
+        if list(route).count(route[stage]) == 1:
+            self._own[route[stage]] -= 1
         return chosen
 
     def _views(self) -> dict[PeerId, ServerView]:
@@ -242,8 +257,8 @@ class ServedRoutes:
                 return offers[here].round_trips[there] / 2
         return self._between(None, one) + self._between(None, other)  # nobody measured it: the way by the client
 
-    def release(self, route: Sequence[PeerId]) -> None:
-        """Count a session of this client no more."""
+    def end(self, route: Sequence[PeerId]) -> None:
+        """See `SessionRoutes`."""
         self._own.subtract(set(route))
 
     def servers(self, stage: int) -> Collection[PeerId]:

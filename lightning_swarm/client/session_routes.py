@@ -36,6 +36,10 @@ class SessionRoutes(Protocol):
         """Choose another server for a stage of a route; the same one if there is no other."""
         ...
 
+    def end(self, route: Sequence[PeerId]) -> None:
+        """Note that a session on this route is over."""
+        ...
+
     def servers(self, stage: int) -> Collection[PeerId]:
         """Return a stage's servers."""
         ...
@@ -82,6 +86,9 @@ class RunRoutes:
         charge = router.choose(rows, now_s=now_s(), avoid=avoid)
         router.release(charge)
         return charge.peer
+
+    def end(self, route: Sequence[PeerId]) -> None:
+        """See `SessionRoutes`."""
 
     def servers(self, stage: int) -> Collection[PeerId]:
         """See `SessionRoutes`."""

@@ -55,9 +55,9 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
 
     The model may be an attribute of the LightningModule, at any depth: its names are found in the checkpoint's.
     """
-    from lightning_swarm.model.pretrained import PretrainedModel, read_config
+    from lightning_swarm.model.pretrained import PretrainedModel, read_config, read_generation_config
 
-    model = PretrainedModel(read_config(folder), "", dtype="float32")
+    model = PretrainedModel(read_config(folder), read_generation_config(folder), dtype="float32")
     wanted = model.saved(model.module.state_dict())
     weights = _weights(_read(checkpoint), checkpoint)
     prefixes = {name.removesuffix(wanted[0]) for name in weights if name.endswith(wanted[0])}

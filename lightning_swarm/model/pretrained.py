@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,23 @@ def require_transformers() -> None:
         ) from error
 
 
+def transformers_version() -> str:
+    """Return the version of transformers here, without what is after its second number."""
+    import transformers
+
+    return ".".join(transformers.__version__.split(".")[:2])
+
+
+def check_version(card: ModelCard) -> None:
+    """Refuse a model that another version of transformers builds: its blocks may compute something else."""
+    if card.transformers != transformers_version():
+        raise ConfigError(
+            f"all peers of a served model must have one version of transformers: it is served with "
+            f"{card.transformers}, and {transformers_version()} is here. Run: pip install "
+            f"'transformers=={card.transformers}.*'"
+        )
+
+
 class PretrainedModel:
     """A Hugging Face model on meta, in eval mode, and the places where it is cut."""
 
@@ -75,6 +93,7 @@ class PretrainedModel:
                 f"a served model must be one that transformers {transformers.__version__} builds from its config.json "
                 f"for generating text, and it says: {error}. Use another version, or another model."
             ) from error
+        self._keep_in_float32(dtype_of(dtype))
         self.module.eval().requires_grad_(False)
         if generation_config:
             self.module.generation_config = transformers.GenerationConfig.from_dict(json.loads(generation_config))
@@ -82,6 +101,21 @@ class PretrainedModel:
         # All tensors are kept: they are told apart by their ids, also when others are in their places.
         self._on_meta = [*self.module.parameters(), *self.module.buffers()]
         self._views = {id(tensor): self._record.view(tensor) for tensor in self._on_meta if tensor.is_meta}
+
+    def _keep_in_float32(self, dtype: torch.dtype) -> None:
+        """Keep in float32 what `from_pretrained` keeps so: building from a config does not."""
+        patterns = [re.escape(name).replace(r"\*", ".*") for name in self.module._get_dtype_plan(dtype)]
+        named = [*self.module.named_parameters(), *self.module.named_buffers()] if patterns else []
+        kept = [tensor for name, tensor in named if any(re.search(pattern, name) for pattern in patterns)]
+        with self._record.recording(torch.device("cpu")), torch.no_grad():
+            made = {id(tensor): tensor.float() for tensor in kept}
+        put_tensors(
+            self.module,
+            {
+                id(tensor): nn.Parameter(made[id(tensor)]) if isinstance(tensor, nn.Parameter) else made[id(tensor)]
+                for tensor in kept
+            },
+        )
 
     def stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """Cut the blocks into stages."""
@@ -128,7 +162,17 @@ class PretrainedModel:
                 f"weights must have the shapes of their config: {name!r} has {tuple(value.shape)}, and "
                 f"{tuple(like.shape)} was expected. Name the folder that belongs to this config."
             )
-        return value.to(like.dtype)
+        return in_dtype_of(like, name, value)
+
+
+def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
+    """Return a tensor of a file in the dtype of the model's; refuse one that means something else, as int8 does."""
+    if like.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
+        raise ConfigError(
+            f"a served model must have plain weights, and {name!r} is saved in {value.dtype}. Save the model without "
+            "quantization, and serve it with `--dtype bfloat16`, say."
+        )
+    return value.to(like.dtype)
 
 
 def _plain(settings: Any) -> dict[str, Any]:
@@ -183,6 +227,11 @@ def read_config(folder: Path) -> str:
     return _json(folder, _CONFIG)
 
 
+def read_generation_config(folder: Path) -> str:
+    """Return the generation_config.json of a folder; empty if there is none."""
+    return _json(folder, _GENERATION)
+
+
 def _json(folder: Path, name: str) -> str:
     """Return a file of JSON, its keys sorted; empty if there is none."""
     file = folder / name
@@ -205,7 +254,7 @@ class PretrainedFolder:
     def __init__(self, path: Path) -> None:
         require_transformers()
         self.path = path
-        self.config, self.generation_config = read_config(path), _json(path, _GENERATION)
+        self.config, self.generation_config = read_config(path), read_generation_config(path)
         self._files = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -233,7 +282,10 @@ class PretrainedFolder:
     def files(self) -> dict[str, bytes]:
         """The contents of the small files that go with the weights, such as a tokenizer's."""
         found = {name: (self.path / name).read_bytes() for name in FILES if (self.path / name).is_file()}
-        return {name: content for name, content in found.items() if len(content) <= MAX_FILE_BYTES}
+        for name, content in found.items():
+            if len(content) > MAX_FILE_BYTES:
+                raise ConfigError(f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}.")
+        return found
 
     def reader(self, model: PretrainedModel) -> Read:
         """Return what reads tensors of a model by their names there."""
@@ -264,7 +316,7 @@ class PretrainedFolder:
         read = self.reader(model)
 
         def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
-            return weights_digest({name: read(name).to(tensors[name].dtype) for name in model.saved(tensors)})
+            return weights_digest({name: in_dtype_of(tensors[name], name, read(name)) for name in model.saved(tensors)})
 
         stages = [
             ServedStage(num_blocks=len(blocks), weights=described(stage.named_stage_tensors()))
@@ -273,14 +325,13 @@ class PretrainedFolder:
         return ModelCard(
             config=self.config,
             generation_config=self.generation_config,
+            transformers=transformers_version(),
             blocks=model.blocks.root_name,
             dtype=str(model.module.dtype).removeprefix("torch."),
             stages=stages,
             around=described(model.around),
             files=[
-                CardFile(
-                    name=name, weights=WeightsDigest(num_bytes=len(content), sha256=hashlib.sha256(content).digest())
-                )
+                CardFile(name=name, num_bytes=len(content), sha256=hashlib.sha256(content).digest())
                 for name, content in self.files.items()
             ],
         )
@@ -299,12 +350,17 @@ class _FolderReader:
         self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # the part that was converted last
 
     def __call__(self, name: str) -> Tensor:
-        for alias in self._same.get(name, [name]):
-            # A base model's file has no prefix.
-            for known in (alias, alias.removeprefix(self._prefix)):
-                if self._folder.has(known):
-                    return self._folder.tensor(known)
-        return self._converted(name)
+        # A base model's file has no prefix.
+        aliases = [one for alias in self._same.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))]
+        found = [self._folder.tensor(one) for one in dict.fromkeys(aliases) if self._folder.has(one)]
+        if not found:
+            return self._converted(name)
+        if not all(torch.equal(found[0], other) for other in found[1:]):
+            raise ConfigError(
+                f"tied weights must be equal, and {str(self._folder.path)!r} has others under the names of {name!r}. "
+                "If they are not tied, set `tie_word_embeddings` to false in config.json."
+            )
+        return found[0]
 
     def _converted(self, name: str) -> Tensor:
         """Return a tensor whose files have another name, as Hugging Face's own loader makes it."""
@@ -314,7 +370,7 @@ class _FolderReader:
         if self._loaded[0] != index:
             self._loaded = index, self._load(index)
         key = name if index < 0 else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
-        like, found = self._model.module.get_parameter(name), self._loaded[1].get(key)
+        like, found = self._model.module.state_dict()[name], self._loaded[1].get(key)
         if found is None or found.shape != like.shape:
             raise ConfigError(
                 f"the files of a served model must have all of its weights, and {str(self._folder.path)!r} has no "

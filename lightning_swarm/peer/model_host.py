@@ -20,7 +20,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, weights_digest
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer, WeightsDigest
 from lightning_swarm.protocol.messages.wire import encode
@@ -83,6 +83,7 @@ class ModelHost:
         folder = None if options.weights is None else PretrainedFolder(options.weights)
         if options.hosts:
             card = await self._card_of_hosts()
+            check_version(card)
             model = await asyncio.to_thread(
                 PretrainedModel, card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks
             )
@@ -106,6 +107,7 @@ class ModelHost:
         )
         await self._announce()
         self._tasks.spawn(self._keep_announcing())
+        self._tasks.spawn(self._keep_looking())
         last = self.span.stop - 1
         which = f"stage {last}" if len(self.span) == 1 else f"stages {self.span.start} to {last}"
         say(f"Serving {which} of {len(card.stages)} of model {card.id[:12]}.")
@@ -141,7 +143,7 @@ class ModelHost:
         if folder is not None:
             read = folder.reader(model)
             values = await asyncio.to_thread(model.fill, tensors, read, torch.device(self._options.device))
-            if self._options.hosts and await asyncio.to_thread(weights_digest, values) != wanted:
+            if await asyncio.to_thread(weights_digest, values) != wanted:
                 raise ConfigError(
                     f"`--weights` must be the folder of the model that is served at `--join`, and stage {index} in "
                     f"{str(folder.path)!r} has other weights. Leave `--weights` out: then they come from other servers."
@@ -179,9 +181,15 @@ class ModelHost:
         while True:
             await asyncio.sleep(REFRESH_S)
             with contextlib.suppress(PeerError):  # the next time may go better
+                await self._announce()
+
+    async def _keep_looking(self) -> None:
+        """Meet the other servers, and have the links to them measured."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(PeerError):
                 await self._models.refresh()
                 await gather(self._measure(peer) for peer in list(self._models.offers)[:_MAX_NEIGHBOURS])
-                await self._announce()
 
     async def _measure(self, peer: PeerId) -> None:
         """Have the link to another server measured."""
@@ -210,6 +218,8 @@ class ModelHost:
     def leave(self) -> None:
         """On the loop: have `until_left` end. Twice is fine."""
         self._leaving.set()
+        if self.server is not None:
+            self.server.is_leaving = True
 
     async def close(self) -> None:
         """Serve nothing any more."""

@@ -19,7 +19,7 @@ from lightning_swarm.client.served_model import ModelDirectory, ServedBlocks, Se
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, weights_digest
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import visitor_entry
@@ -52,14 +52,15 @@ class ServedModelClient:
         self._tasks = TaskOwner()
         self._closed = False
         self.card: ModelCard = runtime.run(read_card(transport, host))
+        check_version(self.card)
         self._models = ModelDirectory(transport, directory, self.card)
         runtime.run(self._models.refresh())
         card = self.card
         pretrained = PretrainedModel(card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks)
         self._fill(pretrained, weights, device)
         self.model: Any = pretrained.module
-        routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
-        served = ServedBlocks(runtime, routes, card, device=device)
+        self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
+        served = ServedBlocks(runtime, self.routes, card, device=device)
         chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
         self._interception = Interception(pretrained.blocks, chain)
         runtime.run(self._begin())
@@ -103,6 +104,7 @@ class ServedModelClient:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._runtime.run(self._tasks.close())
         self._on_close()
@@ -149,9 +151,10 @@ def remote_model(
     runtime, transport, directory = visit_network(host, entry)
 
     def leave() -> None:
-        runtime.run(directory.close())
-        runtime.run(transport.close())
-        runtime.close()
+        with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
+            closing.callback(runtime.close)
+            closing.callback(lambda: runtime.run(transport.close()))
+            closing.callback(lambda: runtime.run(directory.close()))
 
     try:
         client = ServedModelClient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_swarm.core.errors import NotMember, ProtocolError
+from lightning_swarm.core.errors import Busy, NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.partition import StageModule
@@ -51,6 +52,8 @@ class ModelServer:
     ) -> None:
         self.card, self.parts = card, parts
         self._id = card.id
+        self._reading = asyncio.Semaphore(1)
+        self.is_leaving = False  # takes no new sessions
         self._limits = limits
         ranges = card.ranges
         self._stages = {
@@ -81,6 +84,8 @@ class ModelServer:
         if (step.generation, step.version, step.weights) != (0, 0, 0):
             raise ProtocolError("a served model's weights do not change, and a step names none of another time")
         stage = self._stages.get(step.stage_index)
+        if step.number == 1 and self.is_leaving:
+            raise Busy("this server is about to leave, and takes no new texts")
         if stage is None:
             raise NotMember(f"stage {step.stage_index} is not served here")
         return stage
@@ -100,6 +105,8 @@ class ModelServer:
                 return Message(
                     tensors=(torch.frombuffer(bytearray(self.parts.files[request.name]), dtype=torch.uint8),)
                 )
-            return Message(tensors=(self.parts.tensor(request.name).detach().cpu().contiguous(),))
+            async with self._reading:  # one at a time: each may be large, and is read from a disk
+                tensor = await asyncio.to_thread(self.parts.tensor, request.name)
+                return Message(tensors=(tensor.detach().cpu().contiguous(),))
         except KeyError as error:
             raise NotMember(f"{request.kind} {request.name!r} of the model is not here") from error

@@ -204,6 +204,8 @@ class SessionHandlers:
         self._host.check_client(step.client)
         if caller != step.client and not self._host.is_server(caller):
             raise ProtocolError(f"a step comes from its client {step.client}, or from a server; not from {caller}")
+        if step.stage_index == 0 and caller != step.client:
+            raise ProtocolError(f"the first stage's steps come from their client {step.client}, not from {caller}")
         if step.route[0] != me or len(step.modes) != len(step.route):
             raise ProtocolError(f"a step names its servers, {me} first here, and a mode for each; got {step.route}")
         if any(mode.grad or mode.training for mode in step.modes):

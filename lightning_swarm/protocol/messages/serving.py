@@ -46,7 +46,8 @@ class CardFile(WireMessage, frozen=True):
     """A small file of a served model, such as its tokenizer's."""
 
     name: ShortText
-    weights: WeightsDigest
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_FILE_BYTES)]
+    sha256: Digest
 
 
 class ModelCard(WireMessage, frozen=True):
@@ -54,6 +55,7 @@ class ModelCard(WireMessage, frozen=True):
 
     config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # of Hugging Face, in JSON
     generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # likewise; empty: there is none
+    transformers: ShortText  # the version that builds it: the blocks' code is there
     blocks: ShortText  # the name of the list of blocks
     dtype: ShortText  # of the weights, as in ``float32``
     stages: Annotated[list[ServedStage], msgspec.Meta(min_length=1, max_length=MAX_SERVED_STAGES)]

@@ -14,7 +14,7 @@ import pytest
 from lightning_swarm.core.errors import ConfigError, NotMember, ProtocolError, SwarmError
 from lightning_swarm.model.pretrained import PretrainedModel
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.serving import CardFile, CardRequest, ModelCard, PartRequest, WeightsDigest
+from lightning_swarm.protocol.messages.serving import CardFile, CardRequest, ModelCard, PartRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
 from tests.served import ServedSwarm, make_model
@@ -85,14 +85,14 @@ def test_a_file_of_a_forged_card_is_no_path(swarm: ServedSwarm, tmp_path: Path) 
     host = swarm.hosts["a"]
     assert host.server is not None
     server = host.server
-    bad = CardFile(name="../../forged", weights=WeightsDigest(num_bytes=2, sha256=b"0" * 32))
+    bad = CardFile(name="../../forged", num_bytes=2, sha256=b"0" * 32)
     server.card = msgspec.structs.replace(server.card, files=[bad])
     server._id = server.card.id
     host._models.card = server.card
     swarm.loop.run_until_complete(host._announce())
     swarm.connect()
     assert swarm.client is not None
-    with pytest.raises(ConfigError, match="served without a tokenizer"):
+    with pytest.raises(ProtocolError, match="a model's files are among"):
         swarm.client.tokenizer()
     assert not list(tmp_path.parent.rglob("forged"))
 
