@@ -108,17 +108,20 @@ def test_servers_die_while_a_text_is_generated(mode: str, stages: tuple[int, ...
     check(mode, *stages)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("stages", [(0,), (1,)], ids=str)
 def test_a_server_falls_silent_while_a_text_is_generated(stages: tuple[int, ...]) -> None:
     check("beams", *stages, how="freeze")
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("stages", [(0,), (1,), (0, 1)], ids=str)
 def test_servers_lose_a_session(stages: tuple[int, ...]) -> None:
     """For lack of memory, or because they took a pause that was longer than they keep one."""
     check("beams", *stages, how="forget")
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("stages", [(0,), (1,)], ids=str)
 def test_where_no_outputs_are_kept_the_steps_are_computed_again_from_further_back(stages: tuple[int, ...]) -> None:
     check("sampled", *stages, limits=Limits(session_bytes=8_000))

@@ -15,7 +15,7 @@ import pytest
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core import process
 from lightning_swarm.core.process import ProcessSettings, max_files
-from lightning_swarm.peer import peer
+from lightning_swarm.peer import network, peer
 
 BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thread's piece
 
@@ -144,7 +144,7 @@ def test_whoever_tunes_malloc_keeps_what_they_set(name: str, monkeypatch: pytest
     for other in [one for one in os.environ if one.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(other)
     config = SwarmStrategy().config
-    monkeypatch.setattr(peer, "ProcessSettings", make)
+    monkeypatch.setattr(network, "ProcessSettings", make)
     with pytest.raises(Made, match="True"):
         peer.hivemind_peer(config, None)
     monkeypatch.setenv(name, "1")

@@ -235,7 +235,7 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     swarm.network.kill(PeerId("b"))
-    swarm.run(dismiss(swarm.trainer, swarm.steps.run, (), timeout=1.0))
+    swarm.run(dismiss(swarm.trainer, swarm.steps.run.servers, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
 
 
@@ -258,7 +258,7 @@ def test_the_end_is_told_again_where_it_was_lost_and_to_those_that_missed_the_la
     for stage in swarm.steps.run.rosters:
         stage[:] = [member for member in stage if member.peer_id != "c"]
     assert PeerId("c") not in swarm.steps.run.servers
-    swarm.run(dismiss(swarm.trainer, swarm.steps.run, [PeerId("c")], timeout=1.0))
+    swarm.run(dismiss(swarm.trainer, [*swarm.steps.run.servers, PeerId("c")], timeout=1.0))
     assert heard == [swarm.trainer.peer_id] * 2
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, True, True]
 

@@ -24,7 +24,7 @@ class _BreaksOff(Exception):
 @pytest.mark.parametrize(
     "part",
     [
-        "startup.Interception",
+        "startup.intercept",
         "startup.SwarmOptimization",
         "rollback.rollback.DataPosition",
         "startup.WeightSync",
