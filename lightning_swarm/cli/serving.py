@@ -245,15 +245,16 @@ def run_http(arguments: argparse.Namespace) -> int:
     if arguments.weights is not None and len(arguments.models) > 1:
         raise ConfigError(f"`--weights` is the folder of one model, got {len(arguments.models)} models. Leave it out.")
     from lightning_swarm.cli import http_server
+    from lightning_swarm.cli.texts import ServedText
     from lightning_swarm.peer.remote_model import remote_model
 
-    served: list[http_server.ServedText] = []
+    served: list[ServedText] = []
     try:
         for text in arguments.models:
             name, _, address = text.rpartition("=")
             model = remote_model(address, invite=arguments.invite, weights=arguments.weights)
             name = name or model.config.model_type
-            served.append(http_server.ServedText(name, model, model.swarm.tokenizer()))
+            served.append(ServedText(name, model, model.swarm.tokenizer()))
             if [one.name for one in served].count(name) > 1:
                 raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
         names = ", ".join(one.name for one in served)

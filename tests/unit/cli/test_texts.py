@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_swarm.cli.http_server import StopFinder
+from lightning_swarm.cli.texts import StopFinder
 
 
 @pytest.mark.parametrize(
