@@ -100,7 +100,7 @@ def check(mode: str, *stages: int, how: str = "kill", at: int = 5, **options: An
     assert_exact(swarm, plain)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(0, 12, 5)
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "beams", "prompt lookup"])
 @pytest.mark.parametrize("stages", [(0,), (1,), (0, 1)], ids=str)
 def test_servers_die_while_a_text_is_generated(mode: str, stages: tuple[int, ...]) -> None:

@@ -59,7 +59,7 @@ def test_one_fault(case: Case) -> None:
     check(case, seed=0)
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in SENDING], ids=str)
 def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is fetched by a message of its own; what is small comes with the word that it is there."""

@@ -107,6 +107,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
         run.end()
 
 
+@pytest.mark.thorough
 def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary_checkpoint(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: s
     coup.check()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("asked", ["b", "b d e"])
 def test_numbers_rise_no_faster_than_the_others_follow(make_swarm: MakeSwarm, asked: str) -> None:
     """However often a member asks while there is no coordinator: soon after it is silent somebody leads."""

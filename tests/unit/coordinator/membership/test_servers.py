@@ -406,6 +406,7 @@ def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatc
     assert (held._state.downloads, held._state.copies) == ({}, {}), "nothing is held for nobody"
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("repeats", [False, True])
 def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm, repeats: bool) -> None:
     """Also of those who say it again and again. Who downloads for longer than that begins anew, after a while."""

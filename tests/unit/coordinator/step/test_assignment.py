@@ -137,6 +137,7 @@ class Trainers:
         return (self.ends_s[-1] - self.ends_s[-1 - last]) / last
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("lead_s", "other_s", "at_most_s", "of_the_lead"),
     [
