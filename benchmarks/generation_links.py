@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.generation import for_one_stage, save, server
 from benchmarks.hosts import Hosts
 from benchmarks.report import median, picture, table, write
 from benchmarks.runs import FAR_APART, start
@@ -31,50 +30,6 @@ NUM_TOKENS = 24
 TURNS = 5
 PORT = 31337
 PROMPT = [5, 6, 7, 8] * 6  # repeats itself, for prompt lookup
-
-
-def save(folder: Path, num_blocks: int, width: int) -> int:
-    """Save a model with random weights; returns the bytes of a block."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=num_blocks,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    return sum(tensor.nbytes for tensor in model.model.layers[0].state_dict().values())
-
-
-@contextmanager
-def server(hosts: Hosts, number: int, *options: object) -> Iterator[str]:
-    """A server on a host. Yields its address."""
-    place = f"{hosts.address(number)}:{PORT}"
-    serve = ("-m", "lightning_swarm", "serve", "--listen", place, "--trust", "open", *options)
-    process = start(
-        *serve, before=hosts.on(number), environment=FAR_APART, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdout is not None
-    try:
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if "Others can join" in line and (found := re.search(r"\S+:\d+/\w+", line)):
-                break
-        else:
-            raise RuntimeError(f"the server ended before it served:\n{''.join(said)}")
-        threading.Thread(target=process.stdout.read, daemon=True).start()  # else it would wait for a reader
-        yield found[0]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]:
@@ -123,14 +78,19 @@ def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]
 def measure(num_stages: int, round_trip_s: float, width: int) -> dict[str, list[float]]:
     """Measure a model of so many stages, each on a host of its own."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        size = save(Path(folder), num_stages, width)
+        own = ("--weights", folder, *for_one_stage(save(Path(folder), num_stages, width), num_stages))
         hosts = stack.enter_context(
             Hosts([0.0] * (num_stages + 1), [round_trip_s / 4] * (num_stages + 1))  # to the switch and back, twice
         )
-        own = ("--weights", folder, "--memory", (64 << 20) + size * 3 // 2, "--texts", 64 << 20)
-        address = stack.enter_context(server(hosts, 0, "--stages", num_stages, *own))
+
+        def served(number: int, *options: object) -> str:
+            listen = ("--listen", f"{hosts.address(number)}:{PORT}", "--trust", "open")
+            begun = server(*listen, *options, *own, before=hosts.on(number), environment=FAR_APART)
+            return stack.enter_context(begun)
+
+        address = served(0, "--stages", num_stages)
         for number in range(1, num_stages):
-            stack.enter_context(server(hosts, number, "--join", address, *own))
+            served(number, "--join", address)
         command = ("-m", "benchmarks.generation_links", "--client", address, "--stages", num_stages, "--folder", folder)
         process = start(*command, before=hosts.on(num_stages), environment=FAR_APART, stdout=subprocess.PIPE)
         said, _ = process.communicate(timeout=400.0)
