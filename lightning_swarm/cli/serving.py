@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.process import leaving_on_signals
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
 from lightning_swarm.peer.entry import entry_of
@@ -103,20 +102,17 @@ def _serve(chosen: argparse.Namespace) -> int:
     entry = entry_of(config, owners_folder, now_s=time.time())
     runtime, transport, directory = start_network(config, entry)
     host = ModelHost(transport, directory, ThreadExecutor, config.limits, options)
-    restore = _leave_on_signals(lambda: runtime.post(host.leave))
-    try:
+    with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
+        closing.callback(runtime.close)
+        closing.callback(lambda: runtime.run(transport.close()))
+        closing.callback(lambda: runtime.run(directory.close()))
+        closing.callback(lambda: runtime.run(host.close()))
+        closing.enter_context(leaving_on_signals(lambda _: runtime.post(host.leave)))
         runtime.run(host.open(_say))
         address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
         _say(f"Others can join: lightning-swarm serve --memory 4GB --join {address}")
         _say(f"To write a text: lightning-swarm generate {address} --prompt 'Once upon a time'")
         runtime.run(host.until_left(_say))
-    finally:
-        with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
-            closing.callback(runtime.close)
-            closing.callback(lambda: runtime.run(transport.close()))
-            closing.callback(lambda: runtime.run(directory.close()))
-            closing.callback(lambda: runtime.run(host.close()))
-            closing.callback(restore)
     return 0
 
 
@@ -152,25 +148,6 @@ def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limi
         settings=RunSettings(target_batch_size=None),
         limits=limits,
     )
-
-
-def _leave_on_signals(leave: Any) -> Any:
-    """Have the first signal call `leave`, and the second one end the process; returns what takes that back."""
-    told = threading.Event()
-
-    def handle(number: int, _: Any) -> None:
-        if told.is_set():
-            raise KeyboardInterrupt
-        told.set()
-        leave()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    return restore
 
 
 def _say(text: str) -> None:

@@ -34,6 +34,7 @@ from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.inference import (
+    WINDOW,
     CacheOperation,
     CacheRecipe,
     SessionClose,
@@ -56,9 +57,6 @@ _MAX_CLOSING_S: Final = 5.0
 _FIRST_AGAIN: Final = 4  # looks after which the newest step is sent again; then after twice as many, and so on
 _MAX_TIMEOUTS: Final = 10  # a step may take so many times the longest call, if servers take the place of others
 _MAX_FAILURES: Final = 64
-
-WINDOW: Final = 16
-"""Steps that are under way at once to a server that is new to a session, if they are small."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,8 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
     from lightning_swarm.model.pretrained import PretrainedModel, read_config, read_generation_config
 
     model = PretrainedModel(read_config(folder), read_generation_config(folder), dtype="float32")
-    wanted = model.saved(model.module.state_dict())
+    own = model.module.state_dict()
+    wanted = model.saved(own)
     weights = _weights(_read(checkpoint), checkpoint)
     prefixes = {name.removesuffix(wanted[0]) for name in weights if name.endswith(wanted[0])}
     complete = [prefix for prefix in prefixes if all(f"{prefix}{name}" in weights for name in wanted)]
@@ -69,7 +70,7 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
             f"names like {wanted[:3]} are looked for. Write the config of the module that was trained."
         )
     for name in wanted:
-        value, shape = weights[f"{complete[0]}{name}"], model.module.state_dict()[name].shape
+        value, shape = weights[f"{complete[0]}{name}"], own[name].shape
         if value.shape != shape:
             raise ConfigError(
                 f"a checkpoint must have the shapes of config.json: {name!r} has {tuple(value.shape)}, and "

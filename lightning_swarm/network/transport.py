@@ -144,10 +144,8 @@ class BaseTransport(Transport):
         async with self._deadline(peer, method, timeout):
             if peer == self._peer_id:
                 return (await self._ask_self(Kind.CALL, method, message, 0)).body
-            if self._certification is None:
-                return (await self._ask_small(peer, Kind.CALL, method, message, 0)).body
             ask = partial(self._ask_small, peer, Kind.CALL, method, message, 0)
-            return (await self._certification.ask(peer, method, ask)).body
+            return (await (ask() if self._certification is None else self._certification.ask(peer, method, ask))).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES

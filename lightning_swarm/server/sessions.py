@@ -28,6 +28,7 @@ from lightning_swarm.model.attention_cache import is_in_session
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import (
+    WINDOW,
     FailureKind,
     SessionClose,
     SessionFailed,
@@ -52,9 +53,6 @@ _log = logging.getLogger(__name__)
 _MAX_REASON: Final = 4096
 _SMOOTHING: Final = 0.05  # of steps
 _BUSY_S: Final = 5.0  # for so long after its last step a session counts as going on
-
-WINDOW: Final = 16
-"""Steps that a server takes of a session before they are computed, or sends at once to one that is new to it."""
 _MAX_SESSIONS: Final = 4096  # at all stages here: small ones take more memory than their bytes
 _Key = tuple[str, int]  # a session, and the stage
 

@@ -18,19 +18,11 @@ from lightning_swarm.model.attention_cache import CacheHandle
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.inference import SessionFailed
 from lightning_swarm.server.sessions import SessionHandlers
+from tests.parity.test_generation import MODES as IN_RUNS
 from tests.served import FAMILIES, ServedSwarm, calling, make_model
 
 PROMPTS = torch.tensor([[0, 0, 5, 3, 7, 3], [4, 11, 2, 9, 2, 6]])
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "temperature": 1.3},
-    "beams": {"num_beams": 3},
-    "beams, all": {"num_beams": 3, "num_return_sequences": 3},
-    "several": {"do_sample": True, "num_return_sequences": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 2},
-    "prefill in chunks": {"prefill_chunk_size": 3},
-    "assisted": {},
-}
+MODES: dict[str, dict[str, Any]] = {**IN_RUNS, "assisted": {}}
 ONE_PROMPT = ("prompt lookup", "assisted")
 # Hugging Face does not do these itself: states of linear attention cannot be taken back, or come in chunks by another
 # argument, and BLOOM has no numbers where a prompt is padded.

@@ -11,6 +11,10 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.wire import Count, WireMessage
 
 MAX_STAGES: Final = 1024
+
+WINDOW: Final = 16
+"""Steps of a session that a server takes before they are computed, so also those that are sent to it at once."""
+
 _MAX_LAYERS: Final = 4096
 _MAX_ROWS: Final = 1 << 16
 

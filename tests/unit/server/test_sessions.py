@@ -22,6 +22,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.inference import (
+    WINDOW,
     CacheLayer,
     CacheOperation,
     CacheRecipe,
@@ -39,7 +40,6 @@ from lightning_swarm.protocol.methods import (
     SESSION_REPLAY,
     SESSION_STEP,
 )
-from lightning_swarm.server.sessions import WINDOW
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, WIDTH, Swarm
 
