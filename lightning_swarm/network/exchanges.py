@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.gatekeeper import Gatekeeper
-from lightning_swarm.network.rpc import Responder
+from lightning_swarm.network.rpc import Guard
 
 
 class OpenExchanges:
@@ -44,52 +45,48 @@ def end_now(limit: asyncio.Timeout) -> None:
         limit.reschedule(now_s())
 
 
-class _OpenAnswer:
-    """An answer that a task of this peer makes. It costs less than a deadline, and every request has one."""
-
-    __slots__ = ("_cancelled_before", "_ending", "_is_ended", "_task")
+class OpenAnswers(Guard):
+    """The tasks that answer other peers, each its own request. Every request has one, so it costs little."""
 
     def __init__(self) -> None:
+        self.gate: Gatekeeper | None = None  # the present one: a request may outlive the one that let it in
+        self._caller_of: dict[asyncio.Task[Any], PeerId] = {}  # ordered, so that a run repeats exactly
+        self._ended: dict[asyncio.Task[Any], bool] = {}  # and whether they are cancelled already
+
+    def end(self, caller: PeerId) -> None:
+        """Cancel the answers to a caller soon. The task that runs now may be one, and be done before."""
+        for task, peer in self._caller_of.items():
+            if peer == caller and task not in self._ended:
+                self._ended[task] = False
+                task.get_loop().call_soon(self._cancel, task)
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        if task in self._ended:  # else it is done
+            self._ended[task] = True
+            task.cancel()
+
+    def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
+        """See `Guard`."""
+        if self.gate is not None:
+            self.gate.check_enters(caller, method)
         task = asyncio.current_task()
         assert task is not None
-        self._task, self._cancelled_before, self._is_ended = task, task.cancelling(), False
-        self._ending: asyncio.Handle | None = None
+        self._caller_of[task] = caller
+        return task
 
-    def end(self) -> None:
-        """Cancel the task soon, once. It may be the one that runs now, and be done before."""
-        if self._ending is None:
-            self._ending = self._task.get_loop().call_soon(self._cancel)
+    def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
+        """See `Guard`."""
+        if self._ended.get(task) and not task.uncancel():  # else somebody else cancels it, too
+            self.check_answered(caller, method)
+            raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
 
-    def _cancel(self) -> None:
-        self._is_ended = True
-        self._task.cancel()
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """See `Guard`."""
+        del self._caller_of[task]
+        if self._ended:
+            self._ended.pop(task, None)
 
-    def close(self) -> None:
-        """Cancel nothing from now on."""
-        if self._ending is not None:
-            self._ending.cancel()
-
-    def take_end(self) -> bool:
-        """Return whether it was ended, and nobody else has cancelled its task."""
-        return self._is_ended and self._task.uncancel() <= self._cancelled_before
-
-
-async def answer_until_cut_off(
-    gate: Gatekeeper, answering: OpenExchanges, caller: PeerId, method: str, respond: Responder, message: Message
-) -> Message:
-    """Answer a request, unless the caller's certificate ends, or is banned, before the answer is there."""
-    gate.check_enters(caller, method)  # Its tensors, or its turn, may have taken a while to come.
-    under_way = _OpenAnswer()
-    answering.open(under_way, caller, under_way.end)
-    try:
-        answer = await respond(message)
-    except asyncio.CancelledError:
-        if not under_way.take_end():
-            raise
-        gate.check_answered(caller, method)
-        raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
-    finally:
-        answering.close(under_way)
-        under_way.close()
-    gate.check_answered(caller, method)  # No timer tells when a certificate ends.
-    return answer
+    def check_answered(self, caller: PeerId, method: str) -> None:
+        """See `Guard`. No timer tells when a certificate ends."""
+        if self.gate is not None:
+            self.gate.check_answered(caller, method)

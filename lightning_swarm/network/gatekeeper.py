@@ -118,9 +118,9 @@ class Gatekeeper:
 
     def check_answered(self, caller: PeerId, method: str) -> None:
         """Refuse an answer to a caller whose certificate does not permit the request any more."""
-        known = self._find(caller)
-        if known is not None and method in known.may_call:
+        if self.lets_call(caller, method):
             return
+        known = self._find(caller)
         if reason := self._why_cut_off(caller):
             self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
         if known is not None:  # it has shown another certificate since
@@ -128,8 +128,7 @@ class Gatekeeper:
 
     def check_enters(self, caller: PeerId, method: str) -> None:
         """Refuse to hand a request to its handler if the caller's certificate does not permit it any more."""
-        known = self._find(caller)
-        if known is not None and method in known.may_call:
+        if self.lets_call(caller, method):
             return
         self.check_answered(caller, method)
         self.check_caller(caller, method)  # also one that was forgotten: nothing was done yet, so it may ask again
@@ -230,11 +229,16 @@ class Gatekeeper:
 
     # ------------------------------------------------------------------ the rules
 
+    def lets_call(self, caller: PeerId, method: str) -> bool:
+        """Return whether a caller's certificate permits a request; false: whoever has shown none may, perhaps."""
+        known = self._find(caller)
+        return known is not None and method in known.may_call
+
     def check_caller(self, caller: PeerId, method: str) -> None:
         """Refuse a request that the caller's certificate does not permit, or whose caller has shown none."""
-        known = self._find(caller)
-        if known is not None and method in known.may_call:
+        if self.lets_call(caller, method):
             return
+        known = self._find(caller)
         least = MAY.get(method)
         if least is None and method in MAY:
             return

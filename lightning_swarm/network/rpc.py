@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended
-from lightning_swarm.network import Message
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import (
     Buffer,
     Head,
@@ -105,12 +105,37 @@ def hold_all(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
     return nullcontext()
 
 
+class Guard(Protocol):
+    """Admits requests to their handlers, and can end their answers before their time."""
+
+    def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
+        """Note that the running task answers a caller, and return it, or refuse the request: the caller may not ask.
+
+        The request's tensors, or its turn, may have taken a while to come.
+        """
+        ...
+
+    def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
+        """Raise what the caller is told if the guard, and nobody else, has cancelled the task."""
+        ...
+
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """Note that the handler is done."""
+        ...
+
+    def check_answered(self, caller: PeerId, method: str) -> None:
+        """Refuse to hand out an answer: the caller may not ask any more."""
+        ...
+
+
 class ServedMethod(NamedTuple):
     """A method that this peer answers."""
 
     max_bytes: int  # of tensors that a request may bring
     respond: Responder
     hold: Hold = hold_all  # for the tensors of the request, until it is answered
+    caller: PeerId = PeerId("")
+    guard: Guard | None = None
 
 
 async def ask(
@@ -174,7 +199,7 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Served
     head.check_size(served.max_bytes)
     async with served.hold(head.payload_bytes):
         message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
-        work = answer_to(head, served.respond, message)
+        work = answer_to(head, served, message)
         async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
             await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
             if hangup.done():  # nobody wants the answer any more, so the handler is cancelled
@@ -184,11 +209,23 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Served
 
 
 async def answer_to(
-    head: Head, respond: Responder, message: Message, *, max_bytes: int | None = None
+    head: Head, served: ServedMethod, message: Message, *, max_bytes: int | None = None
 ) -> Iterable[Buffer]:
-    """Run a handler, and encode its answer or its error. This raises nothing."""
+    """Run a handler in this task, and encode its answer or its error. This raises nothing."""
+    guard = served.guard
     try:
-        answer = await respond(message)
+        if guard is None:
+            answer = await served.respond(message)
+        else:  # in line: a coroutine around each request is what a gate would cost most
+            task = guard.enter(served.caller, head.method)
+            try:
+                answer = await served.respond(message)
+            except asyncio.CancelledError:
+                guard.check_cancelled(task, served.caller, head.method)
+                raise
+            finally:
+                guard.leave(task)
+            guard.check_answered(served.caller, head.method)
         if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
             raise ProtocolError(
                 f"The answer to `{head.method}` brings {answer.num_tensor_bytes} bytes of tensors, "

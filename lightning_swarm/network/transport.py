@@ -39,7 +39,7 @@ from lightning_swarm.network import (
 from lightning_swarm.network.access import MAY, Ban, Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import CERTIFY, Certification
-from lightning_swarm.network.exchanges import OpenExchanges, answer_until_cut_off, end_now
+from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges, end_now
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
@@ -107,7 +107,7 @@ class BaseTransport(Transport):
         self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # of callers that a method admitted
         self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
         self._asking = OpenExchanges()
-        self._answering = OpenExchanges()
+        self._answering = OpenAnswers()
         self._serving: set[asyncio.Task[Any]] = set()
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
@@ -193,7 +193,7 @@ class BaseTransport(Transport):
 
     def set_credentials(self, credentials: Credentials | None) -> None:
         """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
-        self._gate = self._certification = None
+        self._gate = self._certification = self._answering.gate = None
         if credentials is not None:
             self._gate = Gatekeeper(
                 self._peer_id,
@@ -203,6 +203,7 @@ class BaseTransport(Transport):
                 on_banned=self._on_banned,
                 on_refused=self._on_refused,
             )
+            self._answering.gate = self._gate
             self._certification = Certification(self._gate, self.call, self._spawn)
 
     def permit_of(self, peer: PeerId) -> Permit | None:
@@ -299,7 +300,7 @@ class BaseTransport(Transport):
                 head.check_size(served.max_bytes)
                 method = head.method
                 message = Message(head.body, framing.take_tensors(request, head))
-                answer = b"".join(await answer_to(head, served.respond, message, max_bytes=SMALL_BYTES))
+                answer = b"".join(await answer_to(head, served, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
         # Who may call a method of members is known.
@@ -331,26 +332,25 @@ class BaseTransport(Transport):
         served = self._served(caller, head)
         if self.tap is not None:
             served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
-        if self._gate is None or caller == self._peer_id or MAY[head.method] is None:
-            return served
-        respond = partial(answer_until_cut_off, self._gate, self._answering, caller, head.method, served.respond)
-        return ServedMethod(served.max_bytes, respond, served.hold)
+        return served
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
+        guard = None
         if self._gate is not None and caller != self._peer_id:
             self._gate.check_caller(caller, head.method)
+            guard = None if MAY[head.method] is None else self._answering
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
             async def respond(message: Message) -> Message:
                 return Message(await on_call(caller, message.body))
 
-            return ServedMethod(0, respond)
+            return ServedMethod(0, respond, hold_all, caller, guard)
         if head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
             on_stream, max_bytes, admit = entry
             if admit is not None:
                 admit(caller)
             hold = _holding(self._strangers_budget if admit is None else self._budget, caller)
-            return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold)
+            return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold, caller, guard)
         raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
     async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:

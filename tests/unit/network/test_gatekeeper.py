@@ -24,9 +24,10 @@ from lightning_swarm.core.errors import AccessDenied, Busy, SwarmError, Uncertif
 from lightning_swarm.network import Message, PeerId, gatekeeper
 from lightning_swarm.network.access import ANSWERS, MAY, Role
 from lightning_swarm.network.certification import CERTIFY
-from lightning_swarm.network.framing import Head, Kind
+from lightning_swarm.network.framing import Head, Kind, decode
 from lightning_swarm.network.gatekeeper import Gatekeeper, RefusalLog
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.network.rpc import answer_to
 from tests.access import HOUR_S, INVITATION, FakeCredentials, ban_of, certificate_of, credentials_of
 from tests.unit.conftest import MakeSwarm
 
@@ -237,10 +238,14 @@ def test_a_peer_that_may_no_more_when_its_tensors_have_come_enters_nothing(
         gate = served._gate
         assert gate is not None
         gate.certify(A, certificate_of(A))
-        respond = served._find(A, Head(Kind.STREAM, 1, "stage.forward", b"", (), 0)).respond
+        head = Head(Kind.STREAM, 1, "stage.forward", b"", (), 0)
+        method = served._find(A, head)
         change(served)
+        answer = decode(b"".join(await answer_to(head, method, message)))
+        assert answer.kind is Kind.ERROR
+        assert answer.exchange_id == 1
         with pytest.raises(refusal, match=text):
-            await respond(message)
+            raise answer.error()
 
     loop.run_until_complete(go())
     assert entered == []
@@ -262,9 +267,11 @@ def test_a_handler_that_ends_its_own_caller_is_done_first(loop: VirtualLoop) -> 
     async def go() -> None:
         assert served._gate is not None
         served._gate.certify(A, certificate_of(A))
-        respond = served._find(A, Head(Kind.CALL, 1, "peer.ban", b"", (), 0)).respond
+        head = Head(Kind.CALL, 1, "peer.ban", b"", (), 0)
+        answer = decode(b"".join(await answer_to(head, served._find(A, head), Message())))
+        assert answer.kind is Kind.ERROR
         with pytest.raises(AccessDenied, match="served answers a no more: it was banned"):
-            await respond(Message())
+            raise answer.error()
         await asyncio.sleep(0)  # would raise if this task had been cancelled, too
 
     loop.run_until_complete(go())
