@@ -2,7 +2,8 @@
 
 A forward that gets a `transformers.Cache` reads lengths from it to build masks and positions, and hands it to its
 blocks. Where blocks are on servers, the object stays with the forward, its layers on the meta device; each server has
-one of its own, in which only the layers of its blocks hold numbers. This module alone knows transformers.
+one of its own, in which only the layers of its blocks hold numbers. This module and `joint_attention` alone know
+transformers.
 """
 
 from __future__ import annotations
@@ -276,8 +277,13 @@ class Shadow:
 
 def num_bytes(cache: Any) -> int:
     """The bytes of a cache's tensors."""
-    tensors = [value for layer in cache.layers for value in _tensors_of(vars(layer).values())]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+    return sum(tensor.nbytes for tensor in tensors(cache))
+
+
+def tensors(cache: Any) -> list[Tensor]:
+    """The tensors with a cache's contents."""
+    found = [value for layer in cache.layers for value in _tensors_of(vars(layer).values())]
+    return [tensor for tensor in found if tensor.device.type != "meta"]
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.attention_cache import Shadow, is_in_session, without_cache
+from lightning_swarm.model.joint_attention import JointCache, attending_jointly, join_rows, split_rows
 from lightning_swarm.model.module_states import ServerStates
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
@@ -33,60 +31,14 @@ from lightning_swarm.model.partition.written_inputs import (
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes, on_cpu
+from lightning_swarm.protocol.compression import Codecs, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
-
-_BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
-
-
-# Not torch's `FlopCounterMode`: its hooks are on the modules of all threads.
-class FlopCounter(TorchDispatchMode):
-    """Counts what matrix products inside compute, on this thread alone."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.flop = 0.0  # so far
-
-    @classmethod
-    @override
-    def ignore_compile_internals(cls) -> bool:
-        return True  # a stage is to be compiled in its first forward, too
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        count: Callable[..., Any] | None = flop_registry.get(getattr(func, "overloadpacket", None))
-        if count is not None:
-            self.flop += count(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-@contextlib.contextmanager
-def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Count the bytes that autograd saves of what is computed inside, for each storage but those of `own`."""
-    ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ignored:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
+from lightning_swarm.server.sample_costs import measured
 
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone()
-
-
-def num_bytes(tensors: Sequence[Tensor]) -> int:
-    """The bytes of the tensors' elements."""
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -104,6 +56,25 @@ class ForwardCall:
     def num_samples(self) -> int:
         """The number of samples in the microbatch, which was cut along the first dimension."""
         return next((leaf.shape[0] for leaf in serialization.leaves(self.inputs) if leaf.ndim), 0)
+
+
+@dataclass(eq=False)
+class SessionPart:
+    """What a stage's blocks get of a session's step."""
+
+    hidden: serialization.Tree  # the first block's input ``[rows, tokens, ...]``, as it came
+    extras: Mapping[str, Any]  # the blocks' other arguments, of which those that are the cache do not travel
+    cache: Any = None  # gets the keys and values of these tokens; None: the blocks take none
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return serialization.leaves(self.hidden)[0].shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in each row."""
+        return serialization.leaves(self.hidden)[0].shape[1]
 
 
 @dataclass(frozen=True)
@@ -177,31 +148,40 @@ class Computation:
         # What was left is not encoded: each stage would encode it once more, and most of it is small.
         return replace(result, output=self._to_send(join(encoded(result.output, self._codecs.activations), left)))
 
-    def session_step(
-        self, hidden: serialization.Tree, extras: Mapping[str, Any], mode: ComputeMode, cache: Any, first_block: int
-    ) -> serialization.Tree:
-        """Run the blocks on the next tokens of a session, whose keys and values are in `cache`; returns what travels.
+    def session_steps(
+        self, parts: Sequence[SessionPart], mode: ComputeMode, first_block: int
+    ) -> list[serialization.Tree]:
+        """Run the blocks on the next tokens of sessions, all in one forward; returns what travels of each.
 
         Args:
-            hidden: The first block's input ``[rows, tokens, ...]``, as it came.
-            extras: The blocks' other arguments, of which those that are the cache do not travel.
+            parts: What the blocks get of each. `CannotJoin` if they cannot be rows of one forward.
             mode: Without gradients, and with no module in train mode.
-            cache: Gets the keys and values of these tokens; None: the blocks take none.
             first_block: The number of blocks in the stages before.
         """
-        codec, device = self._codecs.activations, self._device
-        # Copied: a block may work in place, and both are kept for servers that come in place of others.
-        inputs = serialization.transform(decoded(hidden, codec, device), _copied)
-        structure, tensors = serialization.flatten(dict(extras))
-        keywords = serialization.unflatten(structure, [tensor.to(device, copy=True) for tensor in tensors])
-        keywords = {name: cache if is_in_session(value) else value for name, value in keywords.items()}
-        rows, length = serialization.leaves(inputs)[0].shape[:2]
-        with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, device.type):
-            shadow = None if cache is None else Shadow(cache, first_block=first_block, rows=rows, length=length)
-            output = self._module.uncompiled((inputs,), keywords)
-            if shadow is not None:
+        codec = self._codecs.activations
+        arguments = [self._session_arguments(part) for part in parts]
+        caches, rows = [part.cache for part in parts], [part.rows for part in parts]
+        joint = caches[0] if len(parts) == 1 else JointCache(caches, rows)
+        with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, self._device.type):
+            shadows = [
+                Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
+                for part in parts
+                if part.cache is not None
+            ]
+            inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
+            keywords = {name: joint if is_in_session(value) else value for name, value in keywords.items()}
+            with contextlib.nullcontext() if len(parts) == 1 else attending_jointly(self._modules):
+                output = without_cache(self._module.uncompiled((inputs,), keywords), joint)
+            outputs = [output] if len(parts) == 1 else split_rows(output, rows)
+            for shadow in shadows:
                 shadow.follow()
-        return self._to_send(encoded(without_cache(output, cache), codec))
+        return [self._to_send(encoded(output, codec)) for output in outputs]
+
+    def _session_arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
+        """Copy a step's arguments: a block may work in place, and they are kept for servers that come later."""
+        inputs = serialization.transform(decoded(part.hidden, self._codecs.activations, self._device), _copied)
+        structure, tensors = serialization.flatten(dict(part.extras))
+        return inputs, serialization.unflatten(structure, [tensor.to(self._device, copy=True) for tensor in tensors])
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
         """Run the blocks; the output is where it was computed, and what they leave is beside it."""
@@ -284,7 +264,8 @@ class Computation:
         own_leaves = leaves[: len(watch.tensors[POSITIONAL])]
         with recording(self._named_modules, said, self._module.spec.index) as observed:
             if mode.grad and self.costs is None:
-                output, self.costs = self._measured(run, own_leaves, shared)
+                own = [parameter for _, parameter in self._module.named_stage_parameters()]
+                output, self.costs = measured(run, own, own_leaves, shared)
             else:
                 output = run()
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
@@ -389,28 +370,6 @@ class Computation:
         return [
             buffer for buffer in _registered([module._buffers for module in self._modules]) if id(buffer) not in own
         ]
-
-    def _measured(
-        self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
-    ) -> tuple[Any, SampleCosts]:
-        """Return the output of `run`, and a sample's share of the costs; bytes are of tensors as computed with."""
-        own = [parameter for _, parameter in self._module.named_stage_parameters()]
-        with _saved_bytes(own) as saved, FlopCounter() as flops:
-            output = run()
-        outputs = serialization.flatten(output)[1]
-        num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
-        # Extras with another first dimension are shared by all microbatches.
-        cut_extras = [tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]
-        return output, SampleCosts(
-            flop=_BOTH_WAYS * flops.flop / num_rows,
-            input_bytes=num_bytes(inputs) // num_rows,
-            extra_bytes=num_bytes(cut_extras) // num_rows,
-            gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
-            output_bytes=num_bytes(outputs) // num_rows,
-            graph_bytes=sum(saved.values()) // num_rows,
-            input_number_bytes=number_bytes(inputs),
-            output_number_bytes=number_bytes(outputs),
-        )
 
 
 def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:

@@ -41,10 +41,11 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult, num_bytes
+from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
 from lightning_swarm.server.pending_work import PendingWork
+from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 

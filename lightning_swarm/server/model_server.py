@@ -49,6 +49,8 @@ class ModelServer:
         card: ModelCard,
         parts: ServedParts,
         device: torch.device,
+        *,
+        joins: bool = True,
     ) -> None:
         self.card, self.parts = card, parts
         self._id = card.id
@@ -63,6 +65,7 @@ class ModelServer:
                 computation=Computation(module, device, PLAIN, RunningStatistics(module)),
                 first_block=ranges[index].start,
                 holding=contextlib.nullcontext,
+                joins=joins,
             )
             for index, module in parts.stages.items()
         }

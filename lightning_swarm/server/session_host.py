@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from lightning_swarm.model.partition import StageModule, extras_after
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.server.compute import Computation
+from lightning_swarm.server.compute import Computation, SessionPart
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -31,16 +31,17 @@ class SessionStage:
     first_block: int  # the number of blocks in the stages before
     holding: Callable[[], AbstractContextManager[None]]  # has the weights inside that the step names
     ready: Callable[[], Awaitable[None]] = nothing  # waits until they are here
+    joins: bool = False  # computes steps of several sessions together, whose last bits may differ then
 
-    def compute(
-        self, step: SessionStep, hidden: serialization.Tree, extras: Mapping[str, Any], cache: Any, *, max_bytes: int
-    ) -> serialization.Tree:
-        """Change the cache as the step says, compute its tokens, and return what travels."""
-        own = self.module.extras_for(extras)  # here: what comes may be anything
+    def prepare(self, step: SessionStep, cache: Any, *, max_bytes: int) -> None:
+        """Change the cache as the step says."""
         for operation in step.operations:
             attention_cache.apply(cache, operation, max_bytes=max_bytes)
+
+    def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
+        """Compute the tokens of steps like this one, and return what travels of each."""
         with self.holding():
-            return self.computation.session_step(hidden, own, step.modes[0], cache, self.first_block)
+            return self.computation.session_steps(parts, step.modes[0], self.first_block)
 
     def left_of(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Return what later stages need of the blocks' arguments."""

@@ -44,8 +44,10 @@ from lightning_swarm.protocol.methods import (
     SESSION_REPLAY,
     SESSION_STEP,
 )
-from lightning_swarm.server.compute import num_bytes
-from lightning_swarm.server.executor import TOKENS, Executor
+from lightning_swarm.server.compute import SessionPart
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.joint_steps import JointSteps, WaitingStep
+from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.session_host import SessionHost, SessionStage
 
 _log = logging.getLogger(__name__)
@@ -124,7 +126,8 @@ class SessionHandlers:
     def __init__(
         self, transport: Transport, executor: Executor, limits: Limits, tasks: TaskOwner, host: SessionHost
     ) -> None:
-        self._transport, self._executor, self._limits = transport, executor, limits
+        self._transport, self._limits = transport, limits
+        self._steps = JointSteps[_Kept](executor)
         self._spawn = tasks.spawn
         self._host = host
         self._held: OrderedDict[_Key, _StageSession] = OrderedDict()  # the one that was used last at the end
@@ -145,6 +148,11 @@ class SessionHandlers:
     def num_open(self) -> int:
         """The number of sessions, counted at each stage here."""
         return len(self._held)
+
+    @property
+    def num_joint(self) -> int:
+        """The number of steps that were computed together with those of other sessions."""
+        return self._steps.num_joint
 
     @property
     def step_s(self) -> float:
@@ -245,10 +253,13 @@ class SessionHandlers:
     ) -> None:
         max_bytes = self._limits.session_bytes
 
-        def compute() -> _Kept:
+        def prepare() -> Any:
             if step.number == 1 and step.recipe is not None:
                 held.cache = attention_cache.build(step.recipe)
-            output = stage.compute(step, hidden, extras, held.cache, max_bytes=max_bytes)
+            stage.prepare(step, held.cache, max_bytes=max_bytes)
+            return held.cache
+
+        def finish(output: serialization.Tree) -> _Kept:
             held.cache_bytes = 0 if held.cache is None else attention_cache.num_bytes(held.cache)
             if held.cache_bytes > max_bytes:
                 raise ProtocolError(
@@ -263,10 +274,12 @@ class SessionHandlers:
                 return  # the one before failed
             try:
                 await stage.ready()
-                kept, busy_s = await self._executor.submit(TOKENS, compute)
+                part = SessionPart(hidden, stage.module.extras_for(extras))  # here: what comes may be anything
+                kept, busy_s = await self._steps.compute(WaitingStep(stage, step, part, prepare, finish))
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
                 await self._forget(held)
-                await self._blame(held, step, "refused", _reason(error))
+                kind: FailureKind = "lost" if isinstance(error, SessionLost) else "refused"
+                await self._blame(held, step, kind, _reason(error))
                 return
             held.keep(step.number, kept)
             if len(held.route) == 1:  # nobody comes behind it

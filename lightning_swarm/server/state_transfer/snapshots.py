@@ -34,8 +34,8 @@ from lightning_swarm.protocol.messages.state import (
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import HELD, KEEP, KEEP_LOOP, SNAPSHOT
-from lightning_swarm.server.compute import num_bytes
 from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 

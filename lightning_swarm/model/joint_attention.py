@@ -1,0 +1,177 @@
+"""Attention of several texts in one forward: rows share the blocks' products, and each text has its own cache.
+
+Texts have different lengths, so their keys cannot be one tensor. A block's products see the rows of all texts; its
+attention, which Hugging Face lets be replaced by name, takes the texts one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_NAME: Final = "lightning_swarm_joint_"
+
+
+class CannotJoin(Exception):
+    """These texts, or these blocks, cannot be computed together."""
+
+
+class PerText(tuple[Any, ...]):
+    """One value for each text, where they cannot be rows of one tensor."""
+
+    __slots__ = ()
+
+
+class JointCache:
+    """The caches of several texts, as one that blocks put the rows of all into. It has no other use."""
+
+    def __init__(self, caches: Sequence[Any], rows: Sequence[int]) -> None:
+        self._caches, self._rows = caches, list(rows)
+
+    def update(self, keys: Tensor, values: Tensor, *place: Any, **options: Any) -> tuple[PerText, PerText]:
+        """Give each cache its rows, and return the keys and values of each."""
+        rows = zip(self._caches, keys.split(self._rows), values.split(self._rows), strict=True)
+        found = [cache.update(own_keys, own_values, *place, **options) for cache, own_keys, own_values in rows]
+        return PerText(keys for keys, _ in found), PerText(values for _, values in found)
+
+
+@contextlib.contextmanager
+def attending_jointly(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, have these modules' attention take the texts of a `JointCache` one by one."""
+    from transformers import AttentionInterface
+
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    before = [(config, config._attn_implementation) for config in configs.values() if _attends(config)]
+    if not before:
+        raise CannotJoin("the blocks' attention is not one of Hugging Face's")
+    for name in {name for _, name in before}:
+        AttentionInterface.register(_NAME + name, partial(_attend, name))
+    try:
+        for config, name in before:
+            config._attn_implementation = _NAME + name
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+
+
+def _attends(config: Any) -> bool:
+    name = getattr(config, "_attn_implementation", None)
+    return isinstance(name, str) and name in ("eager", "sdpa")
+
+
+def _attend(
+    name: str, module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as the implementation of this name does, each text to its own keys."""
+    if not isinstance(key, PerText):
+        raise CannotJoin("these blocks keep their keys elsewhere, or change them before they attend")
+    base = _implementation(name, module)
+    sizes = [len(one) for one in key]
+    masks = attention_mask if isinstance(attention_mask, PerText) else _split(attention_mask, sizes)
+    texts = zip(query.split(sizes), key, value, masks, strict=True)
+    return torch.cat([base(module, *text, **options)[0] for text in texts]), None
+
+
+def _implementation(name: str, module: nn.Module) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if default is None:
+        raise CannotJoin(f"{type(module).__name__} has no attention that can be called for one text")
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
+    return found
+
+
+# ------------------------------------------------------------------ rows of several texts
+
+
+def join_rows(trees: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Put the arguments of several texts together: rows one after the other, what is alike once, the rest `PerText`.
+
+    Args:
+        trees: Of each text the same structure. Tensors have its rows, or one row for all, as their first dimension.
+        rows: Of each text.
+
+    Raises:
+        CannotJoin: Where the structures differ, or values that are no rows.
+    """
+    first = trees[0]
+    if isinstance(first, Tensor):
+        return _join_tensors(trees, rows)
+    if any(type(tree) is not type(first) for tree in trees):
+        raise CannotJoin("arguments differ in their types")
+    if isinstance(first, dict):
+        if any(tree.keys() != first.keys() for tree in trees):
+            raise CannotJoin("arguments differ in their names")
+        return {key: join_rows([tree[key] for tree in trees], rows) for key in first}
+    if type(first) in (tuple, list):
+        if any(len(tree) != len(first) for tree in trees):
+            raise CannotJoin("arguments differ in their number")
+        return type(first)(join_rows(parts, rows) for parts in zip(*trees, strict=True))
+    if any(tree != first for tree in trees):
+        raise CannotJoin("arguments that are no tensors differ")
+    return first
+
+
+def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = tensors[0]
+    if any(
+        not isinstance(one, Tensor) or (one.dtype, one.ndim, one.device) != (first.dtype, first.ndim, first.device)
+        for one in tensors
+    ):
+        raise CannotJoin("tensors of different kinds cannot be rows of one")
+    if first.ndim == 0 or any(len(one) not in (1, num) for one, num in zip(tensors, rows, strict=True)):
+        if all(one.shape == first.shape and torch.equal(one, first) for one in tensors):
+            return first
+        raise CannotJoin("tensors that differ have no rows")
+    if all(one.shape[1:] == first.shape[1:] for one in tensors):
+        return torch.cat([one.expand(num, *one.shape[1:]) for one, num in zip(tensors, rows, strict=True)])
+    if all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):  # a mask over the keys
+        return PerText(tensors)
+    raise CannotJoin("tensors of different shapes cannot be rows of one")
+
+
+def split_rows(tree: Any, rows: Sequence[int]) -> list[Any]:
+    """Return what each text has of the blocks' output; `CannotJoin` where that is not by rows."""
+    if isinstance(tree, Tensor):
+        if not tree.ndim or len(tree) != sum(rows):
+            raise CannotJoin("an output has other rows than what went in")
+        return list(tree.split(list(rows)))
+    if isinstance(tree, dict):
+        parts = {key: split_rows(one, rows) for key, one in tree.items()}
+        return [{key: part[index] for key, part in parts.items()} for index in range(len(rows))]
+    if type(tree) in (tuple, list):
+        columns = [split_rows(one, rows) for one in tree]
+        return [type(tree)(column[index] for column in columns) for index in range(len(rows))]
+    if isinstance(tree, PerText):
+        raise CannotJoin("an output differs in more than its rows")
+    return [tree] * len(rows)
+
+
+def kind_of(tree: Any, rows: int) -> Any:
+    """Return what of a text's arguments decides how they are put together, to be compared and hashed."""
+    if isinstance(tree, Tensor):
+        lead = "rows" if tree.ndim and len(tree) in (1, rows) else tuple(tree.shape[:1])
+        return ("tensor", str(tree.dtype), lead, tuple(tree.shape[1:-1]), tree.ndim)
+    if isinstance(tree, dict):
+        return tuple((key, kind_of(one, rows)) for key, one in tree.items())
+    if type(tree) in (tuple, list):
+        return tuple(kind_of(one, rows) for one in tree)
+    return repr(tree)
+
+
+def _split(mask: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if not isinstance(mask, Tensor):
+        return [mask] * len(sizes)
+    if len(mask) == 1:
+        return [mask] * len(sizes)
+    begins = [0, *accumulate(sizes)]
+    return [mask[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]

@@ -1,0 +1,86 @@
+"""What a sample costs at a stage: measured in the first forward that keeps a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import number_bytes
+from lightning_swarm.protocol.messages.reports import SampleCosts
+
+_BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
+
+
+# Not torch's `FlopCounterMode`: its hooks are on the modules of all threads.
+class _FlopCounter(TorchDispatchMode):
+    """Counts what matrix products inside compute, on this thread alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.flop = 0.0  # so far
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True  # a stage is to be compiled in its first forward, too
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count: Callable[..., Any] | None = flop_registry.get(getattr(func, "overloadpacket", None))
+        if count is not None:
+            self.flop += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@contextlib.contextmanager
+def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Count the bytes that autograd saves of what is computed inside, for each storage but those of `own`."""
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """The bytes of the tensors' elements."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def measured(
+    run: Callable[[], Any], own: Sequence[Tensor], inputs: Sequence[Tensor], extras: Sequence[Tensor]
+) -> tuple[Any, SampleCosts]:
+    """Return the output of `run`, and a sample's share of the costs; what is saved of `own` tensors costs nothing."""
+    with _saved_bytes(own) as saved, _FlopCounter() as flops:
+        output = run()
+    outputs = serialization.flatten(output)[1]
+    num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1
+    # Extras with another first dimension are shared by all microbatches.
+    cut_extras = [tensor for tensor in extras if tensor.dim() and len(tensor) == num_rows]
+    return output, SampleCosts(
+        flop=_BOTH_WAYS * flops.flop / num_rows,
+        input_bytes=num_bytes(inputs) // num_rows,
+        extra_bytes=num_bytes(cut_extras) // num_rows,
+        gradient_bytes=num_bytes([tensor for tensor in inputs if tensor.requires_grad]) // num_rows,
+        output_bytes=num_bytes(outputs) // num_rows,
+        graph_bytes=sum(saved.values()) // num_rows,
+        input_number_bytes=number_bytes(inputs),
+        output_number_bytes=number_bytes(outputs),
+    )
