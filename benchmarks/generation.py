@@ -7,6 +7,7 @@ that take next to nothing: there the time is the swarm's own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import tempfile
@@ -24,7 +25,6 @@ from benchmarks.report import median, picture, table, write
 from benchmarks.runs import start
 
 VOCABULARY = 256
-PROMPT = 32
 NUM_TOKENS = 128
 TEXTS = 64 << 20  # bytes for texts, at each server
 
@@ -84,8 +84,26 @@ def server(
         process.wait()
 
 
-def measure(num_stages: int, width: int, num_blocks: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each text, both ways."""
+class Arrivals:
+    """When each token of a text came, by Hugging Face's streamer: the prompt first."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+
+    def put(self, _tokens: Any) -> None:
+        """Note tokens."""
+        self.at_s.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Hear that the text is whole."""
+
+    def waits(self, since_s: float = 0.0) -> list[float]:
+        """Seconds between two tokens."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.at_s[1:]) if earlier >= since_s]
+
+
+def measure(num_stages: int, width: int, num_blocks: int, repeats: int, num_prompt: int) -> dict[str, list[float]]:
+    """Return the seconds of each text, both ways, from its second token on."""
     from lightning_swarm import remote_model
 
     seconds: dict[str, list[float]] = {"swarm": [], "plain": []}
@@ -97,15 +115,15 @@ def measure(num_stages: int, width: int, num_blocks: int, repeats: int) -> dict[
             stack.enter_context(server("--join", address, *own))
         remote = remote_model(address, weights=folder)
         stack.callback(remote.swarm.close)
-        prompt = torch.arange(1, PROMPT + 1)[None]
+        prompt = torch.randint(1, VOCABULARY, (1, num_prompt))
         options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NUM_TOKENS, "do_sample": False}
         texts = []
         for turn in range(repeats + 1):
             for way, model in {"swarm": remote, "plain": plain}.items():
-                begin_s = time.perf_counter()
-                texts.append(model.generate(prompt, **options))
+                arrivals = Arrivals()
+                texts.append(model.generate(prompt, streamer=arrivals, **options))
                 if turn:  # the first time loads and allocates
-                    seconds[way].append(time.perf_counter() - begin_s)
+                    seconds[way].append(arrivals.at_s[-1] - arrivals.at_s[1])
         if not all(torch.equal(text, texts[0]) for text in texts):
             raise RuntimeError("The swarm must write what plain Hugging Face writes, and did not.")
     return seconds
@@ -117,26 +135,28 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--width", type=int, default=832, help="of the hidden state (default: 832)")
     parser.add_argument("--num-blocks", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of it (default: 32)")
     parser.add_argument("--repeats", type=int, default=5, help="texts of each way (default: 5)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[list[object]] = [["stages", "swarm, tokens/s", "plain, tokens/s", "ratio", "ms a token more"]]
     found: dict[str, list[float]] = {}
     for num_stages in arguments.stages:
-        seconds = measure(num_stages, arguments.width, arguments.num_blocks, arguments.repeats)
+        seconds = measure(num_stages, arguments.width, arguments.num_blocks, arguments.repeats, arguments.prompt)
         swarm, plain = median(seconds["swarm"]), median(seconds["plain"])
         rows.append(
             [
                 num_stages,
-                f"{NUM_TOKENS / swarm:.1f}",
-                f"{NUM_TOKENS / plain:.1f}",
+                f"{(NUM_TOKENS - 1) / swarm:.1f}",
+                f"{(NUM_TOKENS - 1) / plain:.1f}",
                 f"{plain / swarm:.2f}",
-                f"{1e3 * (swarm - plain) / NUM_TOKENS:.2f}",
+                f"{1e3 * (swarm - plain) / (NUM_TOKENS - 1):.2f}",
             ]
         )
-        found[f"swarm, {num_stages} stages"] = [NUM_TOKENS / one for one in seconds["swarm"]]
-        found[f"plain beside {num_stages}"] = [NUM_TOKENS / one for one in seconds["plain"]]
-    title = f"One text of {NUM_TOKENS} tokens, {arguments.num_blocks} blocks of width {arguments.width}"
+        found[f"swarm, {num_stages} stages"] = [(NUM_TOKENS - 1) / one for one in seconds["swarm"]]
+        found[f"plain beside {num_stages}"] = [(NUM_TOKENS - 1) / one for one in seconds["plain"]]
+    blocks = f"{arguments.num_blocks} blocks of width {arguments.width}"
+    title = f"{NUM_TOKENS} tokens after a prompt of {arguments.prompt}, {blocks}"
     write("generation", table(title, rows))
     picture("generation", title, "tokens/s", found)
 

@@ -7,7 +7,6 @@ batch. Each stage is a process of its own, with one thread; the users are thread
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import statistics
 import tempfile
@@ -20,31 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.generation import VOCABULARY, for_one_stage, save, server
+from benchmarks.generation import VOCABULARY, Arrivals, for_one_stage, save, server
 from benchmarks.report import median, picture, table, write
 
 PROMPT = 32
 NUM_TOKENS = 64
 LONG_PROMPT = 1024
-
-
-class Arrivals:
-    """When each token of a text came, by Hugging Face's streamer."""
-
-    def __init__(self) -> None:
-        self.at_s: list[float] = []
-
-    def put(self, _tokens: Any) -> None:
-        """Note tokens: the prompt first."""
-        self.at_s.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Hear that the text is whole."""
-
-    def waits(self, since_s: float = 0.0) -> list[float]:
-        """Seconds between two tokens, without the prompt's."""
-        times = [one for one in self.at_s[1:] if one >= since_s]
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def written(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:

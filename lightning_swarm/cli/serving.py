@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
@@ -98,9 +98,10 @@ def _serve(chosen: argparse.Namespace) -> int:
         dtype=chosen.dtype,
         blocks=chosen.blocks,
         device=chosen.device,
+        joins=not chosen.apart,
     )
     entry = entry_of(config, owners_folder, now_s=time.time())
-    runtime, transport, directory = start_network(config, entry)
+    runtime, transport, directory = start_network(config, entry, keeps_memory=False)
     host = ModelHost(transport, directory, ThreadExecutor, config.limits, options)
     with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
         closing.callback(runtime.close)
@@ -170,6 +171,7 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="of the weights, like bfloat16, at the first server (default: as saved)")
     parser.add_argument("--blocks", metavar="NAME", help="of the list of blocks (default: it is found)")
     parser.add_argument("--device", default="cpu", help="that computes (default: %(default)s)")
+    parser.add_argument("--apart", action="store_true", help="no text's last bits depend on other texts; slower")
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="(default: this machine only)")
     parser.add_argument("--announce", action="append", default=[], metavar="HOST:PORT", help="where others find it")
     parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")
@@ -253,18 +255,22 @@ def run_generate(arguments: argparse.Namespace) -> int:
     import torch
     import transformers
 
-    from lightning_swarm.peer.remote_model import remote_model
+    from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
 
     model = remote_model(arguments.address, invite=arguments.invite, weights=arguments.weights)
     try:
         tokenizer = model.swarm.tokenizer()
         if arguments.seed is not None:
             torch.manual_seed(arguments.seed)
-        drawn = {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}
+        drawn: dict[str, Any] = (
+            {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}
+        )
         begin_s, given = time.perf_counter(), tokenizer(arguments.prompt, return_tensors="pt")
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True)
+        num_prompt = given["input_ids"].shape[1]
+        drawn |= prefill_in_chunks(model, num_prompt)
         found = model.generate(**given, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **drawn)
-        number = found.shape[1] - given["input_ids"].shape[1]
+        number = found.shape[1] - num_prompt
         took_s = time.perf_counter() - begin_s
         print(f"{number} tokens, {number / took_s:.1f} a second", file=sys.stderr)  # noqa: T201 - a command
     finally:

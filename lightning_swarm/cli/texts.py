@@ -214,9 +214,12 @@ class TextWriter:
     def _write(self) -> Any:
         import transformers
 
+        from lightning_swarm.peer.remote_model import prefill_in_chunks
+
         settings = self._settings
         return self.served.model.generate(
             **self._given,
+            **prefill_in_chunks(self.served.model, self.num_prompt),
             num_beams=1,
             num_return_sequences=1,
             max_new_tokens=settings.num_tokens,

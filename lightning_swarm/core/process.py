@@ -77,6 +77,12 @@ def max_files() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
+def give_memory_back() -> None:
+    """Give the kernel what was freed, where glibc would keep it: it is in pieces, between others that are in use."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class ProcessSettings:
     """Changes how this process collects garbage, how many files it may open and, with `keeps_memory`, frees memory."""
 

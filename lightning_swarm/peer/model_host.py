@@ -47,6 +47,8 @@ class ServeOptions:
         num_stages: Into so many stages the first server cuts the model; None: one for each block, up to 16.
         dtype: Of the weights, at the first server; None: as they were saved.
         blocks: The name of the list of blocks, at the first server; None: it is found.
+        device: That computes.
+        joins: Compute steps of several texts together, which changes their last bits.
     """
 
     weights: Path | None
@@ -56,6 +58,7 @@ class ServeOptions:
     dtype: str | None = None
     blocks: str | None = None
     device: str = "cpu"
+    joins: bool = True
 
 
 class ModelHost:
@@ -103,7 +106,14 @@ class ModelHost:
         await self._tasks.start()
         parts = _parts(model, stages, folder)
         self.server = ModelServer(
-            self._transport, self._executor, self._limits, self._tasks, card, parts, torch.device(options.device)
+            self._transport,
+            self._executor,
+            self._limits,
+            self._tasks,
+            card,
+            parts,
+            torch.device(options.device),
+            joins=options.joins,
         )
         await self._announce()
         self._tasks.spawn(self._keep_announcing())

@@ -15,12 +15,17 @@ from lightning_swarm.peer.entry import Entry
 from lightning_swarm.peer.process import talks_to_neighbours, tunes_malloc
 
 
-def start_network(config: SwarmConfig, entry: Entry | None) -> tuple[Runtime, BaseTransport, Directory]:
-    """Start a real network, with its event loop in a thread of its own, for a peer that comes by `entry`."""
+def start_network(
+    config: SwarmConfig, entry: Entry | None, *, keeps_memory: bool = True
+) -> tuple[Runtime, BaseTransport, Directory]:
+    """Start a real network, with its event loop in a thread of its own, for a peer that comes by `entry`.
+
+    With `keeps_memory` the process holds on to freed memory, which saves time where each step needs as much again.
+    """
     from lightning_swarm.network import hivemind  # takes a second, which tests can do without
 
     certify = None if entry is None else partial(entry.credentials, now_s=time.time())
-    runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
+    runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not tunes_malloc()))
     try:
         transport, directory = runtime.run(
             hivemind.start(

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +25,15 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import visitor_entry
 from lightning_swarm.peer.network import visit_network
 from lightning_swarm.protocol.messages.serving import ModelCard
+
+_PREFILL_CHUNK: Final = 256
+
+
+def prefill_in_chunks(model: Any, num_tokens: int) -> dict[str, int]:
+    """Return the options of `generate` by which a long prompt keeps the tokens of other texts waiting for less."""
+    if num_tokens <= _PREFILL_CHUNK or model._is_stateful:  # what has states takes a prompt as a whole
+        return {}
+    return {"prefill_chunk_size": _PREFILL_CHUNK}
 
 
 class ServedModelClient:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from lightning_swarm.core.errors import Busy, NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.process import give_memory_back
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import RunningStatistics
@@ -25,6 +27,8 @@ from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.session_host import SessionStage
 from lightning_swarm.server.sessions import SessionHandlers
+
+_FREEING_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ class ModelServer:
             )
             for index, module in parts.stages.items()
         }
-        self.sessions = SessionHandlers(transport, executor, limits, tasks, self)
+        self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
+        self._freed_bytes = 0  # since memory was given back
+        self._freeing: asyncio.TimerHandle | None = None
         transport.handle_call(MODEL_CARD, self._handle_card)
         transport.handle_stream(MODEL_PART, self._handle_part, max_bytes=0)
 
@@ -92,6 +98,19 @@ class ModelServer:
         if stage is None:
             raise NotMember(f"stage {step.stage_index} is not served here")
         return stage
+
+    def _free_soon(self, num_bytes: int) -> None:
+        """Have the memory of sessions leave the process: at once if it is much, else with what goes in a moment."""
+        self._freed_bytes += num_bytes
+        much = self._freed_bytes > self._limits.session_bytes // 20
+        if self._freeing is None or much:
+            if self._freeing is not None:
+                self._freeing.cancel()
+            self._freeing = asyncio.get_running_loop().call_later(0.0 if much else _FREEING_S, self._free)
+
+    def _free(self) -> None:
+        self._freeing, self._freed_bytes = None, 0
+        give_memory_back()
 
     # ------------------------------------------------------------------ the model
 

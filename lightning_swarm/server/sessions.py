@@ -11,7 +11,7 @@ import asyncio
 import logging
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -124,12 +124,19 @@ class SessionHandlers:
     """Answers steps of inference sessions at the stages of this server."""
 
     def __init__(
-        self, transport: Transport, executor: Executor, limits: Limits, tasks: TaskOwner, host: SessionHost
+        self,
+        transport: Transport,
+        executor: Executor,
+        limits: Limits,
+        tasks: TaskOwner,
+        host: SessionHost,
+        *,
+        on_dropped: Callable[[int], None] = lambda _: None,  # called when so many bytes of sessions are free
     ) -> None:
         self._transport, self._limits = transport, limits
         self._steps = JointSteps[_Kept](executor)
         self._spawn = tasks.spawn
-        self._host = host
+        self._host, self._on_dropped = host, on_dropped
         self._held: OrderedDict[_Key, _StageSession] = OrderedDict()  # the one that was used last at the end
         self._forgetting = False
         self.num_steps = 0  # computed so far
@@ -298,6 +305,7 @@ class SessionHandlers:
         """Drop a session, and let steps of it that wait end."""
         for key in [key for key, one in self._held.items() if one is held]:
             del self._held[key]
+        self._on_dropped(held.num_bytes)
         await held.grow()
 
     async def _send_on(self, held: _StageSession, kept: _Kept) -> None:
@@ -427,6 +435,7 @@ class SessionHandlers:
             if held is not but and not held.goes_on:
                 excess -= held.num_bytes
                 del self._held[key]
+                self._on_dropped(held.num_bytes)
 
     async def _forget_idle(self) -> None:
         """Drop sessions that nobody continues."""

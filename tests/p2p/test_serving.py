@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lightning_swarm import remote_model
 from tests.p2p.processes import COMMAND, Run
 from tests.served import calling, make_model
 
-# Cold starts of peers in this file: 6, all of them thorough.
+# Cold starts of peers in this file: 7, all of them thorough.
 pytestmark = pytest.mark.thorough
 
 PROMPT = "a b c"
@@ -136,6 +138,46 @@ def test_a_model_is_served_by_processes_of_which_one_is_killed(servers: Servers)
     left = servers.runs["b"]
     left.process.send_signal(signal.SIGTERM)
     assert left.wait() == 0, "".join(left.output)
+
+
+def test_texts_of_many_at_once_and_texts_that_nobody_closes(servers: Servers) -> None:
+    """Eight write at once. Then eighty leave theirs open, which take no more memory than the server gives them."""
+    model = make_model("llama")
+    server = servers.start("a", "--weights", servers.folder, "--memory", 2 * TEXTS, "--texts", TEXTS)
+    remote = remote_model(servers.address)
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False}
+    try:
+        prompts = [torch.randint(1, 29, (1, 3 + number)) for number in range(8)]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = list(pool.map(lambda prompt: remote.generate(prompt, **options), prompts))
+        for prompt, text in zip(prompts, found, strict=True):
+            assert torch.equal(text, model.generate(prompt, **options))
+
+        left, rows = [], torch.randint(1, 29, (128, 30))
+        taken = []
+        for _ in range(80):
+            text = remote.generate(rows, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+            left.append(text)
+            taken.append(memory_bytes(server.process.pid))
+        kept = sum(one.nbytes for layer in cache_of(model, rows).layers for one in (layer.keys, layer.values))
+        assert 80 * kept > 2 * TEXTS  # so most of them have been dropped
+        shares = [(one - taken[0]) / TEXTS for one in taken]  # the first one has what a step takes meanwhile
+        print(f"of the memory for texts: {statistics.median(shares[40:]):.2f}, at most {max(shares):.2f}")
+        assert 0.5 < statistics.median(shares[40:]) < 1.1
+        for text in (left[0], left[-1]):  # one that is gone at the server, and one that is there
+            found = remote.generate(text.sequences, past_key_values=text.past_key_values, **options)
+            assert torch.equal(found, model.generate(text.sequences, **options))
+    finally:
+        remote.swarm.close()
+
+
+def cache_of(model: Any, rows: torch.Tensor) -> Any:
+    return model(rows, use_cache=True).past_key_values
+
+
+def memory_bytes(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) << 10
 
 
 def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
