@@ -26,7 +26,7 @@ from benchmarks.runs import start
 
 VOCABULARY = 256
 NUM_TOKENS = 128
-TEXTS = 64 << 20  # bytes for texts, at each server
+TEXTS = 256 << 20  # bytes for texts, at each server
 
 
 def save(folder: Path, num_blocks: int, width: int) -> Any:
@@ -45,7 +45,7 @@ def save(folder: Path, num_blocks: int, width: int) -> Any:
         pad_token_id=0,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="200MB")
     return model
 
 

@@ -167,9 +167,14 @@ _Effects: TypeAlias = tuple[Sequence[StorageView | None], frozenset[int], frozen
 
 
 class InitRecord:
-    """The calls that made or changed tensors on meta inside of `recording`."""
+    """The calls that made or changed tensors on meta inside of `recording`.
 
-    def __init__(self) -> None:
+    Without `draws` no random number is drawn meanwhile: that takes as long as to make the model, and is for nothing
+    where weights come from files.
+    """
+
+    def __init__(self, *, draws: bool = True) -> None:
+        self._draws = draws
         self._calls: list[RecordedCall] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets its address
         self._sources: dict[int, Callable[[], Tensor]] = {}
@@ -247,7 +252,7 @@ class InitRecord:
     def _append(
         self, function: Any, arguments: tuple[Any, dict[str, Any]], effects: _Effects, *, is_random: bool
     ) -> None:
-        drawn = self._draw(function, *arguments) if is_random else ()
+        drawn = self._draw(function, *arguments) if is_random and self._draws else ()
         leaves, spec = tree_flatten(arguments)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):

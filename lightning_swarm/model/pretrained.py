@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -77,7 +77,7 @@ class PretrainedModel:
         require_transformers()
         import transformers
 
-        self._record = InitRecord()
+        self._record = InitRecord(draws=False)
         try:
             self.config = transformers.AutoConfig.for_model(**_plain(json.loads(config)))
             if dtype == "float64":  # the grouped products of experts have none
@@ -217,9 +217,22 @@ def _find_list(module: nn.Module, config: Any) -> str:
 
 def weights_digest(values: Mapping[str, Tensor]) -> WeightsDigest:
     """Return the SHA-256 of weights, whatever their order."""
-    names = sorted(values)
-    found = digest([values[name] for name in names], "\n".join(names).encode())
-    return WeightsDigest(num_bytes=sum(tensor.nbytes for tensor in values.values()), sha256=found)
+    return _digest_of(values, values.__getitem__)
+
+
+def _digest_of(names: Iterable[str], read: Read) -> WeightsDigest:
+    """Return the SHA-256 of weights that are read one after the other: they need not fit into memory together."""
+    names, num_bytes = sorted(names), 0
+
+    def tensors() -> Iterator[Tensor]:
+        nonlocal num_bytes
+        for name in names:
+            tensor = read(name)
+            num_bytes += tensor.nbytes
+            yield tensor
+
+    found = digest(tensors(), "\n".join(names).encode())
+    return WeightsDigest(num_bytes=num_bytes, sha256=found)
 
 
 def read_config(folder: Path) -> str:
@@ -248,6 +261,13 @@ def _json(folder: Path, name: str) -> str:
         raise ConfigError(f"{file} must hold JSON: {error}. Write it again by `save_pretrained`.") from error
 
 
+def _too_large(path: Path, error: RuntimeError) -> str:
+    return (
+        f"each file of a served model must fit into the memory that this process may take, and {path} does not: "
+        f"{error}. Save the model in smaller files, by `save_pretrained(..., max_shard_size='200MB')`."
+    )
+
+
 class PretrainedFolder:
     """A folder as `save_pretrained` writes it. Nothing in it is executed."""
 
@@ -266,6 +286,8 @@ class PretrainedFolder:
                 return files
             with safe_open(self.path / _WEIGHTS, "pt") as file:
                 return dict.fromkeys(file.keys(), _WEIGHTS)
+        except RuntimeError as error:  # torch's
+            raise ConfigError(_too_large(self.path / _WEIGHTS, error)) from error
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(
                 f"a served model's folder must have {_WEIGHTS}, or several such files and {_INDEX}, and "
@@ -306,17 +328,20 @@ class PretrainedFolder:
 
         try:
             with safe_open(self.path / self._files[name], "pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                # A copy: else each tensor keeps a mapping of its whole file, and changes with the file.
+                tensor: Tensor = file.get_tensor(name).clone()
+        except RuntimeError as error:  # torch's
+            raise ConfigError(_too_large(self.path / self._files[name], error)) from error
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path / self._files[name]} cannot be read: {error}.") from error
         return tensor
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
-        """Describe a model of this folder, cut into stages; reads all weights once, a stage at a time."""
+        """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""
         read = self.reader(model)
 
         def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
-            return weights_digest({name: in_dtype_of(tensors[name], name, read(name)) for name in model.saved(tensors)})
+            return _digest_of(model.saved(tensors), lambda name: in_dtype_of(tensors[name], name, read(name)))
 
         stages = [
             ServedStage(num_blocks=len(blocks), weights=described(stage.named_stage_tensors()))
