@@ -66,6 +66,7 @@ class SwarmOptimization:
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False  # in the batch in hand
         self._begun = False  # a batch is, or was, in hand
+        self._num_trained = 0  # so many batches were ready when the last one was trained on
         self._is_ready = False  # the step that ends with the batch in hand is in Lightning's counters
         self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
@@ -80,6 +81,7 @@ class SwarmOptimization:
 
     def take_over(self) -> None:
         """Take the place of the optimizer's steps."""
+        self._num_trained = self._num_ready()
         self._schedulers.take_over()
         self._overrides = (
             Override(self._lightning, "run", self.run),
@@ -95,10 +97,18 @@ class SwarmOptimization:
             override.remove()
 
     def _has_stepped(self) -> bool:
-        """True if a step ended in the batch in hand, or in that in which a loop that goes on was saved."""
+        """True if a step ended in the batch in hand, or in that in which a loop that goes on was saved.
+
+        A hook may ask before the batch is trained on: then whether a step will end in it, where that is known.
+        """
+        if self._num_ready() != self._num_trained:
+            return self._counters.by_windows and self._counters.is_due(0)
         if self._begun:
             return self.stepped
         return self.trainer.global_step > self.trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _num_ready(self) -> int:
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
@@ -133,6 +143,7 @@ class SwarmOptimization:
             self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:
+            self._num_trained = self._num_ready()
             self.logs.replay()
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             self._session.pipeline.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)

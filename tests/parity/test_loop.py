@@ -95,6 +95,48 @@ def test_the_new_version_is_there_when_a_batch_ends() -> None:
     assert any(not torch.equal(one, weights["plain"][0]) for one in weights["plain"])
 
 
+class AsksAhead(DigitsMLP):
+    """Its hooks ask whether the batch in hand ends a step, as Lightning's own loop does afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int, bool]] = []
+
+    def ask(self, hook: str, batch_idx: int) -> None:
+        self.found.append((hook, batch_idx, self.trainer.fit_loop._should_accumulate()))
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.ask("start", batch_idx)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.ask("step", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.ask("end", batch_idx)
+
+
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2, 3])
+def test_a_hook_learns_whether_the_batch_in_hand_ends_a_step(accumulate_grad_batches: int) -> None:
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate_grad_batches}
+    models: list[AsksAhead] = []
+
+    def make() -> AsksAhead:
+        models.append(AsksAhead())
+        return models[-1]
+
+    run_plain(make, loader(digits()), **options)
+    plain = models[-1].found
+    run_swarm(make, loader(digits()), num_servers=3, **options)
+    assert plain in [model.found for model in models[1:]]
+    assert len(plain) > 2 * 3 * 6
+    assert {asked for *_, asked in plain} == ({False} if accumulate_grad_batches == 1 else {False, True})
+
+
 def test_a_batch_above_the_target_is_a_step() -> None:
     options: dict[str, Any] = {"target_batch_size": 5, "max_epochs": 2}
     reference = run_plain_loop(DigitsMLP, loader(digits()), **options)
