@@ -138,10 +138,10 @@ def main() -> None:
     for name, times in seconds.items():
         ratio = median(times) / median(seconds["swarm"])
         rows.append([name, f"{num_tokens / median(times):.1f}", f"{ratio:.2f}"])
-    ninth = statistics.quantiles(waits, n=20)[-1]
+    most = statistics.quantiles(waits, n=20)[-1]
     title = f"{arguments.texts} texts of {NUM_TOKENS} tokens at once, {arguments.stages} stages"
     notes = (
-        f"a token's wait: median {1e3 * median(waits):.0f} ms, 95 % within {ninth / median(waits):.2f} of it\n"
+        f"a token's wait: median {1e3 * median(waits):.0f} ms, 95 % within {most / median(waits):.2f} of it\n"
         f"beside a prompt of {LONG_PROMPT} tokens: at most {1e3 * longest_s:.0f} ms; {arguments.chunk} tokens of it "
         f"take {1e3 * chunk_s:.0f} ms alone"
     )

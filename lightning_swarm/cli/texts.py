@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -89,9 +88,9 @@ class ServedText:
     @cached_property
     def turn(self) -> AbstractContextManager[Any]:
         """Held while a text is written, where only one may be: some position tables depend on the text so far."""
-        text = json.dumps(self.model.config.to_dict(), default=str)
-        stateful = any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
-        return threading.Lock() if stateful else nullcontext()
+        from lightning_swarm.peer.remote_model import positions_depend_on_length
+
+        return threading.Lock() if positions_depend_on_length(self.model) else nullcontext()
 
     def check_length(self, num_prompt: int, num_new: int) -> None:
         """Refuse a text that is longer than the model's positions."""

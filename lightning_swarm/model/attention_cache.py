@@ -275,6 +275,25 @@ class Shadow:
         return [layer.get_seq_length() if _has_length(layer) else -1 for layer in self._cache.layers]
 
 
+def can_be_put_back(cache: Any) -> bool:
+    """Return whether each step gives a cache's layers new tensors, and writes into none that it had before."""
+    kinds = ("DynamicLayer", "DynamicSlidingWindowLayer")
+    return cache is not None and all(type(layer).__name__ in kinds for layer in cache.layers)
+
+
+def putting_back(cache: Any) -> Callable[[], None]:
+    """Return what gives a cache that can be put back the contents that it has now."""
+    layers = [(layer, dict(vars(layer))) for layer in cache.layers]
+
+    def put_back() -> None:
+        cache.layers[:] = [layer for layer, _ in layers]
+        for layer, state in layers:
+            vars(layer).clear()
+            vars(layer).update(state)
+
+    return put_back
+
+
 def num_bytes(cache: Any) -> int:
     """The bytes of a cache's tensors."""
     return sum(tensor.nbytes for tensor in tensors(cache))

@@ -10,13 +10,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 _NAME: Final = "lightning_swarm_joint_"
+_MASK_DIMENSIONS: Final = 4  # [rows, heads, tokens, keys]: the last one differs from text to text
 
 
 class CannotJoin(Exception):
@@ -48,22 +48,23 @@ def attending_jointly(modules: Iterable[nn.Module]) -> Iterator[None]:
     from transformers import AttentionInterface
 
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    before = [(config, config._attn_implementation) for config in configs.values() if _attends(config)]
+    # Not by the property, which would change the configs in a config, too.
+    before = [(config, config._attn_implementation_internal) for config in configs.values() if _attends(config)]
     if not before:
         raise CannotJoin("the blocks' attention is not one of Hugging Face's")
     for name in {name for _, name in before}:
         AttentionInterface.register(_NAME + name, partial(_attend, name))
     try:
         for config, name in before:
-            config._attn_implementation = _NAME + name
+            config._attn_implementation_internal = _NAME + name
         yield
     finally:
         for config, name in before:
-            config._attn_implementation = name
+            config._attn_implementation_internal = name
 
 
 def _attends(config: Any) -> bool:
-    name = getattr(config, "_attn_implementation", None)
+    name = getattr(config, "_attn_implementation_internal", None)
     return isinstance(name, str) and name in ("eager", "sdpa")
 
 
@@ -75,18 +76,21 @@ def _attend(
         raise CannotJoin("these blocks keep their keys elsewhere, or change them before they attend")
     base = _implementation(name, module)
     sizes = [len(one) for one in key]
-    masks = attention_mask if isinstance(attention_mask, PerText) else _split(attention_mask, sizes)
+    masks = attention_mask
+    if isinstance(masks, Tensor) and len(masks) > 1:
+        masks = masks.split(sizes)
+    elif not isinstance(masks, PerText):
+        masks = [masks] * len(sizes)
     texts = zip(query.split(sizes), key, value, masks, strict=True)
     return torch.cat([base(module, *text, **options)[0] for text in texts]), None
 
 
 def _implementation(name: str, module: nn.Module) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own = sys.modules[type(module).__module__]  # a model's file may have attention of its own under these names
+    default = getattr(own, "eager_attention_forward", None)
     if default is None:
         raise CannotJoin(f"{type(module).__name__} has no attention that can be called for one text")
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
+    found: Callable[..., Any] = own.ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
     return found
 
 
@@ -134,7 +138,7 @@ def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
         raise CannotJoin("tensors that differ have no rows")
     if all(one.shape[1:] == first.shape[1:] for one in tensors):
         return torch.cat([one.expand(num, *one.shape[1:]) for one, num in zip(tensors, rows, strict=True)])
-    if all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):  # a mask over the keys
+    if first.ndim == _MASK_DIMENSIONS and all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):
         return PerText(tensors)
     raise CannotJoin("tensors of different shapes cannot be rows of one")
 
@@ -160,18 +164,10 @@ def kind_of(tree: Any, rows: int) -> Any:
     """Return what of a text's arguments decides how they are put together, to be compared and hashed."""
     if isinstance(tree, Tensor):
         lead = "rows" if tree.ndim and len(tree) in (1, rows) else tuple(tree.shape[:1])
-        return ("tensor", str(tree.dtype), lead, tuple(tree.shape[1:-1]), tree.ndim)
+        shape = tree.shape[1:-1] if tree.ndim == _MASK_DIMENSIONS else tree.shape[1:]
+        return ("tensor", str(tree.dtype), lead, tuple(shape), tree.ndim)
     if isinstance(tree, dict):
         return tuple((key, kind_of(one, rows)) for key, one in tree.items())
     if type(tree) in (tuple, list):
-        return tuple(kind_of(one, rows) for one in tree)
+        return (type(tree).__name__, *(kind_of(one, rows) for one in tree))
     return repr(tree)
-
-
-def _split(mask: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    if not isinstance(mask, Tensor):
-        return [mask] * len(sizes)
-    if len(mask) == 1:
-        return [mask] * len(sizes)
-    begins = [0, *accumulate(sizes)]
-    return [mask[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]

@@ -328,13 +328,12 @@ class PretrainedFolder:
 
         try:
             with safe_open(self.path / self._files[name], "pt") as file:
-                # A copy: else each tensor keeps a mapping of its whole file, and changes with the file.
-                tensor: Tensor = file.get_tensor(name).clone()
+                tensor: Tensor = file.get_tensor(name)
         except RuntimeError as error:  # torch's
             raise ConfigError(_too_large(self.path / self._files[name], error)) from error
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path / self._files[name]} cannot be read: {error}.") from error
-        return tensor
+        return tensor.clone()  # else each tensor keeps a mapping of its whole file, and changes with the file
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
         """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""

@@ -230,7 +230,7 @@ class Gatekeeper:
     # ------------------------------------------------------------------ the rules
 
     def lets_call(self, caller: PeerId, method: str) -> bool:
-        """Return whether a caller's certificate permits a request; false: whoever has shown none may, perhaps."""
+        """Return whether a caller has shown a certificate that permits a request."""
         known = self._find(caller)
         return known is not None and method in known.may_call
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import random
 import secrets
 import tempfile
@@ -29,9 +30,18 @@ from lightning_swarm.protocol.messages.serving import ModelCard
 _PREFILL_CHUNK: Final = 256
 
 
+def positions_depend_on_length(model: Any) -> bool:
+    """Return whether a model's position tables depend on how long the text is by then."""
+    text = json.dumps(model.config.to_dict(), default=str)
+    return any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
+
+
 def prefill_in_chunks(model: Any, num_tokens: int) -> dict[str, int]:
     """Return the options of `generate` by which a long prompt keeps the tokens of other texts waiting for less."""
-    if num_tokens <= _PREFILL_CHUNK or model._is_stateful:  # what has states takes a prompt as a whole
+    # What has states takes a prompt as a whole.
+    if num_tokens <= _PREFILL_CHUNK or model._is_stateful or positions_depend_on_length(model):
+        return {}
+    if not getattr(model.generation_config, "use_cache", True):
         return {}
     return {"prefill_chunk_size": _PREFILL_CHUNK}
 

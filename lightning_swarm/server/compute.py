@@ -163,12 +163,12 @@ class Computation:
         caches, rows = [part.cache for part in parts], [part.rows for part in parts]
         joint = caches[0] if len(parts) == 1 else JointCache(caches, rows)
         with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, self._device.type):
+            inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
             shadows = [
                 Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
                 for part in parts
                 if part.cache is not None
             ]
-            inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
             keywords = {name: joint if is_in_session(value) else value for name, value in keywords.items()}
             with contextlib.nullcontext() if len(parts) == 1 else attending_jointly(self._modules):
                 output = without_cache(self._module.uncompiled((inputs,), keywords), joint)

@@ -28,7 +28,7 @@ from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.session_host import SessionStage
 from lightning_swarm.server.sessions import SessionHandlers
 
-_FREEING_S: Final = 0.5
+_FREEING_S: Final = 0.5  # what is freed meanwhile goes with it
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ModelServer:
 
     def _free(self) -> None:
         self._freeing, self._freed_bytes = None, 0
-        give_memory_back()
+        asyncio.get_running_loop().run_in_executor(None, give_memory_back)  # it takes milliseconds
 
     # ------------------------------------------------------------------ the model
 

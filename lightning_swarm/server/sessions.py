@@ -67,6 +67,7 @@ class _Kept:
     tensors: tuple[Tensor, ...]
     structure: Any
     num_bytes: int
+    length: int | None  # of the cache, in tokens
 
 
 @dataclass(eq=False)
@@ -263,6 +264,8 @@ class SessionHandlers:
         def prepare() -> Any:
             if step.number == 1 and step.recipe is not None:
                 held.cache = attention_cache.build(step.recipe)
+            if held.cache is None and step.recipe is not None:
+                raise SessionLost(f"the cache of this session is not at stage {stage.index} any more")
             stage.prepare(step, held.cache, max_bytes=max_bytes)
             return held.cache
 
@@ -274,7 +277,8 @@ class SessionHandlers:
                     f"`Limits.session_bytes` there are {max_bytes}. Raise that, or write shorter texts."
                 )
             structure, tensors = serialization.flatten((output, stage.left_of(extras)))
-            return _Kept(step, tuple(tensors), structure, num_bytes(tensors) + size)
+            length = None if held.cache is None else attention_cache.length_of(held.cache)
+            return _Kept(step, tuple(tensors), structure, num_bytes(tensors) + size, length)
 
         async with held.computing:  # in the order in which they came
             if held.done != step.number - 1:
@@ -293,7 +297,7 @@ class SessionHandlers:
                 held.drop_older()
             held.done = step.number
             self.num_steps += 1
-            if step.number > 1:  # the first one has the whole prompt
+            if step.number > 1 and busy_s:
                 self._busy_s.measure(busy_s)
         await held.grow()
         if not await self._make_room_for(held):
@@ -304,9 +308,19 @@ class SessionHandlers:
     async def _forget(self, held: _StageSession) -> None:
         """Drop a session, and let steps of it that wait end."""
         for key in [key for key, one in self._held.items() if one is held]:
-            del self._held[key]
-        self._on_dropped(held.num_bytes)
+            self._drop(key)
         await held.grow()
+
+    def _drop(self, key: _Key) -> int:
+        """Drop a session at a stage; returns the bytes that are free then."""
+        held = self._held.pop(key)
+        self._steps.forget(*key)
+        num_bytes = held.num_bytes
+        held.cache = None  # a task that still has the session shall not keep these
+        held.kept.clear()
+        held.cache_bytes = held.kept_bytes = 0
+        self._on_dropped(num_bytes)
+        return num_bytes
 
     async def _send_on(self, held: _StageSession, kept: _Kept) -> None:
         """Send a step's output to the server of the next stage, or to the client; tell the client if that fails."""
@@ -326,8 +340,9 @@ class SessionHandlers:
     async def _give(self, held: _StageSession, kept: _Kept) -> None:
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
-        length = None if held.cache is None else attention_cache.length_of(held.cache)
-        said = SessionOutput(session=kept.step.session, number=kept.step.number, length=length, structure=structure)
+        said = SessionOutput(
+            session=kept.step.session, number=kept.step.number, length=kept.length, structure=structure
+        )
         body = encode(said)
         message = Message(body, tuple(tensors))
         await self._transport.stream(
@@ -426,16 +441,16 @@ class SessionHandlers:
         if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
             return
         for held in [*self._held.values()] if excess > 0 else ():
-            excess -= held.drop_older()
+            freed = held.drop_older()
+            self._on_dropped(freed)
+            excess -= freed
             if excess <= 0:
                 break
         for key, held in [*self._held.items()]:
             if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
                 return
             if held is not but and not held.goes_on:
-                excess -= held.num_bytes
-                del self._held[key]
-                self._on_dropped(held.num_bytes)
+                excess -= self._drop(key)
 
     async def _forget_idle(self) -> None:
         """Drop sessions that nobody continues."""
