@@ -220,7 +220,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def __getstate__(self) -> dict[str, Any]:  # a copy, or a pickled one, has no part in the run
-        of_run = ("peer", "_session", "_joined", "_loop", "_data", "_compiler")
+        of_run = ("peer", "_session", "_joined", "_loop", "_access", "_data", "_compiler")
         return {**super().__getstate__(), **dict.fromkeys(of_run), "_undo": contextlib.ExitStack(), "_trains": False}
 
     # ------------------------------------------------------------------ module and device
