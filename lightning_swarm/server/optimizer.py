@@ -159,13 +159,16 @@ def _copied(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state where the optimizer wants it: with the parameter, but steps are counted on the CPU."""
+    """Copy a parameter's state to where the optimizer wants it: with the parameter, but steps are counted on the CPU.
+
+    A copy: an optimizer steps in place, and what is loaded may be what the user's own optimizer shows.
+    """
     counts_there = group.get("capturable") or group.get("fused")
     placed = {}
     for key, value in state.items():
         structure, tensors = serialization.flatten(value)
         device = parameter.device if key != "step" or counts_there else torch.device("cpu")
-        placed[key] = serialization.unflatten(structure, [tensor.to(device) for tensor in tensors])
+        placed[key] = serialization.unflatten(structure, [tensor.to(device, copy=True) for tensor in tensors])
     return placed
 
 

@@ -213,6 +213,40 @@ def test_one_device_goes_on_from_what_stages_wrote(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, plain.weights[name], rtol=0.0, atol=1e-10)
 
 
+class LooksAtItsOptimizer(Branches):
+    """Reads the optimizer's state as `fit` begins, and before each batch."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe())
+        self.steps: list[float] = []
+
+    def look(self) -> None:
+        state = self.trainer.optimizers[0].state_dict()["state"]
+        self.steps += [float(one["step"]) for one in list(state.values())[:1]]
+
+    @override
+    def on_train_start(self) -> None:
+        self.look()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.look()
+
+
+def test_an_optimizer_that_is_read_after_a_resume_goes_on(tmp_path: Path) -> None:
+    """What its reader sees is not what the stage steps in place."""
+    saving = Saving(tmp_path / "saved.ckpt", 7)  # the end of an epoch
+    run_swarm(LooksAtItsOptimizer, loader(digits()), num_servers=1, max_steps=7, callbacks=[saving], **WHOLE)
+    options: dict[str, Any] = {"num_servers": 1, "max_steps": 10, "ckpt_path": saving.path, **WHOLE}
+    found = run_swarm(LooksAtItsOptimizer, loader(digits()), **options)
+    plain = run_plain(LooksAtItsOptimizer, loader(digits()), max_steps=10)
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-7)  # Adam and the rounding of zeros
+    assert found.trainer is not None
+    assert isinstance(found.trainer.lightning_module, LooksAtItsOptimizer)
+    assert found.trainer.lightning_module.steps == [7.0, 7.0, 8.0, 9.0]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), [(UNCUT, {"num_stages": 3}), ({"num_stages": 2}, UNCUT)])
 def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path: Path) -> None:
