@@ -379,10 +379,9 @@ class Checkpoints:
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         default(checkpoint)
-        if strategy.is_plain or not strategy.is_global_zero:
+        if strategy.is_plain or not strategy.is_global_zero or strategy._loop is None:  # no run is under way
             return
         assert strategy._weights is not None
-        assert strategy._loop is not None
         strategy._loop.tell_selection()  # callbacks may have restored parameter groups
         if self._folder is not None:
             strategy._weights.hand_out_shards(strategy.optimizers[0], self._folder)

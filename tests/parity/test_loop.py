@@ -376,6 +376,23 @@ def test_saving_after_the_end_is_saving_what_was_trained(tmp_path: Path) -> None
     assert_close(torch.load(tmp_path / "swarm", weights_only=False), theirs)
 
 
+def test_loading_after_the_end_is_loading_into_the_trainer(tmp_path: Path) -> None:
+    """As cluster environments do, which restore a Trainer that is done. No server is there any more to be told."""
+    found = []
+    for run in (run_plain, run_swarm):
+        trainer = run(scheduled, loader(digits()), max_steps=STEPS).trainer
+        assert trainer is not None
+        path = tmp_path / run.__name__
+        trainer.save_checkpoint(path)
+        state = trainer.optimizers[0].state
+        for one in state.values():
+            one["exp_avg"].zero_()
+        trainer._checkpoint_connector.restore(path)
+        found.append([one["exp_avg"].clone() for one in trainer.optimizers[0].state.values()])
+    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=1e-10)
+    assert all(one.any() for one in found[0])
+
+
 def test_saving_after_the_end_is_refused_when_nothing_was_gathered(tmp_path: Path) -> None:
     run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, gather_on_end=False)
     assert run.trainer is not None
