@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_a_copy_has_no_part_in_the_run(tmp_path: Path, num_stages: int) -> None:
         trainer = L.Trainer(strategy=strategy, callbacks=callbacks, **options)
         trainer.fit(module, DataLoader(digits(), batch_size=8))
         weights.append(list(module.parameters()))
+        again = pickle.loads(pickle.dumps(trainer))
+        assert again.global_step == 3
     assert len(copies.copies) == 5
     torch.testing.assert_close(weights[1], weights[0], rtol=0.0, atol=0.0)
     for one in copies.copies:

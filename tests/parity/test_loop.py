@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.override import Override
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import (
     LOSS_TOLERANCE,
@@ -391,6 +395,60 @@ def test_loading_after_the_end_is_loading_into_the_trainer(tmp_path: Path) -> No
         found.append([one["exp_avg"].clone() for one in trainer.optimizers[0].state.values()])
     torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=1e-10)
     assert all(one.any() for one in found[0])
+
+
+def test_a_loop_has_its_own_methods_after_a_fit() -> None:
+    """And the module trains on with a plain Trainer."""
+    run = run_swarm(DigitsMLP, loader(digits()), max_steps=3)
+    assert run.trainer is not None
+    epoch_loop = run.trainer.fit_loop.epoch_loop
+    for loop in (run.trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization):
+        assert not [name for name, value in vars(loop).items() if isinstance(value, Override)]
+    before = [parameter.clone() for parameter in run.module.parameters()]
+    L.Trainer(**QUIET, max_steps=3).fit(run.module, loader(digits()))
+    assert not any(map(torch.equal, before, run.module.parameters()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_trainer_is_copied_before_and_after_it_trains(copied: Callable[[L.Trainer], L.Trainer]) -> None:
+    options: dict[str, Any] = {**QUIET, "devices": 1, "max_steps": 3}
+    trainer = L.Trainer(**options, strategy=SwarmStrategy(num_stages=1))
+    weights = []
+    for one in (copied(trainer), trainer):
+        torch.manual_seed(0)
+        module = DigitsMLP()
+        one.fit(module, loader(digits()))
+        weights.append(list(module.parameters()))
+        assert copied(one).global_step == 3
+    torch.testing.assert_close(weights[0], weights[1], rtol=0.0, atol=0.0)
+
+
+class WithoutParameters(L.LightningModule):
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("mean", batch[0].mean())
+
+    @override
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return batch[0].mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": "net"}], ids=["whole", "cut"])
+def test_what_has_no_parameters_validates_and_predicts(options: dict[str, Any]) -> None:
+    found = []
+    for strategy in ("auto", SwarmStrategy(num_stages=1, **options)):
+        trainer = L.Trainer(**QUIET, devices=1, strategy=strategy)
+        (metrics,) = trainer.validate(WithoutParameters(), loader(digits()), verbose=False)
+        found.append((metrics, trainer.predict(WithoutParameters(), loader(digits()))))
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_that_is_not_there_is_lightnings_error(tmp_path: Path) -> None:
+    """Scripts that begin anew in that case catch this."""
+    options: dict[str, Any] = {"max_steps": 1, "ckpt_path": str(tmp_path / "nowhere.ckpt")}
+    for run in (run_plain, run_swarm):
+        with pytest.raises(FileNotFoundError):
+            run(DigitsMLP, loader(digits()), **options)
 
 
 def test_saving_after_the_end_is_refused_when_nothing_was_gathered(tmp_path: Path) -> None:
