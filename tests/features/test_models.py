@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
-from tests.parity.harness import LOSS_TOLERANCE, assert_same_curve, run_plain, run_swarm
+from tests.parity.harness import LOSS_TOLERANCE, QUIET, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
 
 STEPS = 9
@@ -219,6 +220,76 @@ class Centred(DigitsMLP):
 def test_mixed_rows() -> None:
     with pytest.raises(ConfigError, match="each sample of a batch by itself"):
         run_swarm(Centred, loader(digits()), max_steps=2)
+
+
+class Renormed(DigitsMLP):
+    """An embedding whose forward writes its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 64, max_norm=0.5)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.table((batch[0][:, 0] * 16).long())), batch[1])
+
+
+@feature(
+    "layers that write their weights in their forward: `nn.Embedding(..., max_norm=1.0)`",
+    REFUSED,
+    "by the parameter's name: have a hook between two steps renorm it",
+)
+def test_weights_written_in_a_forward() -> None:
+    with pytest.raises(ConfigError, match=r"'table\.weight' were written.*max_norm"):
+        run_swarm(Renormed, loader(digits()), pipeline="net", max_steps=2)
+
+
+class Graph(DigitsMLP):
+    """Its blocks get the edges between a batch's samples, too."""
+
+    class Neighbours(nn.Module):
+        @override
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            if edges.is_sparse:
+                return x + torch.sparse.mm(edges, x)
+            return x.index_add(0, edges[1], x[edges[0]])
+
+    def __init__(self, *, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.is_sparse = is_sparse
+        self.layers = nn.ModuleList([self.Neighbours(), self.Neighbours()])
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        count = len(batch[0])
+        edges = torch.stack([torch.arange(count), torch.arange(count).roll(1)])
+        if self.is_sparse:
+            edges = torch.eye(count, dtype=batch[0].dtype).roll(1, 0).to_sparse()
+        hidden = batch[0]
+        for layer in self.layers:
+            hidden = layer(hidden, edges)
+        return F.cross_entropy(self.net(hidden), batch[1])
+
+
+@feature(
+    "graphs: edges between a batch's samples as an argument of blocks",
+    REFUSED,
+    "where a batch is cut; they work with `microbatch_size` of all samples and `shared` naming the edges. Sparse "
+    "tensors do not travel: pass their indices and values",
+)
+def test_graphs() -> None:
+    edges = {"pipeline": "layers", "num_stages": 2}
+    with pytest.raises(ConfigError, match="dimension 0"):
+        run_swarm(Graph, loader(digits()), max_steps=2, **edges)
+    with pytest.raises(ConfigError, match="must be dense"):
+        run_swarm(lambda: Graph(is_sparse=True), loader(digits()), max_steps=2, microbatch_size=8, **edges)
+    weights = []
+    for strategy in ("auto", InMemoryStrategy(**edges, microbatch_size=8, shared=["edges"])):
+        torch.manual_seed(0)
+        module = Graph()
+        L.Trainer(**QUIET, max_steps=STEPS, strategy=strategy).fit(module, loader(digits()))
+        weights.append(module.state_dict())
+    torch.testing.assert_close(weights[1], weights[0], rtol=0.0, atol=1e-9)
 
 
 class InPlace(DigitsMLP):
