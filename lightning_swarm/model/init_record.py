@@ -56,8 +56,9 @@ class RecordedCall:
     writes: frozenset[int]
     fills: frozenset[int]  # those of `writes` whose old content does not matter
     dtype: torch.dtype  # the default one
-    # The generators that it may have drawn from, and their states before; the one that it was given comes first.
-    drawn: Sequence[tuple[torch.Generator, Tensor]]
+    # The generators that it may have drawn from, and their states before; the one that it was given comes first. None:
+    # it draws, and was not let.
+    drawn: Sequence[tuple[torch.Generator, Tensor]] | None
 
 
 @dataclass(eq=False)
@@ -97,7 +98,12 @@ class CallReplay:
     def _repeat(self, call: RecordedCall) -> None:
         torch.set_default_dtype(call.dtype)
         args, kwargs = tree_unflatten([self._argument(leaf) for leaf in call.leaves], call.spec)
-        result = _draw_again(call, args, kwargs) if call.drawn else call.function(*args, **kwargs)
+        if call.drawn is None:
+            raise ConfigError(
+                f"what a model draws at random must be in its files, and {call.function} fills a tensor that is not. "
+                "Register it as a persistent buffer, and save the model again."
+            )
+        result = _draw_again(call, call.drawn, args, kwargs) if call.drawn else call.function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for view, tensor in zip(call.made, tensors, strict=bool(call.made)):
             if view is not None:
@@ -122,17 +128,19 @@ class CallReplay:
             self.tensor(view).copy_(tensor)
 
 
-def _draw_again(call: RecordedCall, args: Any, kwargs: dict[str, Any]) -> Any:
+def _draw_again(
+    call: RecordedCall, drawn: Sequence[tuple[torch.Generator, Tensor]], args: Any, kwargs: dict[str, Any]
+) -> Any:
     """Repeat a call that draws random numbers, with a generator of its own or without a trace in the others."""
-    generator, state = call.drawn[0]
+    generator, state = drawn[0]
     function = _with_generator(call.function)
     if function is not None:
         copied = torch.Generator(generator.device)
         copied.set_state(state)
         return function(*args, **{**kwargs, "generator": copied})
-    before = [(generator, generator.get_state()) for generator, _ in call.drawn]
+    before = [(generator, generator.get_state()) for generator, _ in drawn]
     try:
-        for generator, state in call.drawn:
+        for generator, state in drawn:
             generator.set_state(state)
         return call.function(*args, **kwargs)
     finally:
@@ -252,7 +260,9 @@ class InitRecord:
     def _append(
         self, function: Any, arguments: tuple[Any, dict[str, Any]], effects: _Effects, *, is_random: bool
     ) -> None:
-        drawn = self._draw(function, *arguments) if is_random and self._draws else ()
+        drawn: Sequence[tuple[torch.Generator, Tensor]] | None = ()
+        if is_random:
+            drawn = self._draw(function, *arguments) if self._draws else None
         leaves, spec = tree_flatten(arguments)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):

@@ -163,3 +163,16 @@ def test_it_draws_from_no_generator_of_others() -> None:
         record.values([record.view(one) for one in made], CPU)
     assert len(draws.given) >= len(made)
     assert all(one is not None and one is not torch.default_generator for one in draws.given)
+
+
+def test_where_nothing_is_drawn_random_values_are_refused_and_others_made() -> None:
+    """Of a model whose weights are in files."""
+    record = InitRecord(draws=False)
+    before = torch.get_rng_state()
+    with record.recording(CPU), torch.device("meta"):
+        linear, counted = nn.Linear(4, 4), torch.arange(4.0) * 2
+    assert torch.equal(torch.get_rng_state(), before)
+    (found,) = record.values([record.view(counted)], CPU)
+    assert torch.equal(found, torch.arange(4.0) * 2)
+    with pytest.raises(ConfigError, match="at random must be in its files"):
+        record.values([record.view(linear.weight)], CPU)
