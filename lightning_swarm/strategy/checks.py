@@ -160,7 +160,7 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
             "Let Lightning optimize, or train without the swarm."
         )
     for hook in _STEP_HOOKS:
-        if is_overridden(hook, module):
+        if hook in vars(module) or is_overridden(hook, module):  # Lightning takes what wraps its own for its own
             raise ConfigError(
                 f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -449,6 +450,20 @@ def test_a_checkpoint_that_is_not_there_is_lightnings_error(tmp_path: Path) -> N
     for run in (run_plain, run_swarm):
         with pytest.raises(FileNotFoundError):
             run(DigitsMLP, loader(digits()), **options)
+
+
+@pytest.mark.parametrize("hook", ["optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad"])
+def test_a_hook_that_is_wrapped_in_its_object_is_refused(hook: str) -> None:
+    """Nobody would call it."""
+
+    def make() -> DigitsMLP:
+        module = DigitsMLP()
+        own = getattr(module, hook)
+        setattr(module, hook, functools.update_wrapper(functools.partial(own), own))
+        return module
+
+    with pytest.raises(ConfigError, match=f"`{hook}` must be Lightning's own.*Remove the override"):
+        run_swarm(make, loader(digits()), max_steps=1)
 
 
 def test_saving_after_the_end_is_refused_when_nothing_was_gathered(tmp_path: Path) -> None:
