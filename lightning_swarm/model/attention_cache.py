@@ -277,8 +277,7 @@ class Shadow:
 
 def can_be_put_back(cache: Any) -> bool:
     """Return whether each step gives a cache's layers new tensors, and writes into none that it had before."""
-    kinds = ("DynamicLayer", "DynamicSlidingWindowLayer")
-    return cache is not None and all(type(layer).__name__ in kinds for layer in cache.layers)
+    return cache is not None and all(_LAYERS.get(type(one).__name__) in ("full", "sliding") for one in cache.layers)
 
 
 def putting_back(cache: Any) -> Callable[[], None]:

@@ -86,7 +86,7 @@ class JointSteps(Generic[_T]):
 
         These are 0 if they say nothing of the next step: this one had a prompt, or was tried.
         """
-        if work.kind is None or self._verdicts.has_given_up(work.stage.index):
+        if work.kind is None or self._verdicts.refuses(work):
             _, took_s = await self._executor.submit(TOKENS, partial(self._compute, [work]))
             self._end([work], took_s)
         else:
@@ -183,9 +183,11 @@ class JointSteps(Generic[_T]):
     def _outputs(self, works: list[WaitingStep[_T]]) -> list[tuple[WaitingStep[_T], serialization.Tree]]:
         """Compute steps in one forward if that is known to be the same, else one by one."""
         joined: Sequence[serialization.Tree] | None = None
-        if len(works) > 1 and all(attention_cache.can_be_put_back(work.part.cache) for work in works):
+        if len(works) > 1:
             verdict = self._verdicts.of(works)
-            if verdict is None:
+            if not all(attention_cache.can_be_put_back(work.part.cache) for work in works):
+                self._verdicts.enter(works, "their caches keep more than keys and values")
+            elif verdict is None:
                 self._try(works[:_MAX_TRIED])
             elif verdict:
                 joined = self._jointly(works)
@@ -202,15 +204,14 @@ class JointSteps(Generic[_T]):
 
     def _jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
         """Compute steps in one forward; None: it failed, and the caches are as before."""
-        put_back = [attention_cache.putting_back(work.part.cache) for work in works]
+        put_back = _putting_back(works)
         try:
             return works[0].stage.compute(works[0].step, [work.part for work in works])
         except (MemoryError, torch.OutOfMemoryError) as error:
             _log.warning("No memory to compute the steps of %d texts together: %s", len(works), error)
         except Exception as error:  # noqa: BLE001 - the model's code may raise anything
             self._verdicts.enter(works, error)
-        for put in put_back:
-            put()
+        put_back()
         return None
 
     def _try(self, works: Sequence[WaitingStep[_T]]) -> None:
@@ -219,20 +220,18 @@ class JointSteps(Generic[_T]):
             return
         for work in works:
             work.was_tried = True
-        put_back = [attention_cache.putting_back(work.part.cache) for work in works]
+        put_back = _putting_back(works)
         outputs = self._jointly(works)
         if outputs is None:
             return
         together = [_made(work.part, output) for work, output in zip(works, outputs, strict=True)]
-        for put in put_back:
-            put()
+        put_back()
         try:
             apart = [_made(work.part, *work.stage.compute(work.step, [work.part])) for work in works]
         except Exception:  # noqa: BLE001 - it is raised again where it counts
             return
         finally:
-            for put in put_back:
-                put()
+            put_back()
         self._verdicts.enter(works, None if all(map(_alike, together, apart)) else "the numbers differ")
 
 
@@ -256,13 +255,25 @@ class _Verdicts:
             self._num_refused[stage] += 1
             _log.info("Steps like these are computed apart at stage %d from now on: %s", stage, problem)
 
-    def has_given_up(self, stage: int) -> bool:
-        """Return whether each kind of a stage is a new one, and none may be computed together."""
-        return self._num_refused[stage] >= _MAX_REFUSED
+    def refuses(self, work: WaitingStep[Any]) -> bool:
+        """Return whether a step need not wait for others: its kind goes apart, or many kinds of its stage do."""
+        found = (self._found.get((work.kind, is_equal)) for is_equal in (True, False))
+        return self._num_refused[work.stage.index] >= _MAX_REFUSED or False in found
 
 
 def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
     return works[0].kind, len({attention_cache.length_of(work.part.cache) for work in works}) == 1
+
+
+def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
+    """Return what gives the steps' caches the contents that they have now."""
+    each = [attention_cache.putting_back(work.part.cache) for work in works]
+
+    def put_back() -> None:
+        for one in each:
+            one()
+
+    return put_back
 
 
 def _differ(parts: Sequence[SessionPart]) -> bool:

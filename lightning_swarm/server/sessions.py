@@ -441,8 +441,8 @@ class SessionHandlers:
         if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
             return
         for held in [*self._held.values()] if excess > 0 else ():
-            freed = held.drop_older()
-            self._on_dropped(freed)
+            if freed := held.drop_older():
+                self._on_dropped(freed)
             excess -= freed
             if excess <= 0:
                 break

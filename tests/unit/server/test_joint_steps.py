@@ -130,6 +130,9 @@ def test_texts_share_a_forward_where_that_is_the_same(
             own, others = (attention_cache.tensors(one.part.cache) for one in (work, other))
             torch.testing.assert_close(own, others, rtol=1e-9, atol=1e-12)
     assert (steps.num_joint > 0) == (family not in ALONE)
+    if family != "bloom":  # whose kinds tell the length
+        waits_for_nobody = [steps._verdicts.refuses(work) for work in texts.waiting(4)]
+        assert waits_for_nobody == 3 * [family in ALONE]
 
 
 def test_rows_with_masks_go_with_their_like(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
