@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.limits import Limits
 from tests.parity.harness import run_on
-from tests.parity.test_kinds import KINDS, train
+from tests.parity.models import digits, loader
+from tests.parity.test_kinds import KINDS, Digits, train
 
 
 def strategy_of(
@@ -22,13 +26,25 @@ def strategy_of(
     return made(limits=Limits(**limits), **options)
 
 
-def serve_kind(*, name: str, initial_peers: list[str], limits: Mapping[str, Any]) -> None:
+class AbsentDigits(Digits):
+    """Its file is on another machine."""
+
+    @override
+    def setup(self, stage: str) -> None:
+        raise FileNotFoundError("digits.csv")
+
+
+def serve_kind(*, name: str, initial_peers: list[str], limits: Mapping[str, Any], lacks: str = "") -> None:
     """Serve until the run is over.
 
     Args:
         name: Of the kind.
         initial_peers: Of the run; none: this is its first server.
         limits: As in `Limits`.
+        lacks: What the script of this server does not have: "file" of its data module, or the data "module".
     """
+    kind = KINDS[name]
+    if lacks:
+        kind = replace(kind, data={"file": AbsentDigits, "module": lambda: loader(digits())}[lacks])
     strategy = strategy_of(name, role="server", initial_peers=initial_peers, limits=limits)
-    train(partial(run_on, strategy), KINDS[name], devices=1)
+    train(partial(run_on, strategy), kind, devices=1)

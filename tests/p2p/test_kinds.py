@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -46,3 +47,14 @@ def test_a_kind(zygote: Zygote, name: str, num_servers: int) -> None:
     assert seen[0] == pytest.approx(seen[1], rel=LOSS_TOLERANCE)
     wait_until(lambda: not any(one.alive for one in servers), "a server outlived its run")
     assert all("Traceback" not in one.said for one in servers)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"), [("file", "FileNotFoundError: digits.csv"), ("module", "AttributeError: .*'width'")]
+)
+def test_a_server_says_what_it_lacks(zygote: Zygote, lacks: str, said: str) -> None:
+    server = zygote.begin_kind(name="a shape from the data module", initial_peers=[], limits=LIMITS, lacks=lacks)
+    wait_until(lambda: not server.alive, "a server that cannot build the model still runs")
+    rule = "a peer that serves must be able to build the model in `setup` and `configure_model` as the trainer does"
+    assert re.search(rf"lightning_swarm: ConfigError: {rule}.*it failed with {said}. Give it the files", server.said)
+    assert "Traceback" not in server.said

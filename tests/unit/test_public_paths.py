@@ -23,12 +23,23 @@ PATHS = {
     "lightning_swarm.view": "SwarmView",
 }
 
+# A filter of a user's script on Lightning's class finds what it finds without this package.
+_DEPRECATION = """
+import lightning.pytorch
+from lightning.fabric.utilities.rank_zero import LightningDeprecationWarning, rank_zero_deprecation
+import lightning_swarm
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    rank_zero_deprecation("old")
+assert issubclass(caught[0].category, LightningDeprecationWarning), caught[0].category
+"""
+
 
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
     """What a fresh process imports by each path alone, before anything else of the package."""
     # Where only `pytorch_lightning` is said, it is imported: that changes what Lightning logs, and its warnings' class.
-    program = "import sys\n" + "\n".join(
+    program = f"import sys, warnings\n{_DEPRECATION}" + "\n".join(
         f"assert ('pytorch_lightning' in sys.modules) == {path > 'lightning_swarm.pytorch_lightning'}\n"
         f"from {path} import {name}; import {path}; assert {path}.{name} is {name}; print('{path}')"
         for path, name in PATHS.items()
