@@ -328,7 +328,7 @@ class SwarmOptimization:
 
     def _begin(self, batch: LoopBatch) -> int | None:
         """Get a lease, and bring extra batches that no other trainer will. None: another trainer has this batch."""
-        while True:
+        while not self._leaves():
             try:
                 grant = self._session.begin_batch(
                     batch.num_samples,
@@ -343,6 +343,11 @@ class SwarmOptimization:
             if grant is None or grant.batch == batch.number:
                 return None if grant is None else grant.lease
             self._train_extra(batch.idx, grant)
+        return None
+
+    def _leaves(self) -> bool:
+        """True if this trainer was asked to leave a run that goes on: another one brings the batch."""
+        return not self._session.is_lead and bool(self.trainer.received_sigterm)
 
     def _count_others(self) -> None:
         """Count the records of steps that other trainers filled."""

@@ -1,4 +1,4 @@
-"""Trainers of a model that is not cut, each in a process of its own: they come and are killed, and each sample counts.
+"""Trainers of a model that is not cut, each in a process of its own: they come, go and are killed; each sample counts.
 
 `test_whole_churn.py` in `tests/parity` does as much in memory, a hundred times. `SWARM_TIMES=5` runs five seeds.
 """
@@ -25,7 +25,7 @@ from tests.parity.test_shared_data import counted
 
 # Cold starts in this file: 1, the process that all trainers are forked from.
 
-EVENTS = {"comes": 5, "is killed": 4, "lead is killed": 1}
+EVENTS = {"comes": 5, "leaves": 2, "is killed": 2, "lead is killed": 1}
 NUM_EVENTS = sum(EVENTS.values())
 NUM_STARTERS = 3
 LEAST, MOST = 3, Long.batches_of_a_step  # who live. Of two, none could tell a dead lead from a broken link
@@ -108,8 +108,13 @@ class Churn:
             if event == "is killed" and self.rng.random() < 0.5:  # not in a batch, but anywhere after a record
                 let_go(self.folder, *range(max(until, at + 1)))
                 wait_until(lambda: self.is_decided(generation, at), f"step {at} has no record")
-            os.kill(self.trainers[victim].pid, signal.SIGKILL)
+            os.kill(self.trainers[victim].pid, signal.SIGTERM if event == "leaves" else signal.SIGKILL)
             self.living.remove(victim)
+            if event == "leaves":  # as a preempted machine is told to: after its batch in hand, by a record
+                let_go(self.folder, *range(at + 2))
+                wait_until(lambda: not self.trainers[victim].alive, f"{victim} is asked to leave and stays")
+                assert "Received SIGTERM" in self.trainers[victim].said
+                assert "Traceback" not in self.trainers[victim].said
         self.happened.append(event)
 
     def is_decided(self, generation: int, step: int) -> bool:
