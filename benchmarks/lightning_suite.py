@@ -48,6 +48,7 @@ _FOLDERS = [
 _REFUSALS = {
     "`automatic_optimization` must be True": "manual optimization",
     "one optimizer, got": "several optimizers",
+    "an optimizer with parameters, got none": "no optimizer: `configure_optimizers` returns None",
     "dense gradient, got LBFGS": "`LBFGS`",
     "dense gradient, got SparseAdam": "`SparseAdam`",
     "`optimizer_step` must be Lightning's": "overridden `optimizer_step`",

@@ -232,7 +232,10 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
     optimizer = optimizers[0]
     if not any(group["params"] for group in optimizer.param_groups):  # what Lightning makes of None
-        raise ConfigError("`configure_optimizers` must return an optimizer with parameters, got none. Return one.")
+        raise ConfigError(
+            "`configure_optimizers` must return an optimizer with parameters, got none: a swarm trains. Return one, or "
+            "leave `strategy` out for a loop that only reads batches."
+        )
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."

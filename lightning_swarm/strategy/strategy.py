@@ -449,6 +449,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         teardown.handle_exception(self, exception)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -22,7 +22,7 @@ from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
-from tests.parity.harness import QUIET, run_plain, run_swarm
+from tests.parity.harness import QUIET, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make_optimizer, sentences
 
 
@@ -228,6 +228,19 @@ class Unmoved(torch.optim.SGD):
     @override
     def step(self, closure: Any) -> Any:
         return super().step()
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@feature("no optimizer: `configure_optimizers` returns None", REFUSED, "works on one device that nobody is to join")
+def test_no_optimizer() -> None:
+    class Reads(DigitsMLP):
+        @override
+        def configure_optimizers(self) -> Any:
+            return None
+
+    with quiet_warnings():
+        assert_refused("must return an optimizer with parameters, got none", Reads)
+        L.Trainer(**QUIET, devices=1, max_steps=2, strategy="swarm").fit(Reads(), loader(digits()))
 
 
 @feature(
