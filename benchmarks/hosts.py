@@ -24,6 +24,12 @@ DEVICE = "uplink"  # `ip` takes the word "link" for its own
 SEND_SIZES = "/proc/sys/net/ipv4/tcp_wmem"
 """Of buffers of TCP for what is under way, smallest, first and largest: a network namespace has its own."""
 
+BEHIND = "192.168.77.2"
+"""The address of a host behind a router. No host beside that router has a way to it."""
+
+_ROUTER = "192.168.77.1"
+_FORWARDS = "/proc/sys/net/ipv4/ip_forward"
+
 
 class Hosts:
     """Some of them, all on one switch.
@@ -45,9 +51,10 @@ class Hosts:
         self._switch, *self._names = (f"swarm-{os.getpid()}-{number}" for number in range(len(mbits) + 1))
 
     @staticmethod
-    def missing(*, delayed: bool = False) -> str:
-        """What it needs, for links with latency if they are `delayed`, and this machine lacks."""
-        found = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
+    def missing(*, delayed: bool = False, routed: bool = False) -> str:
+        """What this machine lacks of what it needs; more, if links are `delayed`, or hosts stand behind routers."""
+        programs = ("ip", "tc", "taskset", *(["iptables"] if routed else []))
+        found = [name for name in programs if shutil.which(name) is None]
         found += ["root"] if os.geteuid() != 0 else []
         found += [str(TUN)] if delayed and not TUN.exists() else []
         return ", ".join(found)
@@ -56,6 +63,32 @@ class Hosts:
     def address(number: int) -> str:
         """Of a host."""
         return f"10.213.77.{number + 1}"
+
+    def namespace(self, number: int) -> str:
+        """The network namespace of a host."""
+        return self._names[number]
+
+    @contextmanager
+    def behind(self, number: int) -> Iterator[str]:
+        """Make a host a router, with one host behind it. Yields the network namespace of that one.
+
+        It reaches all others, by an address of the router's. None of them can begin a connection to it.
+        """
+        router, name = self._names[number], f"{self._names[number]}-inner"
+        _run(f"ip netns add {name}")
+        try:
+            _run(f"ip link add inner netns {router} type veth peer name {DEVICE} netns {name}")
+            _run(f"ip -n {router} address add {_ROUTER}/24 dev inner")
+            _run(f"ip -n {router} link set inner up")
+            _run(f"ip -n {name} address add {BEHIND}/24 dev {DEVICE}")
+            _run(f"ip -n {name} link set lo up")
+            _run(f"ip -n {name} link set {DEVICE} up")
+            _run(f"ip -n {name} route add default via {_ROUTER}")
+            subprocess.run([*self.on(number), "tee", _FORWARDS], input=b"1", capture_output=True, check=True)
+            _run(f"ip netns exec {router} iptables -t nat -A POSTROUTING -o {DEVICE} -j MASQUERADE")
+            yield name
+        finally:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def on(self, number: int, *, core: int | None = None) -> Sequence[str]:
         """What a command on a host begins with. With `core` it has one of the machine's for itself."""

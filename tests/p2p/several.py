@@ -252,6 +252,7 @@ def train(
     limits: Mapping[str, Any],
     cut: bool = True,
     gated: bool = False,
+    listen: str = "",
 ) -> None:
     """As a user's script does that trains in a run.
 
@@ -263,6 +264,7 @@ def train(
         limits: As in `Limits`.
         cut: False: each trainer computes the whole model itself.
         gated: The model is `Long`, the run ends by itself, and a `Gate` holds each step.
+        listen: At an address of its host; none: peers of this machine only.
     """
     notes, make = Notes(Path(folder) / f"trainer-{number}"), Long if gated else Validated
     strategy = NotedStrategy(
@@ -274,6 +276,7 @@ def train(
         target_batch_size=make.batches_of_a_step * _BATCH_SIZE,
         initial_peers=initial_peers,
         limits=Limits(**limits),
+        **({"listen": listen, "trust": "open"} if listen else {}),
     )
     L.seed_everything(0)
     module, watch, gate = make(), Watch(notes, others, waits=cut), Gate(Path(folder), notes, strategy)

@@ -60,8 +60,8 @@ class Churn:
     living: set[int] = field(default_factory=set)
     happened: list[str] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """One more trainer, which knows one of those that live."""
+    def begin(self, **more: Any) -> None:
+        """One more trainer, which knows one of those that live. `more` are options of `Zygote.begin_trainer`."""
         known = [address for number in sorted(self.living) if (address := self.address(number))]
         options = {
             "folder": str(self.folder),
@@ -71,6 +71,7 @@ class Churn:
             "limits": {**LIMITS, "silence_timeout": 2.0, "revive_timeout": 1.0, "snapshot_interval": 0.001},
             "cut": False,
             "gated": True,
+            **more,
         }
         self.living.add(len(self.trainers))
         self.trainers.append(self.zygote.begin_trainer(**options))

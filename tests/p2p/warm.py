@@ -43,18 +43,21 @@ class Zygote:
         """One server; the first one has nobody to join. `options` are those of `serve` in `zygote.py`."""
         return self._begin("serve", {"model": "digits", "initial_peers": initial_peers, "limits": LIMITS, **options})
 
-    def begin_trainer(self, **options: Any) -> Server:
-        """One trainer that serves, too. `options` are those of `train` in `several.py`."""
-        return self._begin("train", options)
+    def begin_trainer(self, *, netns: str = "", **options: Any) -> Server:
+        """One trainer that serves, too, in a network namespace if it has a name.
+
+        `options` are those of `train` in `several.py`.
+        """
+        return self._begin("train", options, netns)
 
     def begin_kind(self, **options: Any) -> Server:
         """One server of a project. `options` are those of `serve_kind` in `kinds.py`."""
         return self._begin("kind", options)
 
-    def _begin(self, role: str, options: dict[str, Any]) -> Server:
+    def _begin(self, role: str, options: dict[str, Any], netns: str = "") -> Server:
         self._num_begun += 1
         log = self._folder / f"{role}-{self._num_begun}.log"
-        order = {"log": str(log), "role": role, "options": options}
+        order = {"log": str(log), "role": role, "options": options, "netns": netns}
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
         return Server(int(self._read()), log)

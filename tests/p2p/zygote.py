@@ -35,6 +35,7 @@ from tests.p2p.train import WatchedStrategy, Wide
 from tests.parity.models import MODELS, Recipe
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 Planned = Sequence[tuple[str, str, dict[str, Any]]]
 """Faults as JSON has them: a method of `FaultPlan`, a name, and the method's keywords, the phase by its name."""
@@ -75,6 +76,9 @@ def _live(order: dict[str, Any]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order["netns"]:
+        with Path("/run/netns", order["netns"]).open() as netns:
+            assert ctypes.CDLL(None).setns(netns.fileno(), _CLONE_NEWNET) == 0
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
