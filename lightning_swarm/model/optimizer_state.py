@@ -23,7 +23,8 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
     """Read the selection from the whole model and its optimizer."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = dict(module.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
     for index, group in enumerate(optimizer.param_groups):
         shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
         if shapes:
@@ -41,7 +42,7 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         },
-        frozen=[name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        frozen=[name for name, parameter in parameters.items() if not parameter.requires_grad],
     )
 
 

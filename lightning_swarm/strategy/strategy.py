@@ -264,7 +264,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        return not self.is_plain  # the swarm says when a step is full
+        return self._loop is not None or not self.is_plain  # the swarm says when a step is full
 
     @override
     @contextlib.contextmanager
