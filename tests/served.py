@@ -18,6 +18,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer.model_host import ModelHost, ServeOptions
 from lightning_swarm.peer.remote_model import ServedModelClient
 from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.server.placement import MovePolicy
 
 LIMITS = Limits(call_timeout=60.0, silence_timeout=5.0, session_bytes=1 << 24)
 
@@ -108,7 +109,14 @@ class ServedSwarm:
         self.client: ServedModelClient | None = None
 
     def serve(
-        self, name: str, *, join: str = "", has_files: bool = True, share: float = 1.0, limits: Limits = LIMITS
+        self,
+        name: str,
+        *,
+        join: str = "",
+        has_files: bool = True,
+        share: float = 1.0,
+        limits: Limits = LIMITS,
+        moves: MovePolicy | None = None,
     ) -> ModelHost:
         """Start a server with memory for a share of the blocks."""
         transport = self.network.transport(name)
@@ -117,6 +125,7 @@ class ServedSwarm:
             hosts=[PeerId(join)] if join else [],
             weight_bytes=None if share == 1.0 else self._bytes_of(share),
             num_stages=None if join else self.num_stages,
+            moves=moves,
         )
         host = ModelHost(transport, self.network.directory(transport), InlineExecutor, limits, options)
         self.loop.run_until_complete(host.open())
@@ -143,6 +152,14 @@ class ServedSwarm:
             rng=random.Random(options.pop("seed", 0)),
         )
         return self.client.model
+
+    def leave(self, name: str) -> None:
+        """Have a server leave in order."""
+        host = self.hosts.pop(name)
+        host.leave()
+        self.loop.run_until_complete(host.until_left(lambda _: None))
+        self.loop.run_until_complete(host.close())
+        self.network.kill(PeerId(name))
 
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass."""

@@ -82,6 +82,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     from lightning_swarm.peer.model_host import ModelHost, ServeOptions
     from lightning_swarm.peer.network import start_network
     from lightning_swarm.server.executor import ThreadExecutor
+    from lightning_swarm.server.placement import MovePolicy
 
     if chosen.weights is not None:
         PretrainedFolder(chosen.weights)  # refuses a folder that is none before anything starts
@@ -99,6 +100,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         blocks=chosen.blocks,
         device=chosen.device,
         joins=not chosen.apart,
+        moves=None if chosen.stay else MovePolicy(),
     )
     entry = entry_of(config, owners_folder, now_s=time.time())
     runtime, transport, directory = start_network(config, entry, keeps_memory=False)
@@ -172,6 +174,7 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", metavar="NAME", help="of the list of blocks (default: it is found)")
     parser.add_argument("--device", default="cpu", help="that computes (default: %(default)s)")
     parser.add_argument("--apart", action="store_true", help="no text's last bits depend on other texts; slower")
+    parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="(default: this machine only)")
     parser.add_argument("--announce", action="append", default=[], metavar="HOST:PORT", help="where others find it")
     parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")

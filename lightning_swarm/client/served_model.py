@@ -117,7 +117,7 @@ class ModelDirectory:
 
     def serving(self, stage: int) -> list[PeerId]:
         """Return the servers of a stage."""
-        return [peer for peer, offer in self.offers.items() if stage in stages_of(offer)]
+        return [peer for peer, offer in self.offers.items() if stage in offer.stages]
 
     # ------------------------------------------------------------------ downloads
 
@@ -179,11 +179,6 @@ class ModelDirectory:
         return found
 
 
-def stages_of(offer: ServerOffer) -> range:
-    """Return the stages of an offer."""
-    return range(offer.first_stage, offer.first_stage + offer.num_stages)
-
-
 class ServedRoutes:
     """Routes of sessions through the servers of a model; see `SessionRoutes`."""
 
@@ -235,7 +230,7 @@ class ServedRoutes:
     def _views(self) -> dict[PeerId, ServerView]:
         return {
             peer: ServerView(
-                stages=stages_of(offer),
+                stages=offer.stages,
                 step_s=offer.step_s,
                 num_sessions=max(offer.num_sessions, self._own[peer]),
                 has_room=not offer.is_draining and offer.free_bytes > 0 and not self.is_banned(0, peer),

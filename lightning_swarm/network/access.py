@@ -95,7 +95,7 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("step.settle", "step.freeze", "step.fence", "step.receipts", "step.average", "step.apply"),
             *("stage.follow", "stage.piece", "stage.next", "ticket.wait", "ticket.fetch"),
             *("snapshot.held", "snapshot.keep", "snapshot.read"),
-            *("session.step", "session.output", "session.failed", "model.card", "model.part"),
+            *("session.step", "session.output", "session.failed", "model.card", "model.part", "model.stay"),
             *("trainer.leads", "trainer.report", "trainer.report_metrics", "trainer.replay"),
         ),
         Role.SERVER,

@@ -5,28 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from lightning_swarm.client.served_model import REFRESH_S, ModelDirectory, offers_key, read_card, stages_of
+from lightning_swarm.client.served_model import REFRESH_S, ModelDirectory, offers_key, read_card
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ConfigError, PeerError
+from lightning_swarm.core.errors import ConfigError, PeerError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
 from lightning_swarm.network import Directory, PeerId, Transport
-from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer, WeightsDigest
+from lightning_swarm.peer.moves import Moves
+from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.model_server import ModelServer, ServedParts
-from lightning_swarm.server.placement import choose_span
+from lightning_swarm.server.placement import MovePolicy, Placed, choose_move, choose_span, stage_rates
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class ServeOptions:
         blocks: The name of the list of blocks, at the first server; None: it is found.
         device: That computes.
         joins: Compute steps of several texts together, which changes their last bits.
+        moves: When it moves to stages that are served worse; None: never.
     """
 
     weights: Path | None
@@ -59,6 +62,7 @@ class ServeOptions:
     blocks: str | None = None
     device: str = "cpu"
     joins: bool = True
+    moves: MovePolicy | None = field(default_factory=MovePolicy)
 
 
 class ModelHost:
@@ -77,34 +81,31 @@ class ModelHost:
         self._executor: Executor | None = None
         self._tasks = TaskOwner()
         self._leaving = asyncio.Event()
+        self._folder: PretrainedFolder | None = None
         self.server: ModelServer | None = None
-        self.span = range(0)
+        self.span = range(0)  # its stages
 
     async def open(self, say: Callable[[str], None] = _log.info) -> None:
         """Load stages, and begin to serve them."""
         options = self._options
-        folder = None if options.weights is None else PretrainedFolder(options.weights)
+        self._folder = None if options.weights is None else PretrainedFolder(options.weights)
+        self._say = say
         if options.hosts:
             card = await self._card_of_hosts()
             check_version(card)
-            model = await asyncio.to_thread(
-                PretrainedModel, card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks
-            )
-        elif folder is None:
+            model = await self._build(card)
+        elif self._folder is None:
             raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
         else:
             say(f"Reading {options.weights}, to tell others which weights are served.")
-            model, card = await asyncio.to_thread(_first, folder, options)
-        self._models = ModelDirectory(self._transport, self._directory, card)
+            model, card = await asyncio.to_thread(_first, self._folder, options)
+        self.models = ModelDirectory(self._transport, self._directory, card)
         if options.hosts:
-            await self._models.refresh()
-        self.span = self._chosen(card)
-        stages = dict(zip(self.span, model.stages(card.ranges)[self.span.start : self.span.stop], strict=True))
-        for index, stage in stages.items():
-            await self._load(model, stage, card.stages[index].weights, folder, index)
+            await self.models.refresh()
+        self.span = self.choose_span()
+        parts = await self._load(model, self.span)
         self._executor = self._executor_of()
         await self._tasks.start()
-        parts = _parts(model, stages, folder)
         self.server = ModelServer(
             self._transport,
             self._executor,
@@ -115,12 +116,41 @@ class ModelHost:
             torch.device(options.device),
             joins=options.joins,
         )
-        await self._announce()
+        await self._serve(self.span)
         self._tasks.spawn(self._keep_announcing())
         self._tasks.spawn(self._keep_looking())
-        last = self.span.stop - 1
-        which = f"stage {last}" if len(self.span) == 1 else f"stages {self.span.start} to {last}"
-        say(f"Serving {which} of {len(card.stages)} of model {card.id[:12]}.")
+        if options.moves is not None:
+            self._tasks.spawn(Moves(self, self._transport, options.moves, self._limits).keep_looking())
+
+    async def _serve(self, span: range) -> None:
+        """Serve these stages, which the server has, from now on, and announce them."""
+        assert self.server is not None
+        self.span = span
+        self.server.is_draining = self.is_leaving
+        await self._announce()
+        last = span.stop - 1
+        which = f"stage {last}" if len(span) == 1 else f"stages {span.start} to {last}"
+        self._say(f"Serving {which} of {len(self.models.card.stages)} of model {self.models.card.id[:12]}.")
+
+    async def move(self, span: range) -> None:
+        """Serve other stages. If they cannot be loaded, those before, or none if they are gone, too."""
+        assert self.server is not None
+        before = self.span
+        await self.server.withdraw()
+        self.span = range(0)
+        try:
+            parts = await self._load(await self._build(self.models.card), span)
+        except SwarmError as error:
+            if not before:
+                raise
+            _log.warning("The stages %s cannot be loaded, and this server stays: %s", [*span], shorten(str(error)))
+            span, parts = before, await self._load(await self._build(self.models.card), before)
+        self.server.take(parts)
+        await self._serve(span)
+
+    async def _build(self, card: ModelCard) -> PretrainedModel:
+        config = card.config, card.generation_config
+        return await asyncio.to_thread(PretrainedModel, *config, dtype=card.dtype, blocks=card.blocks)
 
     async def _card_of_hosts(self) -> ModelCard:
         problems = []
@@ -134,22 +164,45 @@ class ModelHost:
             "that it printed, and see whether it runs."
         )
 
-    def _chosen(self, card: ModelCard) -> range:
-        rates = [0.0] * len(card.stages)
-        for offer in self._models.offers.values():
-            for stage in stages_of(offer) if not offer.is_draining else ():
-                rates[stage] += 1.0 / len(stages_of(offer))  # who has many stages has less for each
-        return choose_span([stage.weights.num_bytes for stage in card.stages], self._options.weight_bytes, rates)
+    def choose_span(self) -> range:
+        """Return the stages that a server which serves none had better serve."""
+        sizes = self.stage_bytes
+        return choose_span(sizes, self._options.weight_bytes, stage_rates(len(sizes), self._others()))
 
-    async def _load(
-        self,
-        model: PretrainedModel,
-        stage: StageModule,
-        wanted: WeightsDigest,
-        folder: PretrainedFolder | None,
-        index: int,
-    ) -> None:
-        tensors = stage.named_stage_tensors()
+    def choose_move(self, avoided: Collection[range], *, gain: float) -> range | None:
+        """Return stages that this server had better serve than its own. None: it stays."""
+        assert self.server is not None
+        here = Placed(self.span, 1.0 / (self.server.sessions.step_s or self._typical_step_s))
+        room = self._options.weight_bytes
+        return choose_move(self.stage_bytes, room, here, self._others(), avoided=avoided, gain=gain)
+
+    @property
+    def stage_bytes(self) -> list[int]:
+        """Bytes of each stage's weights."""
+        return [stage.weights.num_bytes for stage in self.models.card.stages]
+
+    def _others(self) -> list[Placed]:
+        """Return the other servers that take sessions; one that has computed nothing yet counts as a typical one."""
+        typical_s, own = self._typical_step_s, self._transport.peer_id
+        return [
+            Placed(offer.stages, 1.0 / (offer.step_s or typical_s))
+            for peer, offer in self.models.offers.items()
+            if peer != own and not offer.is_draining
+        ]
+
+    @property
+    def _typical_step_s(self) -> float:
+        return statistics.median([offer.step_s for offer in self.models.offers.values() if offer.step_s] or [1.0])
+
+    async def _load(self, model: PretrainedModel, span: range) -> ServedParts:
+        """Load stages: from the folder, or from other servers."""
+        cut = model.stages(self.models.card.ranges)
+        for index in span:
+            await self._load_stage(model, cut[index], index)
+        return _parts(model, {index: cut[index] for index in span}, self._folder)
+
+    async def _load_stage(self, model: PretrainedModel, stage: StageModule, index: int) -> None:
+        tensors, folder, wanted = stage.named_stage_tensors(), self._folder, self.models.card.stages[index].weights
         if folder is not None:
             read = folder.reader(model)
             values = await asyncio.to_thread(model.fill, tensors, read, torch.device(self._options.device))
@@ -159,16 +212,17 @@ class ModelHost:
                     f"{str(folder.path)!r} has other weights. Leave `--weights` out: then they come from other servers."
                 )
             return
-        sources = self._models.serving(index)
-        sources += [peer for peer, offer in self._models.offers.items() if offer.has_files and peer not in sources]
-        found = await self._models.download(model.saved(tensors), tensors, wanted, sources)
+        sources = self.models.serving(index)
+        sources += [peer for peer, offer in self.models.offers.items() if offer.has_files and peer not in sources]
+        found = await self.models.download(model.saved(tensors), tensors, wanted, sources)
         await asyncio.to_thread(model.fill, tensors, found.__getitem__, torch.device(self._options.device))
 
     # ------------------------------------------------------------------ announcements
 
     async def _announce(self) -> None:
         server = self.server
-        assert server is not None
+        if server is None or not self.span:
+            return
         offer = ServerOffer(
             addresses=list(await self._transport.addresses()),
             first_stage=self.span.start,
@@ -177,14 +231,14 @@ class ModelHost:
             num_sessions=server.sessions.num_open // len(self.span),
             free_bytes=server.sessions.free_bytes,
             has_files=server.parts.has_files,
-            is_draining=self._leaving.is_set(),
+            is_draining=server.is_draining,
             round_trips=self._round_trips(),
         )
         await self._directory.announce(offers_key(server.card.id), encode(offer), ttl_s=_OFFER_TTL_S)
 
     def _round_trips(self) -> dict[PeerId, float]:
         links = self._transport.links
-        measured = {peer: links[peer].round_trip_s for peer in self._models.offers if peer in links}
+        measured = {peer: links[peer].round_trip_s for peer in self.models.offers if peer in links}
         return {peer: trip_s for peer, trip_s in list(measured.items())[:_MAX_NEIGHBOURS] if trip_s is not None}
 
     async def _keep_announcing(self) -> None:
@@ -198,8 +252,8 @@ class ModelHost:
         while True:
             await asyncio.sleep(REFRESH_S)
             with contextlib.suppress(PeerError):
-                await self._models.refresh()
-                await gather(self._measure(peer) for peer in list(self._models.offers)[:_MAX_NEIGHBOURS])
+                await self.models.refresh()
+                await gather(self._measure(peer) for peer in list(self.models.offers)[:_MAX_NEIGHBOURS])
 
     async def _measure(self, peer: PeerId) -> None:
         """Have the link to another server measured."""
@@ -212,24 +266,41 @@ class ModelHost:
     async def until_left(self, say: Callable[[str], None]) -> None:
         """Serve until `leave`, and then until no text is under way here, or for as long as one may take."""
         await self._leaving.wait()
-        server = self.server
-        if server is None:
+        if self.server is None:
             return
-        with contextlib.suppress(PeerError):
-            await self._announce()
-        end_s = now_s() + self._limits.drain_timeout
-        if server.sessions.num_open:
+        if self.server.sessions.num_open:
             say(
                 f"Leaving when the texts that are under way here are done, in {self._limits.drain_timeout:g} s at most."
             )
-        while server.sessions.num_open and now_s() < end_s:  # noqa: ASYNC110 - it ends by many ways
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Take no new texts, and wait until none is under way here, or for as long as one may take."""
+        assert self.server is not None
+        self.server.is_draining = True
+        with contextlib.suppress(PeerError):
+            await self._announce()
+        sessions, end_s = self.server.sessions, now_s() + self._limits.drain_timeout
+        while sessions.num_open and now_s() < end_s:  # noqa: ASYNC110 - it ends by many ways
             await asyncio.sleep(_DRAIN_LOOK_S)
+
+    async def stay(self) -> None:
+        """Take texts again, unless this server is to leave."""
+        assert self.server is not None
+        self.server.is_draining = self.is_leaving
+        with contextlib.suppress(PeerError):
+            await self._announce()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the server was asked to leave."""
+        return self._leaving.is_set()
 
     def leave(self) -> None:
         """On the loop: have `until_left` end. Twice is fine."""
         self._leaving.set()
         if self.server is not None:
-            self.server.is_leaving = True
+            self.server.is_draining = True
 
     async def close(self) -> None:
         """Serve nothing any more."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.process import give_memory_back
@@ -20,11 +21,12 @@ from lightning_swarm.model.running_statistics import RunningStatistics
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.compression import PLAIN
 from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest
+from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest, StayReply, StayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
+from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART, MODEL_STAY
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.promises import Promises
 from lightning_swarm.server.session_host import SessionStage
 from lightning_swarm.server.sessions import SessionHandlers
 
@@ -39,6 +41,14 @@ class ServedParts:
     tensor: Callable[[str], Tensor]  # reads a tensor by its name; KeyError if it is not here
     files: Mapping[str, bytes]  # small ones; none where the server has no folder
     has_files: bool  # all of the model
+
+    def without_stages(self) -> ServedParts:
+        """Return what is left once the stages are gone."""
+        return replace(self, stages={}, tensor=self.tensor if self.has_files else _none_is_here)
+
+
+def _none_is_here(name: str) -> Tensor:
+    raise KeyError(name)
 
 
 class ModelServer:
@@ -56,28 +66,49 @@ class ModelServer:
         *,
         joins: bool = True,
     ) -> None:
-        self.card, self.parts = card, parts
+        self.card = card
         self._id = card.id
         self._reading = asyncio.Semaphore(1)
-        self.is_leaving = False  # takes no new sessions
-        self._limits = limits
-        ranges = card.ranges
-        self._stages = {
-            index: SessionStage(
-                index=index,
-                module=module,
-                computation=Computation(module, device, PLAIN, RunningStatistics(module)),
-                first_block=ranges[index].start,
-                holding=contextlib.nullcontext,
-                joins=joins,
-            )
-            for index, module in parts.stages.items()
-        }
+        self.is_draining = False  # takes no new sessions
+        self.promises = Promises()
+        self._limits, self._device, self._joins = limits, device, joins
+        self.take(parts)
         self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
         self._freed_bytes = 0  # since memory was given back
         self._freeing: asyncio.TimerHandle | None = None
         transport.handle_call(MODEL_CARD, self._handle_card)
         transport.handle_stream(MODEL_PART, self._handle_part, max_bytes=0)
+        transport.handle_call(MODEL_STAY, self._handle_stay)
+
+    # ------------------------------------------------------------------ stages
+
+    def take(self, parts: ServedParts) -> None:
+        """Serve these stages in place of those before."""
+        ranges = self.card.ranges
+        self.parts = parts
+        self._stages = {
+            index: SessionStage(
+                index=index,
+                module=module,
+                computation=Computation(module, self._device, PLAIN, RunningStatistics(module)),
+                first_block=ranges[index].start,
+                holding=contextlib.nullcontext,
+                joins=self._joins,
+            )
+            for index, module in parts.stages.items()
+        }
+
+    async def withdraw(self) -> None:
+        """Serve no stage from now on. Sessions that are under way here go on elsewhere."""
+        self.take(self.parts.without_stages())
+        await self.sessions.end_all()
+
+    async def _handle_stay(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, StayRequest)
+        self._check_model(request.model)
+        here = () if self.is_draining else self._stages.keys()
+        stays = self.promises.give(caller, request.stages, here, now_s=now_s(), for_s=request.for_s)
+        return encode(StayReply(stays=stays))
 
     # ------------------------------------------------------------------ sessions
 
@@ -93,10 +124,10 @@ class ModelServer:
         if (step.generation, step.version, step.weights) != (0, 0, 0):
             raise ProtocolError("a served model's weights do not change, and a step names none of another time")
         stage = self._stages.get(step.stage_index)
-        if step.number == 1 and self.is_leaving:
+        if step.number == 1 and self.is_draining:
             raise Busy("this server is about to leave, and takes no new texts")
-        if stage is None:
-            raise NotMember(f"stage {step.stage_index} is not served here")
+        if stage is None:  # it may have moved a moment ago, and is not to be avoided for that
+            raise Busy(f"stage {step.stage_index} is not served here")
         return stage
 
     def _free_soon(self, num_bytes: int) -> None:
@@ -118,10 +149,13 @@ class ModelServer:
         decode(body, CardRequest)
         return encode(self.card)
 
+    def _check_model(self, model: str) -> None:
+        if model != self._id:
+            raise NotMember(f"model {self._id} is served here, and not {model}")
+
     async def _handle_part(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, PartRequest)
-        if request.model != self._id:
-            raise NotMember(f"model {self._id} is served here, and not {request.model}")
+        self._check_model(request.model)
         try:
             if request.kind == "file":
                 return Message(

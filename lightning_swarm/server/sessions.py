@@ -152,6 +152,14 @@ class SessionHandlers:
         """Forget all sessions: their weights are gone."""
         self._held.clear()
 
+    async def end_all(self) -> None:
+        """End all sessions here: they go on at other servers."""
+        freed, ended = self._used_bytes(), list(self._held.values())
+        self.discard()
+        self._on_dropped(freed)
+        for held in ended:  # steps may wait for those before
+            await held.grow()
+
     @property
     def num_open(self) -> int:
         """The number of sessions, counted at each stage here."""

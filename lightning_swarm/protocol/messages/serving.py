@@ -21,6 +21,7 @@ from lightning_swarm.protocol.messages.wire import (
 
 MAX_SERVED_STAGES: Final = 1024
 MAX_FILE_BYTES: Final = 64 << 20
+MAX_STAY_S: Final = 86400.0
 _MAX_CONFIG: Final = 512 << 10
 _MAX_NEIGHBOURS: Final = 64
 
@@ -88,9 +89,28 @@ class ServerOffer(WireMessage, frozen=True):
     # Seconds of a round trip to servers of other stages.
     round_trips: Annotated[dict[PeerId, NotNegative], msgspec.Meta(max_length=_MAX_NEIGHBOURS)]
 
+    @property
+    def stages(self) -> range:
+        """The stages."""
+        return range(self.first_stage, self.first_stage + self.num_stages)
+
 
 class CardRequest(WireMessage, frozen=True):
     """Anyone asks a server for the card of the model that it serves."""
+
+
+class StayRequest(WireMessage, frozen=True):
+    """A server that is about to leave its stages asks another one to stay at some of them."""
+
+    model: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # the card's id
+    stages: Annotated[list[Count], msgspec.Meta(max_length=MAX_SERVED_STAGES)]  # none: it asks for it no more
+    for_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_STAY_S)]
+
+
+class StayReply(WireMessage, frozen=True):
+    """The other one's answer."""
+
+    stays: bool  # at all of these stages, for so long
 
 
 class PartRequest(WireMessage, frozen=True):

@@ -14,9 +14,16 @@ import pytest
 from lightning_swarm.core.errors import ConfigError, NotMember, ProtocolError, SwarmError
 from lightning_swarm.model.pretrained import PretrainedModel
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.serving import CardFile, CardRequest, ModelCard, PartRequest
+from lightning_swarm.protocol.messages.serving import (
+    CardFile,
+    CardRequest,
+    ModelCard,
+    PartRequest,
+    StayReply,
+    StayRequest,
+)
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
+from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART, MODEL_STAY
 from tests.served import ServedSwarm, make_model
 
 A = PeerId("a")
@@ -81,6 +88,36 @@ def test_mutated_requests_are_refused(swarm: ServedSwarm) -> None:
     swarm.loop.run_until_complete(client.close())
 
 
+def test_a_server_promises_to_stay_and_mutated_requests_change_nothing(swarm: ServedSwarm) -> None:
+    server = swarm.hosts["a"].server
+    assert server is not None
+    client = swarm.network.transport()
+
+    def asked(body: bytes) -> bool:
+        answer = swarm.loop.run_until_complete(client.call(A, MODEL_STAY, body, timeout=5.0))
+        return decode(answer, StayReply).stays
+
+    good = encode(StayRequest(model=server.card.id, stages=[0, 1], for_s=50.0))
+    rng = random.Random(0)
+    for _ in range(300):
+        body = bytearray(good)
+        body[rng.randrange(len(body))] = rng.randrange(256)
+        try:
+            stays = asked(bytes(body))
+        except (ProtocolError, NotMember):
+            continue
+        request = decode(bytes(body), StayRequest)
+        assert stays == (bool(request.stages) and set(request.stages) <= {0, 1})
+    assert not asked(encode(StayRequest(model=server.card.id, stages=[2], for_s=50.0)))
+    assert asked(good)
+    assert not server.promises.begin_leaving(swarm.loop.time() + 49.0)
+    assert not asked(encode(StayRequest(model=server.card.id, stages=[], for_s=0.0)))
+    server.is_draining = True
+    assert not asked(good)
+    assert server.promises.begin_leaving(swarm.loop.time())
+    swarm.loop.run_until_complete(client.close())
+
+
 def test_a_file_of_a_forged_card_is_no_path(swarm: ServedSwarm, tmp_path: Path) -> None:
     host = swarm.hosts["a"]
     assert host.server is not None
@@ -88,7 +125,7 @@ def test_a_file_of_a_forged_card_is_no_path(swarm: ServedSwarm, tmp_path: Path) 
     bad = CardFile(name="../../forged", num_bytes=2, sha256=b"0" * 32)
     server.card = msgspec.structs.replace(server.card, files=[bad])
     server._id = server.card.id
-    host._models.card = server.card
+    host.models.card = server.card
     swarm.loop.run_until_complete(host._announce())
     swarm.connect()
     assert swarm.client is not None
