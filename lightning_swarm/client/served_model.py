@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from lightning_swarm.core.errors import ConfigError, Damaged, PeerError, Protoco
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.attention_cache import CacheHandle, is_in_session
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.pretrained import FILES, weights_digest
 from lightning_swarm.network import Directory, Message, PeerId, Transport
+from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.serving import (
     CardRequest,
@@ -37,6 +39,9 @@ from lightning_swarm.protocol.messages.serving import (
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
 
+if TYPE_CHECKING:
+    from lightning_swarm.client.tuning import AdaptedBlocks
+
 _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 5.0
@@ -47,6 +52,10 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _CONNECT_AGAIN_S: Final = 60.0
 _FIRST_BAN_S: Final = 5.0
 _LONGEST_BAN_S: Final = 60.0
+_NO_CACHE: Final = (
+    "a cache of a served model has nothing of a forward with adapters or gradients, got a text that goes on from one. "
+    "Pass `use_cache=False` to `generate`: then each token computes the whole text."
+)
 _WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # they do not change
 
 
@@ -276,17 +285,35 @@ class ServedRoutes:
         return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
 
 
+def _wants_gradient(hidden: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.leaves(hidden))
+
+
 class ServedBlocks:
     """Takes the place of a model's blocks: their calls become steps of sessions."""
 
-    def __init__(self, runtime: Runtime, routes: ServedRoutes, card: ModelCard, *, device: torch.device) -> None:
-        self._num_stages, self._device = len(card.stages), device
+    def __init__(
+        self,
+        runtime: Runtime,
+        routes: ServedRoutes,
+        card: ModelCard,
+        *,
+        device: torch.device,
+        adapted: AdaptedBlocks | None = None,  # where blocks may get adapters
+    ) -> None:
+        self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._forwards = SessionForwards(
             runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
         )
 
     def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the next tokens of a text, with a cache."""
+        adapters = None if self._adapted is None else self._adapted.adapters()
+        if self._adapted is not None and (adapters is not None or _wants_gradient(hidden)):
+            # A model makes a cache whether somebody will use it or not.
+            CacheHandle.of(cache).refuse_use(_NO_CACHE)
+            extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
+            return self._adapted(hidden, extras, adapters)
         return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
@@ -296,6 +323,9 @@ class ServedBlocks:
                 "a served model computes without gradients, got an input of its blocks that requires one. Call it "
                 "under `torch.no_grad()`."
             )
+        adapters = None if self._adapted is None else self._adapted.adapters()
+        if self._adapted is not None and (adapters is not None or _wants_gradient(hidden)):
+            return self._adapted(hidden, extras, adapters)
         return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes())
 
     def _modes(self) -> list[ComputeMode]:

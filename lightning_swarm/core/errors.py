@@ -25,6 +25,8 @@
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         │   └── GradientGone likewise, for the gradient that a backward was to begin with
+        ├── AdapterMissing   the peer does not have (any more) the adapter that a call names: send it
+        ├── GraphGone        the peer does not have (any more) the forward of a backward: call it again
         ├── InputMissing     what a call was to work on never came: blames its sender or the link
         │   └── GradientMissing  likewise, the gradient of what it gave
         └── NotCoordinator   another peer coordinates the run (by now): ask that one
@@ -142,6 +144,14 @@ class GradientGone(TicketGone):
 
 class SessionLost(PeerError):
     """The peer lacks steps of an inference session: it is new to it, or had no room. They can be sent again."""
+
+
+class AdapterMissing(PeerError):
+    """The peer does not have the adapter that a call names. It can be sent."""
+
+
+class GraphGone(PeerError):
+    """The peer does not have what a backward needs. The forward can be called again, on any server of the stage."""
 
 
 class InputMissing(PeerError):

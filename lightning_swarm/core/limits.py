@@ -52,6 +52,8 @@ class Limits:
             servers that come in the place of others. Beyond this, outputs are dropped first, then sessions that are
             not used; those that go on are computed again: slower, never different.
         session_idle: Seconds after which a server drops an inference session that nobody continues.
+        adapter_bytes: Bytes that a server may keep of adapters of clients who tune a served model. Beyond this, those
+            that were not used for longest are dropped, and sent again when they are needed.
         loop_bytes: Bytes of the largest loop state that the lead sends to peers which could take the run over; it has
             no weights. A larger one stays with the lead, which a warning says.
     """
@@ -76,6 +78,7 @@ class Limits:
     snapshot_bytes: int = 4 << 30
     session_bytes: int = 4 << 30
     session_idle: float = 300.0
+    adapter_bytes: int = 1 << 30
     revive_timeout: float = 60.0
     loop_bytes: int = 64 << 20
 

@@ -82,6 +82,7 @@ class CacheHandle:
         self.operations: list[CacheOperation] = []  # since the last step
         self.session: Any = None  # of the pipeline that it is used in
         self.in_step = False  # a step has begun, and is not done; if it has failed, contents and lengths may differ
+        self._refused = ""  # why it is of no use; empty: it is
         self.length = 0  # in tokens, as of the last step or operation
         for method, kind in _CHANGES.items():
             if hasattr(cache, method):
@@ -93,12 +94,18 @@ class CacheHandle:
         handle: CacheHandle | None = vars(cache).get(_HANDLE)
         if handle is None:
             handle = vars(cache)[_HANDLE] = cls(cache)
+        elif handle._refused:
+            raise ConfigError(handle._refused)
         elif not handle.in_step and length_of(cache) != handle.length:
             raise ConfigError(
                 f"a cache that servers hold must be changed by its own methods alone: it has {length_of(cache)} "
                 f"tokens here and {handle.length} there. Call `cache.crop(...)` and the like, not those of its layers."
             )
         return handle
+
+    def refuse_use(self, reason: str) -> None:
+        """Have the cache refuse whatever is done with it from now on: it has not what it should."""
+        self._refused = self._refused or reason
 
     def note(self, cache: Any, operation: CacheOperation) -> None:
         """Change the lengths here, and have the servers change the contents before the next step."""

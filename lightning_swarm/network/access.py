@@ -106,7 +106,7 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
             *("step.plan", "step.take_plan", "step.grant", "step.begin", "step.armed", "step.done", "step.record"),
             *("step.metrics", "step.take_metrics", "stage.forward", "stage.backward", "stage.cancel"),
-            *("session.replay", "session.close"),
+            *("session.replay", "session.close", "tune.adapter", "tune.forward", "tune.backward"),
             *("stage.state", "stage.write", "stage.set_evaluation_weights", "snapshot.keep_loop", "trainer.loop"),
             *("server.admit", "server.load", "server.restart", "server.release"),
         ),

@@ -17,6 +17,7 @@ import torch
 
 from lightning_swarm.client.pipeline.interception import BlockChain, Interception
 from lightning_swarm.client.served_model import ModelDirectory, ServedBlocks, ServedRoutes, read_card
+from lightning_swarm.client.tuning import AdaptedBlocks
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import TaskOwner
@@ -65,6 +66,8 @@ class ServedModelClient:
         device: torch.device,
         timeout: float,
         rng: random.Random,  # draws routes
+        tunes: bool = False,  # its blocks may get adapters
+        microbatch_size: int | None = None,  # rows; None: chosen
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._on_close = runtime, on_close
@@ -79,7 +82,21 @@ class ServedModelClient:
         self._fill(pretrained, weights, device)
         self.model: Any = pretrained.module
         self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
-        served = ServedBlocks(runtime, self.routes, card, device=device)
+        adapted = None
+        if tunes:
+            blocks = pretrained.blocks
+            pretrained.hold_places(device)
+            adapted = AdaptedBlocks(
+                runtime,
+                self._models,
+                blocks.modules,
+                blocks.names,
+                device=device,
+                timeout=timeout,
+                microbatch_size=microbatch_size,
+                rng=rng,
+            )
+        served = ServedBlocks(runtime, self.routes, card, device=device, adapted=adapted)
         chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
         self._interception = Interception(pretrained.blocks, chain)
         runtime.run(self._begin())

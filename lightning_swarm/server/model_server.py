@@ -24,11 +24,13 @@ from lightning_swarm.protocol.messages.inference import SessionStep
 from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest, StayReply, StayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART, MODEL_STAY
+from lightning_swarm.server.adapters import LayersOfStage
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.promises import Promises
 from lightning_swarm.server.session_host import SessionStage
 from lightning_swarm.server.sessions import SessionHandlers
+from lightning_swarm.server.tuning import TunedStage, TuningHandlers
 
 _FREEING_S: Final = 0.5  # what is freed meanwhile goes with it
 
@@ -73,6 +75,7 @@ class ModelServer:
         self.promises = Promises()
         self._limits, self._device, self._joins = limits, device, joins
         self.take(parts)
+        self.tuning = TuningHandlers(transport, executor, limits, self, device)
         self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
         self._freed_bytes = 0  # since memory was given back
         self._freeing: asyncio.TimerHandle | None = None
@@ -97,10 +100,12 @@ class ModelServer:
             )
             for index, module in parts.stages.items()
         }
+        self._tuned: dict[int, TunedStage] = {}  # made by the first call
 
     async def withdraw(self) -> None:
         """Serve no stage from now on. Sessions that are under way here go on elsewhere."""
         self.take(self.parts.without_stages())
+        self.tuning.forget_all()
         await self.sessions.end_all()
 
     async def _handle_stay(self, caller: PeerId, body: bytes) -> bytes:
@@ -129,6 +134,17 @@ class ModelServer:
         if stage is None:  # it may have moved a moment ago, and is not to be avoided for that
             raise Busy(f"stage {step.stage_index} is not served here")
         return stage
+
+    def tuned_stage(self, model: str, index: int) -> TunedStage:
+        """See `TuningHost`."""
+        self._check_model(model)
+        stage = self._stages.get(index)
+        if stage is None:
+            raise Busy(f"stage {index} is not served here")
+        if index not in self._tuned:
+            layers = LayersOfStage(list(stage.module.blocks), stage.first_block)
+            self._tuned[index] = TunedStage(stage.computation, layers)
+        return self._tuned[index]
 
     def _free_soon(self, num_bytes: int) -> None:
         """Have the memory of sessions leave the process: at once if it is much, else with what goes in a moment."""

@@ -8,6 +8,7 @@ from lightning_swarm.model.partition.call_binding import (
     argument_of,
     bind,
     extras_after,
+    extras_for,
 )
 from lightning_swarm.model.partition.checks import guard
 from lightning_swarm.model.partition.split import (
@@ -33,6 +34,7 @@ __all__ = [
     "can_be_cut",
     "choose_ranges",
     "extras_after",
+    "extras_for",
     "find_blocks",
     "guard",
     "insert_boundaries",

@@ -1,0 +1,98 @@
+"""Finds what a client trains inside the blocks of a served model: low-rank adapters that peft has put around layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.protocol.messages.tuning import Lora
+
+WRAPPED = "base_layer"
+"""peft's name of the layer that it puts an adapter around."""
+
+
+@dataclass
+class StageAdapter:
+    """The active adapters in a stage's blocks."""
+
+    loras: list[Lora] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)  # the client's own A and B of each, in turn
+    drops: bool = False  # dropout of adapters is on
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a gradient is wanted."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+
+def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> list[StageAdapter]:
+    """Return the adapters of each stage. Refuses whatever else would train in blocks, by name and remedy."""
+    found = []
+    for blocks_of_stage in ranges:
+        stage, drops = StageAdapter(), set[bool]()
+        for number in blocks_of_stage:
+            _find(blocks[number], number, stage, drops)
+        if len(drops) > 1:
+            raise ConfigError(
+                "the dropouts of a stage's adapters must be all in train mode or all in eval mode, got some of each in "
+                f"the blocks {blocks_of_stage.start} to {blocks_of_stage.stop - 1}. Call `train()` or `eval()` of the "
+                "whole model."
+            )
+        stage.drops = True in drops
+        found.append(stage)
+    return found
+
+
+def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool]) -> None:
+    sent: set[int] = set()
+    for name, layer in block.named_modules():
+        if not hasattr(layer, WRAPPED):
+            continue
+        where = f"{name!r} of block {number}"
+        if not hasattr(layer, "lora_A"):
+            _refuse(where, f"a {type(layer).__name__}")
+        if getattr(layer, "merged_adapters", None):
+            _refuse(where, "a merged adapter")
+        if layer.disable_adapters:
+            continue
+        for active in layer.active_adapters:
+            if active not in layer.lora_A:
+                if active in layer.lora_embedding_A:
+                    _refuse(where, "an adapter of an embedding")
+                continue
+            if kind := _kind_of(layer, active):
+                _refuse(where, kind)
+            down, up = layer.lora_A[active].weight, layer.lora_B[active].weight
+            dropout = layer.lora_dropout[active]
+            rate = float(getattr(dropout, "p", 0.0))
+            if rate:
+                drops.add(dropout.training)
+            stage.loras.append(
+                Lora(block=number, module=name, scaling=float(layer.scaling[active]), dropout=rate, rank=len(down))
+            )
+            stage.tensors += [down, up]
+            sent |= {id(down), id(up)}
+    for name, parameter in block.named_parameters():
+        if parameter.requires_grad and id(parameter) not in sent:
+            _refuse(f"{name!r} of block {number}", "a parameter that trains")
+
+
+def _kind_of(layer: Any, active: str) -> str:
+    """Return what an adapter is beyond a plain low-rank one; empty: nothing."""
+    if active in getattr(layer, "lora_variant", {}) or getattr(layer, "use_dora", {}).get(active, False):
+        return "DoRA or another variant of LoRA"
+    if getattr(layer, "lora_bias", {}).get(active, False):
+        return "LoRA with `lora_bias=True`"
+    return ""
+
+
+def _refuse(where: str, kind: str) -> NoReturn:
+    raise ConfigError(
+        f"what trains in the blocks of a served model must be LoRA's A and B of linear layers, got {kind}: {where}. "
+        "Leave out `use_dora`, `lora_bias`, `modules_to_save` and `bias` for layers in blocks, and IA3 and other "
+        "adapters; prompt tuning, p-tuning and a head of your own work, for they are around the blocks."
+    )

@@ -1,0 +1,467 @@
+"""Forwards and backwards of a served model's blocks with this client's own adapter, as one call of autograd.
+
+Servers are pure functions: the same stage, adapter, inputs and seed give the same values on each of them. So whatever
+dies, a call is made again elsewhere, and each gradient comes back once, as a return value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from lightning_swarm.client.adapters import WRAPPED, StageAdapter, find_adapters
+from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, concat, num_rows, split
+from lightning_swarm.client.served_model import ModelDirectory
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import (
+    AdapterMissing,
+    Busy,
+    ConfigError,
+    GraphGone,
+    PeerError,
+    ProtocolError,
+    StageLost,
+)
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.adapter_digest import adapter_digest
+from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.partition import CALLS, extras_for
+from lightning_swarm.model.partition.leftovers import part as split_left
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.tuning import (
+    AdapterUpload,
+    Lora,
+    TuneBackward,
+    TuneForward,
+    TuneGradients,
+    TuneOutput,
+)
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
+
+_T = TypeVar("_T")
+_AGAIN_S: Final = 0.5
+_MICROBATCHES_PER_STAGE: Final = 2
+
+
+class AdaptedBlocks:
+    """Computes calls of a served model's blocks with the adapters that they have here."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        models: ModelDirectory,
+        blocks: Sequence[nn.Module],
+        names: Sequence[str],
+        *,
+        device: torch.device,
+        timeout: float,
+        microbatch_size: int | None,
+        rng: random.Random,  # draws servers
+    ) -> None:
+        self._runtime, self._models = runtime, models
+        self._blocks, self._names = blocks, names
+        self._device = device
+        self._servers = StageServers(models, timeout=timeout, rng=rng)
+        self._microbatch_size = microbatch_size
+        self._num_calls = 0
+        self._digests = AdapterDigests()
+
+    def adapters(self) -> list[StageAdapter] | None:
+        """Return the adapters of each stage; None if no block has any."""
+        found = find_adapters(self._blocks, self._models.card.ranges)
+        return found if any(stage.loras for stage in found) else None
+
+    def __call__(self, hidden: Any, extras: dict[str, Any], adapters: Sequence[StageAdapter] | None) -> Any:
+        """Compute a forward, through which gradients flow to the hidden state and to the adapters."""
+        adapters = adapters or [StageAdapter() for _ in self._models.card.stages]
+        arguments = CallArguments.of((hidden,), {})
+        wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in arguments.tensors]
+        parts = self._cut(hidden, extras)
+        mode = capture(self._device.type, training=self._training(), grad=False, input_grad=False)
+        self._num_calls += 1
+        seeds = random.Random(f"{torch.initial_seed()}.{self._num_calls}")
+        plans = self._plans(adapters, mode, any(wants))
+        chains = [Chain(self._servers, plans, seeds.getrandbits(61)) for _ in parts]
+        own = [tensor for stage in adapters for tensor in stage.tensors]
+        call = _Call(self._runtime, chains, parts, arguments.structure, wants, [len(one.tensors) for one in adapters])
+        found = _Tuned.apply(call, *arguments.tensors, *own)  # type: ignore[no-untyped-call]
+        return serialization.unflatten(call.output_structure, list(found))
+
+    def _plans(self, adapters: Sequence[StageAdapter], mode: ComputeMode, hidden_wants: bool) -> list[StagePlan]:
+        plans, flows = [], hidden_wants
+        for index, adapter in enumerate(adapters):
+            trains = adapter.is_trained and torch.is_grad_enabled()
+            blocks = [self._names[number] for number in self._models.card.ranges[index]]
+            upload = None
+            if adapter.loras:
+                with torch.no_grad():
+                    tensors = [tensor.detach() for tensor in adapter.tensors]
+                    upload = self._digests.upload(self._models.card.id, index, adapter.loras, adapter.tensors, tensors)
+            plans.append(
+                StagePlan(
+                    index=index,
+                    model=self._models.card.id,
+                    block_names=blocks,
+                    mode=replace(mode, grad=flows or trains, input_grad=flows),
+                    upload=upload,
+                    drops=adapter.drops,
+                    input_flows=flows,
+                )
+            )
+            flows = flows or trains
+        return plans
+
+    def _training(self) -> bool:
+        """Return the mode of the blocks' own modules, which must be the same for all."""
+        modes = {
+            module.training
+            for block in self._blocks
+            for name, module in block.named_modules()
+            if not hasattr(module, WRAPPED) and not any(part.startswith("lora_") for part in name.split("."))
+        }
+        if len(modes) > 1:
+            raise ConfigError(
+                "the blocks of a served model must be all in train mode or all in eval mode, got some of each. Call "
+                "`train()` or `eval()` of the whole model."
+            )
+        return modes == {True}
+
+    def _cut(self, hidden: Any, extras: dict[str, Any]) -> list[MicrobatchInput]:
+        """Cut a batch's rows into microbatches, where it is clear what belongs to which row."""
+        with torch.no_grad():
+            values = {name: value for name, value in extras.items() if name != CALLS}
+            arguments = CallArguments.of((serialization.transform(hidden, _detached),), values)
+            rows = next((len(tensor) for tensor in arguments.tensors if tensor.ndim), 1)
+            size = self._microbatch_size or -(-rows // (_MICROBATCHES_PER_STAGE * len(self._models.card.stages)))
+            flat = [tensor for _, tensors in arguments.keywords.values() for tensor in tensors]
+            try:
+                is_clear = num_rows(arguments, ()) == rows and not any(t.ndim == 1 and len(t) > 1 for t in flat)
+            except ConfigError:
+                is_clear = False
+            parts = split(arguments, rows=rows, size=size if is_clear else rows, shared=()) if is_clear else None
+            if parts is None:
+                parts = [MicrobatchInput(rows, list(arguments.tensors), values)]
+            for one in parts:
+                one.kwargs[CALLS] = extras[CALLS]
+            return parts
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """How a stage computes a call."""
+
+    index: int
+    model: str
+    block_names: Sequence[str]
+    mode: ComputeMode
+    upload: Message | None  # of the adapter, if there is one
+    drops: bool
+    input_flows: bool  # its input wants a gradient
+
+    @property
+    def adapter(self) -> bytes | None:
+        """Return the adapter's name."""
+        return None if self.upload is None else decode(self.upload.body, AdapterUpload).digest
+
+
+class AdapterDigests:
+    """Uploads of adapters, made anew when a tensor has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, Message]] = {}
+
+    def upload(
+        self, model: str, stage: int, loras: Sequence[Lora], own: Sequence[Tensor], tensors: Sequence[Tensor]
+    ) -> Message:
+        """Return what is sent of an adapter."""
+        key = (tuple(loras), [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in own])
+        known = self._known.get(stage)
+        if known is not None and known[0] == key:
+            return known[1]
+        # Copied: the optimizer writes into them, and a call that is made again wants those of its forward.
+        copies = [tensor.to("cpu", copy=True).contiguous() for tensor in tensors]
+        name = adapter_digest(stage, loras, copies)
+        message = Message(
+            encode(AdapterUpload(model=model, stage=stage, digest=name, loras=list(loras))), tuple(copies)
+        )
+        self._known[stage] = key, message
+        return message
+
+
+class StageServers:
+    """Asks servers of a stage until one has answered."""
+
+    def __init__(self, models: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
+        self._models, self._timeout, self._rng = models, timeout, rng
+        self._under_way: Counter[PeerId] = Counter()
+        self._avoided_until_s: dict[PeerId, float] = {}
+
+    async def ask(
+        self,
+        stage: int,
+        send: Callable[[PeerId], Coroutine[Any, Any, _T]],
+        first: PeerId | None = None,
+    ) -> tuple[PeerId, _T]:
+        """Return an answer, and whose it is. `first` is asked before all others."""
+        deadline_s = now_s() + self._timeout
+        problem = "none is known"
+        while True:
+            peer = first or self._choose(stage)
+            first = None
+            if peer is not None:
+                self._under_way[peer] += 1
+                try:
+                    return peer, await send(peer)
+                except GraphGone:
+                    raise
+                except Busy as error:
+                    problem = f"{peer}: {error}"
+                except PeerError as error:
+                    problem = f"{peer}: {error}"
+                    self._avoided_until_s[peer] = now_s() + 10.0
+                finally:
+                    self._under_way[peer] -= 1
+            if now_s() >= deadline_s:
+                raise StageLost(
+                    f"stage {stage} of the served model was not computed within {self._timeout:g} s: {problem}. Start "
+                    "another server: `lightning-swarm serve --join ADDRESS`."
+                )
+            await asyncio.sleep(0.0 if self._choose(stage) not in (None, peer) else _AGAIN_S)
+
+    def _choose(self, stage: int) -> PeerId | None:
+        here = self._models.serving(stage)
+        free = [peer for peer in here if self._avoided_until_s.get(peer, 0.0) <= now_s()] or here
+        return min(free, key=lambda peer: (self._under_way[peer], self._rng.random()), default=None)
+
+    async def stream(self, peer: PeerId, method: str, message: Message) -> Message:
+        """Send a call's tensors to a server."""
+        return await self._models.transport.stream(peer, method, message, timeout=self._timeout)
+
+    async def send_with(self, peer: PeerId, method: str, message: Message, upload: Message | None) -> Message:
+        """Send a call, and its adapter if the server does not have it."""
+        try:
+            return await self.stream(peer, method, message)
+        except AdapterMissing:
+            if upload is None:
+                raise ProtocolError(f"{peer} misses an adapter that no call has named") from None
+            await self.stream(peer, TUNE_ADAPTER, upload)
+            return await self.stream(peer, method, message)
+
+
+@dataclass(eq=False)
+class _StageCall:
+    """A stage's part in a microbatch."""
+
+    peer: PeerId
+    forward: Message
+    num_inputs: int
+    requires_grad: Sequence[bool]  # of the outputs
+
+
+@dataclass(eq=False)
+class Chain:
+    """The calls of one microbatch through all stages."""
+
+    servers: StageServers
+    plans: Sequence[StagePlan]
+    seed: int
+    calls: list[_StageCall] = field(default_factory=list)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    async def forward(self, hidden: serialization.Tree, extras: Mapping[str, Any], wants: Sequence[bool]) -> Any:
+        """Compute all stages; returns the output's tree."""
+        for plan in self.plans:
+            tree = ((hidden,), extras_for(extras, plan.block_names))
+            structure, tensors = serialization.flatten(tree)
+            num_inputs = len(serialization.flatten((hidden,))[1])
+            request = TuneForward(
+                model=plan.model,
+                stage=plan.index,
+                call=self.id,
+                seed=self.seed ^ plan.index,
+                mode=plan.mode,
+                wants_grad=list(wants),
+                adapter=plan.adapter,
+                drops=plan.drops,
+                structure=structure,
+            )
+            message = Message(encode(request), tuple(tensor.detach().cpu().contiguous() for tensor in tensors))
+            peer, answer = await self.servers.ask(plan.index, self._sending(plan, message))
+            said = decode(answer.body, TuneOutput)
+            hidden = serialization.unflatten(said.structure, list(answer.tensors))
+            if len(said.requires_grad) != len(answer.tensors):
+                raise ProtocolError("an output has a flag for each of its tensors, got others")
+            wants = said.requires_grad
+            keeps = plan.mode.grad
+            self.calls.append(_StageCall(peer, message if keeps else Message(), num_inputs, wants))
+        return hidden
+
+    def _sending(self, plan: StagePlan, message: Message) -> Callable[[PeerId], Coroutine[Any, Any, Message]]:
+        return lambda peer: self.servers.send_with(peer, TUNE_FORWARD, message, plan.upload)
+
+    async def backward(
+        self, gradients: Sequence[Tensor | None], own_counts: Sequence[int]
+    ) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
+        """Return the gradients of the input's tensors, and of each stage's adapter."""
+        own: list[list[Tensor | None]] = [[None] * count for count in own_counts]
+        for plan, call, count in reversed(list(zip(self.plans, self.calls, own_counts, strict=True))):
+            if not plan.mode.grad:
+                return [None] * self.calls[0].num_inputs, own
+            structure, tensors = serialization.flatten(
+                [
+                    gradient if wants and gradient is not None else None
+                    for gradient, wants in zip(gradients, call.requires_grad, strict=True)
+                ]
+            )
+            request = TuneBackward(model=plan.model, stage=plan.index, call=self.id, structure=structure)
+            message = Message(encode(request), tuple(tensor.detach().cpu().contiguous() for tensor in tensors))
+            answer = await self._backward(plan, call, message)
+            gradients, own[plan.index] = _gradients_of(answer, call.num_inputs, count)
+        return list(gradients), own
+
+    async def _backward(self, plan: StagePlan, call: _StageCall, message: Message) -> Message:
+        """Ask the forward's server for its backward; where that is gone, another one, which computes both."""
+        try:
+            return await self.servers.stream(call.peer, TUNE_BACKWARD, message)
+        except PeerError:
+            pass
+
+        async def both(peer: PeerId) -> Message:
+            for _ in range(3):  # another client's graphs may take the place of this one in between
+                await self._sending(plan, call.forward)(peer)
+                try:
+                    return await self.servers.stream(peer, TUNE_BACKWARD, message)
+                except GraphGone:
+                    continue
+            raise Busy(f"{peer} keeps no graph until its backward comes")
+
+        return (await self.servers.ask(plan.index, both))[1]
+
+
+def _gradients_of(answer: Message, num_inputs: int, num_own: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    tree = serialization.unflatten(decode(answer.body, TuneGradients).structure, list(answer.tensors))
+    lengths = [len(one) if type(one) is list else -1 for one in tree] if type(tree) is list else []
+    if lengths != [num_inputs, num_own] or not all(
+        one is None or isinstance(one, Tensor) for one in itertools.chain(*tree)
+    ):
+        raise ProtocolError(f"a backward gives gradients of {num_inputs} inputs and {num_own} tensors, got others")
+    return tree[0], tree[1]
+
+
+@dataclass(eq=False)
+class _Call:
+    """A forward of the blocks, and its backward."""
+
+    runtime: Runtime
+    chains: Sequence[Chain]
+    parts: Sequence[MicrobatchInput]
+    structure: serialization.Structure  # of the inputs
+    wants: Sequence[bool]
+    own_counts: Sequence[int]  # of tensors of each stage's adapter
+    output_structure: serialization.Structure = None
+    sizes: Sequence[int] = ()
+
+    def forward(self) -> list[Tensor]:
+        """Compute all microbatches."""
+
+        async def one(chain: Chain, given: MicrobatchInput) -> Any:
+            (hidden,) = serialization.unflatten(self.structure, list(given.tensors))
+            return await chain.forward(hidden, given.kwargs, self.wants)
+
+        async def every() -> list[Any]:
+            return await gather(one(*both) for both in zip(self.chains, self.parts, strict=True))
+
+        outputs = []
+        for tree in self.runtime.run(every()):
+            output, left = split_left(tree)
+            if left:
+                raise ConfigError(
+                    "blocks of a served model may give nothing but their output while an adapter trains: some left "
+                    f"values on modules, {[*left.differentiable, *left.others, *left.refused][:3]}. Switch that off in "
+                    "the model's config, as `output_router_logits=False`."
+                )
+            outputs.append(output)
+        self.sizes = [part.num_rows for part in self.parts]
+        self.output_structure, tensors = concat(outputs, self.sizes)
+        return tensors
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the inputs' tensors and of all adapters' tensors."""
+        pieces = [
+            [None] * len(self.sizes) if gradient is None else list(torch.split(gradient, list(self.sizes)))
+            for gradient in gradients
+        ]
+
+        async def every() -> list[Any]:
+            return await gather(
+                chain.backward([piece[number] for piece in pieces], self.own_counts)
+                for number, chain in enumerate(self.chains)
+            )
+
+        found = self.runtime.run(every())
+        inputs = [_together(parts) for parts in zip(*(one for one, _ in found), strict=True)]
+        own = [_summed(parts) for parts in zip(*([t for stage in one for t in stage] for _, one in found), strict=True)]
+        return [*inputs, *own]
+
+
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return None if any(one is None for one in parts) else torch.cat([one for one in parts if one is not None])
+
+
+def _summed(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [one for one in parts if one is not None]
+    if not found:
+        return None
+    total = found[0].clone()
+    for one in found[1:]:
+        total += one
+    return total
+
+
+class _Tuned(torch.autograd.Function):
+    """The blocks, as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Compute the outputs' tensors."""
+        ctx.call, ctx.like = call, [(tensor.dtype, tensor.device) for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        device = tensors[0].device
+        return tuple(tensor.to(device) for tensor in call.forward())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all tensors."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "the blocks of a served model give first derivatives only, got `create_graph=True`. Leave it out."
+            )
+        call: _Call | None = ctx.call
+        if call is None:
+            raise ConfigError("a backward goes through the blocks of a served model once. Leave out `retain_graph`.")
+        ctx.call = None
+        found = [
+            None if gradient is None or not wanted else gradient.to(device=device, dtype=dtype)
+            for gradient, (dtype, device), wanted in zip(
+                call.backward(gradients), ctx.like, ctx.needs_input_grad[1:], strict=True
+            )
+        ]
+        return None, *found

@@ -1,0 +1,73 @@
+"""Forwards and backwards through a served model's blocks with a client's own adapter, which no server keeps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleName
+from lightning_swarm.protocol.messages.serving import Digest
+from lightning_swarm.protocol.messages.wire import Count, WireMessage
+
+MAX_LORAS: Final = 1 << 14
+MAX_RANK: Final = 4096
+
+ModelId = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+CallId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
+"""Drawn by the client: it names a forward whose backward may come."""
+
+
+class Lora(WireMessage, frozen=True):
+    """What a low-rank adapter adds to a linear layer's output: ``scaling * B(A(dropout(x)))``."""
+
+    block: Count  # its number in the model
+    module: ModuleName  # the layer, by its name in the block
+    scaling: float
+    dropout: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
+
+
+class AdapterUpload(WireMessage, frozen=True):
+    """A client gives a server its adapter's part of a stage; the tensors A and B of each layer come with it."""
+
+    model: ModelId
+    stage: Count
+    digest: Digest  # of all of it: calls name it by this
+    loras: Annotated[list[Lora], msgspec.Meta(min_length=1, max_length=MAX_LORAS)]
+
+
+class TuneForward(WireMessage, frozen=True):
+    """A client asks for a stage's output. The same call gives the same values on each server of the stage."""
+
+    model: ModelId
+    stage: Count
+    call: CallId
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # of all random draws
+    mode: ComputeMode
+    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # for each tensor of the inputs
+    adapter: Digest | None
+    drops: bool  # the adapter's dropout is on
+    structure: Any  # tree of (inputs, extras), whose tensors come with the message
+
+
+class TuneOutput(WireMessage, frozen=True):
+    """The answer to a forward."""
+
+    requires_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # for each tensor of the output
+    structure: Any  # tree of the output, whose tensors come with the message
+
+
+class TuneBackward(WireMessage, frozen=True):
+    """A client asks for the gradients of a forward that it called there."""
+
+    model: ModelId
+    stage: Count
+    call: CallId
+    structure: Any  # tree of the list of the outputs' gradients, whose tensors come with the message
+
+
+class TuneGradients(WireMessage, frozen=True):
+    """The answer to a backward."""
+
+    structure: Any  # tree of the lists of the inputs' gradients and the adapter's, whose tensors come with the message

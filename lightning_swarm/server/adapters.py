@@ -1,0 +1,140 @@
+"""Clients' adapters at a server: checked when they come, kept while there is room, and applied call by call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import AdapterMissing, ProtocolError
+from lightning_swarm.model.adapter_digest import adapter_digest
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A client's adapter, as far as it is of one stage."""
+
+    stage: int
+    loras: Sequence[Lora]
+    tensors: Sequence[Tensor]  # A ``[rank, inputs]`` and B ``[outputs, rank]`` of each, in turn; they require gradients
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class AdapterStore:
+    """The adapters that were used last, up to some bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, Adapter] = OrderedDict()
+        self.num_bytes = 0
+
+    def add(self, name: bytes, adapter: Adapter) -> None:
+        """Keep an adapter; those that were not used for longest go if there is no room for all."""
+        if adapter.num_bytes > self._max_bytes:
+            raise ProtocolError(
+                f"an adapter may have {self._max_bytes} bytes at a stage by `Limits.adapter_bytes`, got "
+                f"{adapter.num_bytes}"
+            )
+        before = self._kept.pop(name, None)
+        self.num_bytes += adapter.num_bytes - (0 if before is None else before.num_bytes)
+        self._kept[name] = adapter
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+    def get(self, name: bytes, stage: int) -> Adapter:
+        """Return an adapter; `AdapterMissing` if it is not here."""
+        adapter = self._kept.get(name)
+        if adapter is None or adapter.stage != stage:
+            raise AdapterMissing(f"no adapter of this name is here for stage {stage}")
+        self._kept.move_to_end(name)
+        return adapter
+
+
+def checked(upload: AdapterUpload, tensors: Sequence[Tensor], layers: LayersOfStage, device: torch.device) -> Adapter:
+    """Return an adapter as it came, for the layers of its stage; `ProtocolError` refuses one that does not fit."""
+    if len(tensors) != 2 * len(upload.loras):
+        raise ProtocolError(f"{len(upload.loras)} layers have two tensors each, got {len(tensors)}")
+    for index, lora in enumerate(upload.loras):
+        name = f"{lora.module[:100]!r} of block {lora.block}"
+        inputs, outputs = layers.shape(lora.block, lora.module)
+        down, up = tensors[2 * index : 2 * index + 2]
+        if (down.shape, up.shape) != ((lora.rank, inputs), (outputs, lora.rank)):
+            raise ProtocolError(
+                f"an adapter of {name} has ({lora.rank}, {inputs}) and ({outputs}, {lora.rank}), got "
+                f"{tuple(down.shape)} and {tuple(up.shape)}"
+            )
+        for tensor in (down, up):
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise ProtocolError(f"an adapter's numbers must be finite, got others for {name}")
+    if adapter_digest(upload.stage, upload.loras, tensors) != upload.digest:
+        raise ProtocolError("an adapter's digest is not that of what came")
+    return Adapter(
+        upload.stage, upload.loras, [tensor.detach().to(device).clone().requires_grad_() for tensor in tensors]
+    )
+
+
+class LayersOfStage:
+    """The linear layers of a stage's blocks, by the number of the block and their name in it."""
+
+    def __init__(self, blocks: Sequence[nn.Module], first_block: int) -> None:
+        self._layers = {
+            (first_block + index, name): layer
+            for index, block in enumerate(blocks)
+            for name, layer in block.named_modules()
+            if _is_linear(layer)
+        }
+
+    def shape(self, block: int, name: str) -> tuple[int, int]:
+        """Return the numbers of a layer's inputs and outputs."""
+        layer = self._find(block, name)
+        outputs, inputs = layer.weight.shape
+        return (inputs, outputs) if isinstance(layer, nn.Linear) else (outputs, inputs)
+
+    def _find(self, block: int, name: str) -> Any:
+        layer = self._layers.get((block, name))
+        if layer is None:
+            raise ProtocolError(f"block {block} has no linear layer {name[:100]!r} at this stage")
+        return layer
+
+    @contextlib.contextmanager
+    def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
+        """Have the layers add what an adapter gives, inside."""
+        with contextlib.ExitStack() as hooks:
+            if adapter is not None:
+                for index, lora in enumerate(adapter.loras):
+                    down, up = adapter.tensors[2 * index : 2 * index + 2]
+                    hook = _Added(down, up, lora.scaling, lora.dropout if drops else 0.0)
+                    hooks.callback(self._find(lora.block, lora.module).register_forward_hook(hook).remove)
+            yield
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    # `Conv1D` of GPT-2 is a linear layer whose weight is transposed.
+    return isinstance(layer, nn.Linear) or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Added:
+    """Adds a low-rank product to a layer's output, in the order of operations of peft."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+    dropout: float
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        hidden = args[0].to(self.down.dtype)
+        if self.dropout:
+            hidden = F.dropout(hidden, self.dropout)
+        return (output + F.linear(F.linear(hidden, self.down), self.up) * self.scaling).to(output.dtype)

@@ -1,0 +1,209 @@
+"""A server's part in tuning: pure functions of a stage, a client's adapter, inputs and a seed."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import GraphGone, ProtocolError, StageError, SwarmError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.tuning import (
+    AdapterUpload,
+    TuneBackward,
+    TuneForward,
+    TuneGradients,
+    TuneOutput,
+)
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
+from lightning_swarm.server.adapters import Adapter, AdapterStore, LayersOfStage, checked
+from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph
+from lightning_swarm.server.executor import Executor, Priority
+
+
+@dataclass(frozen=True, eq=False)
+class TunedStage:
+    """A stage that computes for clients who tune."""
+
+    computation: Computation
+    layers: LayersOfStage
+
+
+class TuningHost(Protocol):
+    """Finds the stages of clients' calls."""
+
+    def tuned_stage(self, model: str, index: int) -> TunedStage:
+        """Return a stage; raise if it is not here."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A forward whose backward may come."""
+
+    graph: SavedGraph
+    adapter: Adapter | None
+    mode: ComputeMode
+    drops: bool
+    stage: TunedStage
+    num_bytes: int
+    since_s: float
+
+
+_Key = tuple[PeerId, str, int]  # the client, its call, and the stage
+
+
+class TuningHandlers:
+    """Answers forwards and backwards of clients who tune.
+
+    A graph is kept for its backward while there is room. Where it is gone, the client asks for the forward again,
+    here or elsewhere, and gets the same.
+    """
+
+    def __init__(
+        self, transport: Transport, executor: Executor, limits: Limits, host: TuningHost, device: torch.device
+    ) -> None:
+        self._executor, self._limits, self._host, self._device = executor, limits, host, device
+        self.adapters = AdapterStore(limits.adapter_bytes)
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()  # the oldest first
+        self._kept_bytes = 0
+        self._turns = FairTurns()
+        transport.handle_stream(TUNE_ADAPTER, self._handle_adapter, max_bytes=limits.adapter_bytes)
+        transport.handle_stream(TUNE_FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
+        transport.handle_stream(TUNE_BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the graphs that are kept for backwards."""
+        return self._kept_bytes
+
+    def forget_all(self) -> None:
+        """Keep nothing for backwards: the stages are gone."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    async def _handle_adapter(self, caller: PeerId, message: Message) -> Message:
+        upload = decode(message.body, AdapterUpload)
+        stage = self._host.tuned_stage(upload.model, upload.stage)
+        self.adapters.add(upload.digest, checked(upload, message.tensors, stage.layers, self._device))
+        return Message()
+
+    async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, TuneForward)
+        stage = self._host.tuned_stage(request.model, request.stage)
+        adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
+        tree = serialization.unflatten(request.structure, list(message.tensors))
+        if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], tuple) and type(tree[1]) is dict):
+            raise ProtocolError("a forward's tree must be the inputs and a dict of extras, got something else")
+        if any(isinstance(leaf, serialization.Encoded) for leaf in serialization.leaves(tree)):
+            raise ProtocolError("a forward's tensors travel as they are, got encoded ones")
+        call = ForwardCall(tree[0], tree[1], request.wants_grad, request.mode, request.seed)
+
+        def compute() -> Any:
+            with _adapting(stage, adapter, drops=request.drops):
+                return stage.computation.forward(call)
+
+        result = await self._compute(caller, compute)
+        key = (caller, request.call, request.stage)
+        self._drop(key)
+        if result.graph is not None:
+            self._keep(
+                key,
+                _Kept(result.graph, adapter, request.mode, request.drops, stage, max(1, result.graph_bytes), now_s()),
+            )
+        structure, tensors = serialization.flatten(result.output)
+        return Message(encode(TuneOutput(requires_grad=result.requires_grad, structure=structure)), tuple(tensors))
+
+    async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, TuneBackward)
+        self._host.tuned_stage(request.model, request.stage)
+        key = (caller, request.call, request.stage)
+        kept = self._kept.get(key)
+        if kept is None:
+            raise GraphGone("what this backward needs is not here (any more)")
+        gradients = serialization.unflatten(request.structure, list(message.tensors))
+        if not isinstance(gradients, list) or len(gradients) != len(kept.graph.outputs):
+            raise ProtocolError(f"a backward has a gradient or None for each of {len(kept.graph.outputs)} outputs")
+
+        def compute() -> Any:
+            with _adapting(kept.stage, kept.adapter, drops=kept.drops):
+                return kept.stage.computation.backward(kept.graph, gradients, kept.mode)
+
+        self._drop(key)  # whatever becomes of it: torch frees a graph that it has gone through
+        found = await self._compute(caller, compute)
+        structure, tensors = serialization.flatten([list(found[0]), list(found[1])])
+        return Message(encode(TuneGradients(structure=structure)), tuple(tensors))
+
+    async def _compute(self, client: PeerId, work: Callable[[], Any]) -> Any:
+        """Compute in a client's turn, and charge it for the time."""
+        future = self._executor.submit(self._turns.priority(client), work)
+        try:
+            found, busy_s = await future
+        except SwarmError:
+            raise
+        except Exception as error:
+            raise StageError(f"{type(error).__name__}: {error}") from error
+        self._turns.charge(client, busy_s)
+        return found
+
+    # ------------------------------------------------------------------ what is kept
+
+    def _keep(self, key: _Key, kept: _Kept) -> None:
+        self._kept[key] = kept
+        self._kept_bytes += kept.num_bytes
+        too_old_s = now_s() - self._limits.session_idle
+        while self._kept_bytes > self._limits.cache_bytes or next(iter(self._kept.values())).since_s < too_old_s:
+            oldest = next(iter(self._kept))
+            if oldest == key:
+                return  # it alone may have more
+            self._drop(oldest)
+
+    def _drop(self, key: _Key) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._kept_bytes -= kept.num_bytes
+
+
+@contextmanager
+def _adapting(stage: TunedStage, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
+    """On the compute thread: compute with an adapter, and give its gradients."""
+    computation = stage.computation
+    before, computation.trainable = computation.trainable, [] if adapter is None else list(adapter.tensors)  # type: ignore[assignment]
+    try:
+        with stage.layers.adapted(adapter, drops=drops):
+            yield
+    finally:
+        computation.trainable = before
+
+
+class FairTurns:
+    """Clients take turns: whoever had least of the compute thread goes first. A new one counts as the least served."""
+
+    def __init__(self) -> None:
+        self._served_s: dict[PeerId, float] = {}
+        self._seen_s: dict[PeerId, float] = {}
+
+    def priority(self, client: PeerId) -> Priority:
+        """Return the priority of a client's next call: after steps of sessions."""
+        at_s = time.monotonic()
+        self._seen_s = {one: seen_s for one, seen_s in self._seen_s.items() if seen_s > at_s - 60.0}
+        self._served_s = {one: self._served_s[one] for one in self._seen_s}
+        least_s = min(self._served_s.values(), default=0.0)
+        self._served_s.setdefault(client, least_s)
+        self._seen_s[client] = at_s
+        return 1, int(1e6 * self._served_s[client])
+
+    def charge(self, client: PeerId, busy_s: float) -> None:
+        """Note that the compute thread worked for a client."""
+        if client in self._served_s:
+            self._served_s[client] += busy_s
