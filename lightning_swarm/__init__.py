@@ -20,12 +20,14 @@ from lightning_swarm.peer import config, preemption
 from lightning_swarm.peer.remote_model import remote_model
 from lightning_swarm.protocol import events
 from lightning_swarm.protocol.settings import Compression
+from lightning_swarm.strategy.attach import AttachStrategy
 from lightning_swarm.strategy.framework import LIGHTNING as _LIGHTNING
 from lightning_swarm.strategy.sample_text import SampleText
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttachStrategy",
     "Bottleneck",
     "Compression",
     "Limits",

@@ -106,7 +106,8 @@ class ServedSwarm:
         self.runtime = InlineRuntime(self.loop)
         self.folder, self.num_stages = folder, num_stages
         self.hosts: dict[str, ModelHost] = {}
-        self.client: ServedModelClient | None = None
+        self.client: ServedModelClient | None = None  # the newest
+        self.clients: list[ServedModelClient] = []
 
     def serve(
         self,
@@ -138,9 +139,9 @@ class ServedSwarm:
         size = sum(stage.weights.num_bytes for stage in first.server.card.stages)
         return int(size * share) + 1024
 
-    def connect(self, *, host: str = "a", **options: Any) -> Any:
+    def connect(self, *, host: str = "a", name: str = "client", **options: Any) -> Any:
         """Return the model at a client."""
-        transport = self.network.transport("client")
+        transport = self.network.transport(name)
         self.client = ServedModelClient(
             self.runtime,
             transport,
@@ -150,7 +151,9 @@ class ServedSwarm:
             device=torch.device("cpu"),
             timeout=60.0,
             rng=random.Random(options.pop("seed", 0)),
+            **options,
         )
+        self.clients.append(self.client)
         return self.client.model
 
     def leave(self, name: str) -> None:
@@ -169,8 +172,8 @@ class ServedSwarm:
 
     def close(self) -> None:
         """End all of it."""
-        if self.client is not None:
-            self.client.close()
+        for client in self.clients:
+            client.close()
         for host in self.hosts.values():
             self.loop.run_until_complete(host.close())
         self.loop.close()

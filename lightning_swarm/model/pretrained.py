@@ -156,8 +156,8 @@ class PretrainedModel:
         put_tensors(self.module, made)
         return values
 
-    def hold_places(self, device: torch.device) -> None:
-        """Put tensors of one number in the places of the blocks' own, which others have: they look like these."""
+    def hold_places(self, device: torch.device) -> list[Tensor]:
+        """Put tensors of one number in the places of the blocks' own, and return them: they look like these."""
         # Not on meta: what is made beside such a layer, as an adapter, is made on its device, and is to be real.
         made: dict[int, Tensor] = {}
         for block in self.blocks.modules:
@@ -166,6 +166,7 @@ class PretrainedModel:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(place, requires_grad=False) if is_parameter else place
         put_tensors(self.module, made)
+        return list(made.values())
 
     def _checked(self, name: str, like: Tensor, value: Tensor) -> Tensor:
         if value.shape != like.shape:

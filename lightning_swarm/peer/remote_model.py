@@ -81,11 +81,13 @@ class ServedModelClient:
         pretrained = PretrainedModel(card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks)
         self._fill(pretrained, weights, device)
         self.model: Any = pretrained.module
+        self.blocks = pretrained.blocks.modules
         self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
         adapted = None
+        self.places: list[torch.Tensor] = []  # of what is on servers
         if tunes:
             blocks = pretrained.blocks
-            pretrained.hold_places(device)
+            self.places = pretrained.hold_places(device)
             adapted = AdaptedBlocks(
                 runtime,
                 self._models,
@@ -182,6 +184,21 @@ def remote_model(
         >>> tokenizer = model.swarm.tokenizer()
         >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
     """
+    client = connect(address, invite=invite, weights=weights, device=torch.device(device), timeout=timeout)
+    return client.model
+
+
+def connect(
+    address: str,
+    *,
+    invite: str | None,
+    weights: str | Path | None,
+    device: torch.device,
+    timeout: float,
+    tunes: bool = False,
+    microbatch_size: int | None = None,
+) -> ServedModelClient:
+    """Connect to a served model; see `remote_model`, and for the rest `ServedModelClient`."""
     host = Address.parse(address)
     entry = None if invite is None else visitor_entry(invite, now_s=time.time())
     runtime, transport, directory = visit_network(host, entry)
@@ -199,9 +216,11 @@ def remote_model(
             directory,
             host.peer_id,
             weights=weights,
-            device=torch.device(device),
+            device=device,
             timeout=timeout,
             rng=random.Random(secrets.randbits(64)),
+            tunes=tunes,
+            microbatch_size=microbatch_size,
             on_close=leave,
         )
     except BaseException:
@@ -209,4 +228,4 @@ def remote_model(
         raise
     client.model.swarm = client
     atexit.register(client.close)
-    return client.model
+    return client
