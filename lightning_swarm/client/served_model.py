@@ -286,7 +286,7 @@ class ServedRoutes:
 
 
 def _wants_gradient(hidden: Any) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.leaves(hidden))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(hidden)[1])
 
 
 class ServedBlocks:

@@ -147,17 +147,24 @@ class AdaptedBlocks:
             arguments = CallArguments.of((serialization.transform(hidden, _detached),), values)
             rows = next((len(tensor) for tensor in arguments.tensors if tensor.ndim), 1)
             size = self._microbatch_size or -(-rows // (_MICROBATCHES_PER_STAGE * len(self._models.card.stages)))
-            flat = [tensor for _, tensors in arguments.keywords.values() for tensor in tensors]
-            try:
-                is_clear = num_rows(arguments, ()) == rows and not any(t.ndim == 1 and len(t) > 1 for t in flat)
-            except ConfigError:
-                is_clear = False
-            parts = split(arguments, rows=rows, size=size if is_clear else rows, shared=()) if is_clear else None
-            if parts is None:
+            if _is_clear(arguments, rows):
+                parts = split(arguments, rows=rows, size=size, shared=())
+            else:
                 parts = [MicrobatchInput(rows, list(arguments.tensors), values)]
             for one in parts:
                 one.kwargs[CALLS] = extras[CALLS]
             return parts
+
+
+def _is_clear(arguments: CallArguments, rows: int) -> bool:
+    """Return whether each tensor has a row for each of the batch, or none for any."""
+    keywords = [tensor for _, tensors in arguments.keywords.values() for tensor in tensors]
+    if any(tensor.ndim == 1 and len(tensor) > 1 for tensor in keywords):  # positions, of which there may be as many
+        return False
+    try:
+        return num_rows(arguments, ()) == rows
+    except ConfigError:
+        return False
 
 
 def _detached(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
@@ -129,9 +129,9 @@ class Computation:
         self._modules = list(module.modules())
         self._watch = ForwardWatch(self._named_modules.items(), module.around)
         self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
-        self.trainable: list[nn.Parameter] = []  # the parameters that backward gives gradients of
+        self.trainable: Sequence[Tensor] = ()  # what backward gives gradients of
 
-    def train(self, trainable: list[nn.Parameter]) -> None:
+    def train(self, trainable: Sequence[Tensor]) -> None:
         """Give gradients of these parameters from now on."""
         self.trainable = trainable
         self.costs = None  # the graph begins elsewhere now

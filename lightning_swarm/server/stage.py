@@ -201,7 +201,7 @@ class Stage:
         self._spare = None
 
     @property
-    def trainable(self) -> list[nn.Parameter]:
+    def trainable(self) -> Sequence[Tensor]:
         """The parameters that train, in the whole model's order."""
         return self.computation.trainable
 

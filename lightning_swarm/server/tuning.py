@@ -178,7 +178,7 @@ class TuningHandlers:
 def _adapting(stage: TunedStage, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
     """On the compute thread: compute with an adapter, and give its gradients."""
     computation = stage.computation
-    before, computation.trainable = computation.trainable, [] if adapter is None else list(adapter.tensors)  # type: ignore[assignment]
+    before, computation.trainable = computation.trainable, () if adapter is None else adapter.tensors
     try:
         with stage.layers.adapted(adapter, drops=drops):
             yield

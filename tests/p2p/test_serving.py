@@ -26,7 +26,7 @@ from lightning_swarm import remote_model
 from tests.p2p.processes import COMMAND, Run
 from tests.served import calling, make_model
 
-# Cold starts of peers in this file: 7, all of them thorough.
+# Cold starts of peers in this file: 12, all of them thorough.
 pytestmark = pytest.mark.thorough
 
 PROMPT = "a b c"
@@ -244,3 +244,26 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
     servers.runs["a"].end()
     with pytest.raises(urllib.error.HTTPError, match="503"):
         until_ill(base, deadline_s + 60.0)
+
+
+def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(servers: Servers, tmp_path: Path) -> None:
+    """Two scripts at once, each with a text of its own; each adapter writes its text. A server dies in the middle."""
+    servers.start("a", "--weights", servers.folder)
+    servers.start("b", *servers.half, "--stay")
+    servers.start("c", *servers.half, "--stay")
+    script = Path(__file__).parents[2] / "examples" / "tuning" / "tune.py"
+    runs = []
+    for name, text in (("up", "a b c d e f g h "), ("down", "h g f e d c b a ")):
+        (tmp_path / name).write_text(text * 40)
+        command = [servers.address, tmp_path / name, tmp_path / f"adapter-{name}"]
+        runs.append(Run(*command, program=(sys.executable, str(script))))
+        servers.runs[name] = runs[-1]
+    for run in runs:
+        run.wait_for("Epoch 1")
+    os.kill(servers.runs["b"].process.pid, signal.SIGKILL)
+    for run, written in zip(runs, ("a b c d e f g h a b c d", "h g f e d c b a h g f e"), strict=True):
+        assert run.wait() == 0, "".join(run.output)
+        assert f"It writes: {written}" in "".join(run.output)
+    assert servers.runs["b"].wait() == -signal.SIGKILL
+    for name in ("up", "down"):
+        assert (tmp_path / f"adapter-{name}" / "adapter_model.safetensors").exists()

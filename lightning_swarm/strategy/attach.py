@@ -1,0 +1,153 @@
+"""`AttachStrategy`: tunes an adapter here over the blocks of a model that a swarm serves, by Lightning's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_swarm.client.adapters import find_adapters
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.pretrained import dtype_of
+from lightning_swarm.peer.remote_model import ServedModelClient, connect
+
+_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
+_INITS: Final = (True, False, "gaussian", "orthogonal")  # the others compute with the layers' own weights
+_DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32", "64-true": "float64"}
+
+
+class AttachStrategy(SingleDeviceStrategy):
+    """Trains what a LightningModule adds to a served model: LoRA in its blocks, prompts before, a head behind them.
+
+    The blocks are computed by servers of ``lightning-swarm serve``; their weights are not here and do not change. The
+    adapter, its optimizer and its checkpoints are this process's own, so all of Lightning's loop works as on one
+    device: accumulation, clipping, schedulers, several optimizers, manual optimization. Many users may tune over the
+    same servers. If a server dies, another one computes the same values.
+
+    The servers see hidden states and the adapter: ask only those that you trust with them.
+
+    Args:
+        address: Of a server, as it prints it: ``HOST:PORT/ID``.
+        invite: The file of an invitation with the role ``trainer``, where only invited peers are answered.
+        weights: The model's folder, if it is on this machine. None: what is in no block comes from a server.
+        device: Where all that is in no block is computed.
+        microbatch_size: Rows of a batch that a server computes at once. None: so many that all stages are busy.
+        timeout: Seconds that a call of a stage may take, with all servers that are tried.
+
+    Raises:
+        ConfigError: The address, the invitation or the folder is not that of a served model.
+        Unreachable: Nobody answers at the address.
+
+    Example:
+        >>> strategy = AttachStrategy("203.0.113.7:31337/12D3...")
+        >>> model = get_peft_model(strategy.base_model(), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        >>> L.Trainer(strategy=strategy, max_steps=500).fit(MyTuning(model), data)
+        >>> model.save_pretrained("my-adapter")
+    """
+
+    strategy_name = "attach"
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        invite: str | None = None,
+        weights: str | Path | None = None,
+        device: str | torch.device = "cpu",
+        microbatch_size: int | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        super().__init__(torch.device(device))
+        if microbatch_size is not None and microbatch_size < 1:
+            raise ConfigError(f"`microbatch_size` must be at least 1, got {microbatch_size}. Raise it.")
+        self._client: ServedModelClient = connect(
+            address,
+            invite=invite,
+            weights=weights,
+            device=self.root_device,
+            timeout=timeout,
+            tunes=True,
+            microbatch_size=microbatch_size,
+        )
+
+    def base_model(self) -> Any:
+        """Return the served model, as one of Hugging Face: ``model.swarm`` has its ``tokenizer()`` and ``close()``."""
+        return self._client.model
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        num_devices = len(trainer._accelerator_connector._parallel_devices)  # such a strategy would use the first alone
+        if num_devices > 1:
+            raise ConfigError(
+                f"an adapter is tuned by one process, got `devices={num_devices}`. Use `devices=1`: servers compute in "
+                "parallel."
+            )
+        module = self.lightning_module
+        assert module is not None
+        self._check(module)
+        super().setup(trainer)
+
+    def _check(self, module: LightningModule) -> None:
+        """Refuse what cannot be tuned over servers, before anything is."""
+        base, card = self._client.model, self._client.card
+        if not any(one is base for one in module.modules()):
+            raise ConfigError(
+                "a LightningModule must hold the served model that it tunes, and this one does not. Build it with the "
+                "model of `strategy.base_model()`, or one that peft has made of it."
+            )
+        wanted = _DTYPES.get(str(module.trainer.precision))
+        if wanted is not None and wanted.endswith(("16", "64")) and dtype_of(wanted) != dtype_of(card.dtype):
+            raise ConfigError(
+                f"`precision={module.trainer.precision!r}` must be that of the served model, whose weights are "
+                f"{card.dtype}. Leave it out, or have the model served with `--dtype {wanted}`."
+            )
+        for one in module.modules():
+            for config in getattr(one, "peft_config", {}).values() if hasattr(one, "peft_config") else ():
+                _check_peft(config)
+        find_adapters(self._client.blocks, card.ranges)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _served_names(self) -> set[str]:
+        places = set(map(id, self._client.places))
+        module = self.lightning_module
+        assert module is not None
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        return {name for name, tensor in named if id(tensor) in places}
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        served = self._served_names()
+        return {name: value for name, value in super().lightning_module_state_dict().items() if name not in served}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        found = module.load_state_dict(checkpoint["state_dict"], strict=False)
+        missing = sorted(set(found.missing_keys) - self._served_names())
+        if strict and (missing or found.unexpected_keys):
+            raise ConfigError.like(
+                RuntimeError,
+                "a checkpoint must have all that is in no block of the served model, and nothing else: missing are "
+                f"{missing[:5]}, unexpected {found.unexpected_keys[:5]}. Load it into the module that it was saved of.",
+            )
+
+
+def _check_peft(config: Any) -> None:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
+            "your own."
+        )
+    if kind == "LORA" and config.init_lora_weights not in _INITS:
+        raise ConfigError(
+            f"`init_lora_weights={config.init_lora_weights!r}` computes with the weights of the blocks, which are on "
+            "servers. Use True or 'gaussian'."
+        )

@@ -1,0 +1,324 @@
+"""Adapters tuned over servers: losses, weights and files are those of peft on one machine with the plain Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import peft
+import pytest
+import torch
+import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_swarm import AttachStrategy
+from lightning_swarm.client.tuning import Chain
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network import PeerId
+from lightning_swarm.strategy import attach
+from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings
+from tests.served import ServedSwarm, make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+]
+
+STEPS = 50
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(model: Any, **options: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(**{**LORA, "target_modules": LINEAR, **options}))
+
+
+def prompts(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def p_tuning(model: Any) -> Any:
+    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    return peft.get_peft_model(model, config)
+
+
+def head(model: Any) -> Any:
+    model.requires_grad_(False)
+    model.lm_head = nn.Linear(16, 29, dtype=torch.float64)
+    return model
+
+
+KINDS = {"LoRA": lora, "rank-stabilised LoRA": lambda model: lora(model, use_rslora=True), "prompt tuning": prompts}
+KINDS |= {"p-tuning": p_tuning, "a head": head}
+
+
+class Tuning(L.LightningModule):
+    """As its author would write it, with a model that is handed in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validated.append(self.model(input_ids=batch[0], labels=batch[0]).loss.item())
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
+def data(seed: int = 0) -> DataLoader[Any]:
+    ids = torch.randint(1, 29, (24, 7), generator=torch.Generator().manual_seed(seed))
+    return DataLoader(TensorDataset(ids), batch_size=6)
+
+
+def tune(
+    made: Any, strategy: Any, *, seed: int = 0, steps: int = STEPS, ckpt_path: Path | None = None, **options: Any
+) -> Tuning:
+    module = Tuning(made)
+    options = {**QUIET, "devices": 1, "max_steps": steps, "max_epochs": -1, "gradient_clip_val": 1.0, **options}
+    options |= {"accumulate_grad_batches": 2, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    with quiet_warnings():
+        L.Trainer(strategy=strategy, **options).fit(module, data(seed), data(seed + 1), ckpt_path=ckpt_path)
+    return module
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
+    make_model("llama").save_pretrained(tmp_path / "base")
+    with closing(ServedSwarm(tmp_path / "base", num_stages=2)) as made:
+        made.serve("a")
+        for name in "bc":
+            made.serve(name, join="a", share=0.5, has_files=False)
+        yield made
+
+
+def attached(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, name: str = "client", **options: Any
+) -> AttachStrategy:
+    """A strategy that is connected over the in-memory network."""
+
+    def connect(address: str, **more: Any) -> Any:
+        more = {key: value for key, value in more.items() if key in ("weights", "tunes", "microbatch_size")}
+        swarm.connect(name=name, **more)
+        return swarm.client
+
+    monkeypatch.setattr(attach, "connect", connect)
+    return AttachStrategy("127.0.0.1:1/a", **options)
+
+
+def plain_base(swarm: ServedSwarm) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(swarm.folder, dtype=torch.float64)
+
+
+def assert_equal(found: Tuning, plain: Tuning) -> None:
+    assert found.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    assert found.validated == pytest.approx(plain.validated, rel=LOSS_TOLERANCE)
+    trained = {name: one for name, one in plain.named_parameters() if one.requires_grad}
+    own = dict(found.named_parameters())
+    assert trained
+    for name, weight in trained.items():
+        assert float((own[name] - weight).detach().abs().max()) <= WEIGHT_TOLERANCE, name
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("microbatch_size", [None, 1, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_that_of_one_machine(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, kind: str, microbatch_size: int | None
+) -> None:
+    strategy = attached(swarm, monkeypatch, microbatch_size=microbatch_size)
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        runs.append(tune(KINDS[kind](base), chosen, steps=STEPS if microbatch_size is None else 10))
+    assert_equal(runs[1], runs[0])
+    servers = [host.server for host in swarm.hosts.values() if host.server is not None]
+    assert all(server.tuning.kept_bytes == 0 for server in servers), "a graph outlived its backward"
+
+
+@pytest.mark.parametrize("victim", ["b", "c"])
+def test_no_death_of_a_server_changes_a_gradient(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """It is killed between a forward and its backward, with the graph."""
+    killed: list[str] = []
+    backward, num = Chain._backward, 0
+
+    async def kills(self: Chain, plan: Any, call: Any, message: Any) -> Any:
+        nonlocal num
+        num += call.peer == victim
+        if num == 5 and not killed:
+            killed.append(call.peer)
+            swarm.network.kill(PeerId(victim))
+        return await backward(self, plan, call, message)
+
+    monkeypatch.setattr(Chain, "_backward", kills)
+    strategy = attached(swarm, monkeypatch)
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        runs.append(tune(lora(base), chosen, steps=10))
+    assert killed == [victim], "the fault is due"
+    assert_equal(runs[1], runs[0])
+
+
+def test_users_in_turns_disturb_nobody(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, step by step beside each other over the same stages, each with an adapter and data of its own."""
+
+    def steps(model: Any, seed: int) -> Iterator[float]:
+        torch.manual_seed(seed)
+        adapted = lora(model)
+        optimizer = torch.optim.AdamW([one for one in adapted.parameters() if one.requires_grad], lr=1e-2)
+        for (ids,) in list(data(seed)) * 3:
+            loss = adapted(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    users = [attached(swarm, monkeypatch, f"user-{seed}") for seed in range(3)]
+    together = list(zip(*(steps(one.base_model(), seed) for seed, one in enumerate(users)), strict=True))
+    for seed in range(3):
+        assert [losses[seed] for losses in together] == pytest.approx(
+            list(steps(plain_base(swarm), seed)), rel=LOSS_TOLERANCE
+        )
+
+
+def test_little_room_for_adapters_and_graphs_costs_only_time(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = attached(swarm, monkeypatch)
+    servers = [host.server for host in swarm.hosts.values() if host.server is not None]
+    for server in servers:
+        server.tuning._limits = replace(server.tuning._limits, cache_bytes=1)
+        server.tuning.adapters._max_bytes = 3000
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        runs.append(tune(lora(base, target_modules=["q_proj"]), chosen, steps=6))
+    assert_equal(runs[1], runs[0])
+    assert all(server.tuning.adapters.num_bytes <= 3000 for server in servers)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_files_are_ordinary_ones(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of peft that plain peft loads, and a checkpoint of Lightning that both resume from."""
+    strategy = attached(swarm, monkeypatch)
+    files = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    torch.manual_seed(1)
+    saved = ModelCheckpoint(tmp_path / "files", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    tuned = tune(lora(strategy.base_model()), strategy, steps=8, callbacks=[saved], **files)
+    tuned.model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(plain_base(swarm), tmp_path / "adapter")
+    ids = next(iter(data()))[0]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, tuned.model(ids).logits, rtol=1e-12, atol=1e-12)
+
+    state = torch.load(tmp_path / "files" / "step=4.ckpt", weights_only=True)["state_dict"]
+    assert any("lora_A" in name for name in state)
+    assert not any("base_layer" in name or "mlp.up_proj.weight" in name for name in state)
+    plain = Tuning(lora(plain_base(swarm)))
+    assert not plain.load_state_dict(state, strict=False).unexpected_keys
+    again = {"accelerator": "auto", "callbacks": [ModelCheckpoint(tmp_path / "files", every_n_train_steps=4)]}
+    # The accelerator is the strategy's by now, as with each of Lightning's.
+    resumed = tune(tuned.model, strategy, steps=8, **files, **again, ckpt_path=tmp_path / "files" / "step=4.ckpt")
+    assert resumed.losses == pytest.approx(tuned.losses[8:], rel=LOSS_TOLERANCE)
+
+
+def test_a_forward_with_an_adapter_leaves_no_cache_to_go_on_with(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = attached(swarm, monkeypatch)
+    torch.manual_seed(1)
+    model, plain = lora(strategy.base_model(), init_lora_weights=False).eval(), None
+    torch.manual_seed(1)
+    plain = lora(plain_base(swarm), init_lora_weights=False).eval()
+    ids = torch.tensor([[3, 5, 2, 7]])
+    with pytest.raises(ConfigError, match="Pass `use_cache=False` to `generate`"):
+        model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    options = {"max_new_tokens": 6, "do_sample": False, "use_cache": False}
+    assert torch.equal(model.generate(input_ids=ids, **options), plain.generate(input_ids=ids, **options))
+    with model.disable_adapter():
+        without = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(without, plain_base(swarm).generate(input_ids=ids, max_new_tokens=6, do_sample=False))
+
+
+def _initialised(model: Any, by: str) -> Any:
+    """As if by another method: those that look at weights take no float64."""
+    model.peft_config["default"].init_lora_weights = by
+    return model
+
+
+REFUSED = {
+    "DoRA": (lambda model: lora(model, use_dora=True), "DoRA or another variant"),
+    "IA3": (
+        lambda model: peft.get_peft_model(
+            model, peft.IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[])
+        ),
+        "got IA3",
+    ),
+    "prefix tuning": (
+        lambda model: peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        "got PREFIX_TUNING",
+    ),
+    "a layer in a block": (lambda model: lora(model, modules_to_save=["up_proj"]), "must be LoRA's A and B"),
+    "a bias": (lambda model: lora(model, lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
+    "weights that are elsewhere": (lambda model: _initialised(lora(model), "olora"), "init_lora_weights='olora'"),
+    "another model": (lambda model: nn.Linear(2, 2), "must hold the served model"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_tuned_is_refused(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    strategy = attached(swarm, monkeypatch)
+    make, message = REFUSED[kind]
+    asked: list[int] = []
+    monkeypatch.setattr(Chain, "forward", lambda *_: asked.append(1))
+    with pytest.raises(ConfigError, match=message):
+        tune(make(strategy.base_model()), strategy, steps=1)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"devices": 2}, "tuned by one process"), ({"precision": "bf16-true"}, "must be that of the served model")],
+)
+def test_wrong_options_are_refused(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    strategy = attached(swarm, monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        tune(lora(strategy.base_model()), strategy, steps=1, **options)
+
+
+def test_dropout_is_that_of_the_call_wherever_it_is_computed(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same draws where a server computes for the first time, and again after another one's death; else others."""
+    losses = []
+    for kills in (False, True):
+        strategy = attached(swarm, monkeypatch, f"client-{kills}")
+        torch.manual_seed(1)
+        model = lora(strategy.base_model(), lora_dropout=0.5)
+        if kills:
+            for server in (host.server for host in swarm.hosts.values() if host.server is not None):
+                server.tuning._limits = replace(server.tuning._limits, cache_bytes=1)
+        losses.append(tune(model, strategy, steps=6).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=LOSS_TOLERANCE)
