@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
@@ -100,7 +100,7 @@ class ReceiptLedger:
 class GradientSum:
     """The sum of the gradients of some parameters, in floats."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         dtypes = [parameter.dtype for parameter in parameters]
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._shapes = [parameter.shape for parameter in parameters]
