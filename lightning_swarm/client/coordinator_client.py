@@ -21,7 +21,7 @@ from lightning_swarm.core.errors import (
     SwarmError,
     WentBack,
 )
-from lightning_swarm.core.tasks import Signal, done_or_set, ended
+from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.messages.batches import RegisterRequest, ReportReply
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest
@@ -57,7 +57,7 @@ class CoordinatorCalls:
         self._report = report
         self._patience = patience
         self._registered_term = run.term  # the newest whose coordinator has this trainer's report
-        self._term_changed = Signal()  # set, and replaced, when a higher term is known
+        self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
     async def call(self, method: str, body: bytes) -> bytes:
         """Call the coordinator, and return or raise its answer, or the `SwarmError` for which none can come."""
@@ -134,11 +134,11 @@ class CoordinatorCalls:
     async def _within_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
         """Return the answer, if it comes before another peer is the coordinator."""
         term = self._run.term
-        call = asyncio.ensure_future(exchange)
+        call, changed = asyncio.ensure_future(exchange), asyncio.ensure_future(self._term_changed.wait())
         try:
-            await done_or_set(call, self._term_changed)
+            await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await ended([call])
+            await ended((call, changed))
         # Nothing may be awaited from here on: the new coordinator may already have a report without this call's effect.
         if self._run.term != term:
             raise NotCoordinator("another peer coordinates by now")
@@ -172,7 +172,7 @@ class CoordinatorCalls:
         term = await find_promised(self._transport, self._run, heard, timeout=timeout)
         if term is not None and self._run.follow_term(term):
             self._term_changed.set()
-            self._term_changed = Signal()
+            self._term_changed = asyncio.Event()
 
 
 async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeouts) -> tuple[RunView, int]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, Unreachable, WentBack
 from lightning_swarm.core.process import ProcessSettings
-from lightning_swarm.core.tasks import Signal, done_or_set, ended, first_of
+from lightning_swarm.core.tasks import ended, first_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class _InterruptibleRuntime(Runtime):
 class UntilCutOff(_InterruptibleRuntime):
     """The runtime of a peer: waiting for anything ends when nobody can reach this peer any more."""
 
-    def __init__(self, runtime: Runtime, cut_off: Signal, why: Callable[[], str]) -> None:
+    def __init__(self, runtime: Runtime, cut_off: asyncio.Event, why: Callable[[], str]) -> None:
         super().__init__(runtime)
         self._cut_off = cut_off
         self._why = why
@@ -147,11 +147,11 @@ class UntilCutOff(_InterruptibleRuntime):
     @override
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.ensure_future(work)
+        if self._cut_off.is_set():  # what comes now tidies up, for which nobody need be reached
+            await asyncio.wait({task}, timeout=_TIDYING_S)
+        else:
+            await first_of(asyncio.wait({task}), self._cut_off.wait())
         try:
-            if self._cut_off.is_set():  # what comes now tidies up, for which nobody need be reached
-                await asyncio.wait({task}, timeout=_TIDYING_S)
-            else:
-                await done_or_set(task, self._cut_off)
             error = task.exception() if task.done() and not task.cancelled() else None
             if self._cut_off.is_set() and (not task.done() or isinstance(error, PeerError)):
                 raise Unreachable(self._why()) from error
@@ -166,8 +166,8 @@ class UntilRunEnds(_InterruptibleRuntime):
     def __init__(
         self,
         runtime: Runtime,
-        run_ended: Signal,
-        rolled_back: Signal,
+        run_ended: asyncio.Event,
+        rolled_back: asyncio.Event,
         *,
         ending_error: Callable[[], SwarmError],
         is_cut_off: Callable[[], bool],
@@ -184,18 +184,19 @@ class UntilRunEnds(_InterruptibleRuntime):
     @override
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.ensure_future(work)
-        end, rollback = self._run_ended, self._rolled_back
+        end = asyncio.ensure_future(self._run_ended.wait())
+        rollback = asyncio.ensure_future(self._rolled_back.wait())
         try:
-            await done_or_set(task, end, rollback)
+            await asyncio.wait({task, end, rollback}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and isinstance(task.exception(), PeerError) and not self._is_cut_off():
-                await first_of(end.wait(), rollback.wait(), timeout=self._grace_s)
-            if end.is_set():
+                await asyncio.wait({end, rollback}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
                 raise self._ending_error()
-            if rollback.is_set():
+            if rollback.done():
                 raise WentBack("the run rolls back to a snapshot, and this trainer's loop with it")
             return task.result()
         finally:
-            await ended([task])
+            await ended([task, end, rollback])
 
 
 class UntilStageLost(_InterruptibleRuntime):

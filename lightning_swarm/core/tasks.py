@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
-
-from typing_extensions import override
 
 _T = TypeVar("_T")
 
@@ -63,41 +61,6 @@ class TaskOwner:
             self._group = None
 
 
-class Signal(asyncio.Event):
-    """An event that `done_or_set` waits for without a task of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wakes: set[Callable[[], None]] = set()  # called when it is set
-
-    @override
-    def set(self) -> None:
-        super().set()
-        for wake in self.wakes:
-            wake()
-
-
-async def done_or_set(task: asyncio.Future[Any], *signals: Signal) -> None:
-    """Wait until a task is done or a signal is set. A failure of the task is not raised."""
-    if task.done() or any(signal.is_set() for signal in signals):
-        return
-    woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def wake(_: object = None) -> None:
-        if not woken.done():
-            woken.set_result(None)
-
-    task.add_done_callback(wake)
-    for signal in signals:
-        signal.wakes.add(wake)
-    try:
-        await woken
-    finally:
-        task.remove_done_callback(wake)
-        for signal in signals:
-            signal.wakes.discard(wake)
-
-
 async def nothing() -> None:
     """Do nothing, where a caller may have something done."""
 
@@ -106,9 +69,6 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run all at once and return the results in order. The first failure cancels the rest and is raised."""
     # This is no TaskGroup because there a failure wins over a cancellation: a caller that is cancelled while the other
     # tasks are being cancelled would go on with the failure, perhaps for ever.
-    works = list(works)
-    if len(works) == 1:
-        return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         if tasks:
@@ -122,11 +82,10 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel and await all tasks. Whatever they raise is dropped."""
     tasks = list(tasks)
-    running = [task for task in tasks if not task.done()]
-    for task in running:
+    for task in tasks:
         task.cancel()
     interrupted: asyncio.CancelledError | None = None
-    while running := [task for task in running if not task.done()]:
+    while running := [task for task in tasks if not task.done()]:
         try:
             await asyncio.wait(running)
         except asyncio.CancelledError as error:  # the tasks have to end all the same

@@ -8,16 +8,9 @@ from typing import Any
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
-from lightning_swarm.core.tasks import Signal
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.rpc import Guard
-
-
-class CutOff(Signal):
-    """Is set when nobody can reach this peer any more, though it did not close its transport."""
-
-    reason = ""
 
 
 class OpenExchanges:

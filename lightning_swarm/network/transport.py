@@ -39,7 +39,7 @@ from lightning_swarm.network import (
 from lightning_swarm.network.access import MAY, Ban, Credentials, Permit
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import CERTIFY, Certification
-from lightning_swarm.network.exchanges import CutOff, OpenAnswers, OpenExchanges, end_now
+from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges, end_now
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
@@ -82,6 +82,12 @@ class Tap(Protocol):
     def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
         """Note that the answer to a call has come back to `caller`."""
         ...
+
+
+class CutOff(asyncio.Event):
+    """Is set when nobody can reach this peer any more, though it did not close its transport."""
+
+    reason: str = ""
 
 
 class BaseTransport(Transport):

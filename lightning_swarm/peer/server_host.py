@@ -10,7 +10,7 @@ from typing import Final
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.core.event_loop import Runtime, UntilRunEnds
-from lightning_swarm.core.tasks import Signal, TaskOwner
+from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer.config import SwarmConfig
@@ -161,13 +161,15 @@ class ServerHost:
         else:
             await asyncio.wait({self._serving})
 
-    def until_over(self, runtime: Runtime, rolled_back: Signal | None = None, *, grace_s: float = 0.0) -> UntilRunEnds:
+    def until_over(
+        self, runtime: Runtime, rolled_back: asyncio.Event | None = None, *, grace_s: float = 0.0
+    ) -> UntilRunEnds:
         """A runtime whose calls end when this server hears that the run is over, or that it rolls back."""
         admission = self.admission
         return UntilRunEnds(
             runtime,
             admission.left,
-            rolled_back or Signal(),  # nobody tells the lead; but it may hear that its rollback came too late
+            rolled_back or asyncio.Event(),  # nobody tells the lead; but it may hear that its rollback came too late
             ending_error=lambda: admission.trainers_error,
             is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,

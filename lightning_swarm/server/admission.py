@@ -19,7 +19,6 @@ from lightning_swarm.core.errors import (
     SwarmError,
 )
 from lightning_swarm.core.readable import printable_lines
-from lightning_swarm.core.tasks import Signal
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.run import InheritRequest, LeadsRequest, Manifest, RunAborted
@@ -49,9 +48,9 @@ class Admission:
         self.transition = asyncio.Lock()  # into a run, into its next generation, or out of it: one at a time
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
         self.target: int | None = None  # that stage
-        self.left = Signal()  # the run is over for this peer
+        self.left = asyncio.Event()  # the run is over for this peer
         self._broken_off = ""  # why it is over, where its lead did not say so
-        self.released = Signal()  # this peer's trainer is to roll back; set until the trainer has seen it
+        self.released = asyncio.Event()  # this peer's trainer is to roll back; set until the trainer has seen it
         self.goes_on_at = 0  # likewise: the step from which the next run goes on
         self.inherits = asyncio.Event()  # this peer is to roll the run back in the place of its lead
         self.inherits_at = 0  # to this step

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import StepError
-from lightning_swarm.core.tasks import Signal, TaskOwner, done_or_set, first_found, gather, gather_bounded
+from lightning_swarm.core.tasks import TaskOwner, first_found, gather, gather_bounded
 
 
 async def after(seconds: float, result: int) -> int:
@@ -43,49 +43,6 @@ def test_the_first_failure_is_raised_itself_and_ends_the_rest(loop: VirtualLoop)
         loop.run_until_complete(gather([fail(2.0, ValueError("second")), long(), fail(1.0, StepError("first"))]))
     assert ended == ["long"]
     assert loop.time() == 1.0
-
-
-def test_one_work_alone_is_ended_by_a_cancellation(loop: VirtualLoop) -> None:
-    ends: list[float] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(10.0)
-        finally:
-            ends.append(loop.time())
-
-    async def main() -> None:
-        task = asyncio.create_task(gather([work()]))
-        await asyncio.sleep(1.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    loop.run_until_complete(main())
-    assert ends == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("work_s", "first_s", "second_s", "ends_s"),
-    [(1.0, None, None, 1.0), (5.0, 2.0, None, 2.0), (5.0, None, 3.0, 3.0), (5.0, 0.0, 3.0, 0.0)],
-)
-def test_a_signal_ends_a_wait_and_not_the_work(
-    loop: VirtualLoop, work_s: float, first_s: float | None, second_s: float | None, ends_s: float
-) -> None:
-    async def main() -> None:
-        signals = Signal(), Signal()
-        for signal, at_s in zip(signals, (first_s, second_s), strict=True):
-            if at_s == 0.0:
-                signal.set()
-            elif at_s is not None:
-                loop.call_later(at_s, signal.set)
-        task = asyncio.ensure_future(after(work_s, 7))
-        await done_or_set(task, *signals)
-        assert loop.time() == ends_s
-        assert not any(signal.wakes for signal in signals)
-        assert await task == 7
-
-    loop.run_until_complete(main())
 
 
 def test_the_first_result_that_there_is(loop: VirtualLoop) -> None:
