@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.partition.hooks import user_hooks
 from lightning_swarm.protocol.messages.tuning import Lora
 
 WRAPPED = "base_layer"
@@ -50,6 +51,8 @@ def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> list[
 def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool]) -> None:
     sent: set[int] = set()
     for name, layer in block.named_modules():
+        if name and (hooks := user_hooks(layer)):  # peft has such for `adapter_names`
+            _refuse(f"{name!r} of block {number}", f"a forward hook, which is not called here: {hooks[0]}")
         if not hasattr(layer, WRAPPED):
             continue
         where = f"{name!r} of block {number}"
@@ -79,6 +82,9 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool]) 
     for name, parameter in block.named_parameters():
         if parameter.requires_grad and id(parameter) not in sent:
             _refuse(f"{name!r} of block {number}", "a parameter that trains")
+        of_adapter = any(part.startswith("lora_") for part in name.split("."))
+        if not of_adapter and parameter.numel() > 1 and any(parameter.stride()):
+            _refuse(f"{name!r} of block {number}", "a weight that was written here, as by merging")
 
 
 def _kind_of(layer: Any, active: str) -> str:

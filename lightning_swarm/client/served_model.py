@@ -40,6 +40,7 @@ from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
 
 if TYPE_CHECKING:
+    from lightning_swarm.client.adapters import StageAdapter
     from lightning_swarm.client.tuning import AdaptedBlocks
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ _LONGEST_BAN_S: Final = 60.0
 _NO_CACHE: Final = (
     "a cache of a served model has nothing of a forward with adapters or gradients, got a text that goes on from one. "
     "Pass `use_cache=False` to `generate`: then each token computes the whole text."
+)
+_ONLY_HIDDEN: Final = (
+    "gradients of a served model's blocks flow through the hidden state alone, got another argument of blocks that "
+    "requires one. Detach what it is made of, or tune by LoRA."
 )
 _WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # they do not change
 
@@ -285,8 +290,8 @@ class ServedRoutes:
         return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
 
 
-def _wants_gradient(hidden: Any) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(hidden)[1])
+def _wants_gradient(tree: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(tree)[1])
 
 
 class ServedBlocks:
@@ -308,25 +313,41 @@ class ServedBlocks:
 
     def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the next tokens of a text, with a cache."""
-        adapters = None if self._adapted is None else self._adapted.adapters()
-        if self._adapted is not None and (adapters is not None or _wants_gradient(hidden)):
+        adapters = self._adapters(hidden, extras)
+        if self._adapted is not None and adapters is not None:
             # A model makes a cache whether somebody will use it or not.
-            CacheHandle.of(cache).refuse_use(_NO_CACHE)
+            handle = CacheHandle.of(cache)
+            if handle.length or handle.session is not None:
+                raise ConfigError(_NO_CACHE)
+            handle.refuse_use(_NO_CACHE)
             extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
             return self._adapted(hidden, extras, adapters)
         return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
         """Compute a forward without a cache."""
+        if carried and self._adapted is not None:
+            raise ConfigError(_ONLY_HIDDEN)
         if carried:
             raise ConfigError(
                 "a served model computes without gradients, got an input of its blocks that requires one. Call it "
                 "under `torch.no_grad()`."
             )
-        adapters = None if self._adapted is None else self._adapted.adapters()
-        if self._adapted is not None and (adapters is not None or _wants_gradient(hidden)):
+        adapters = self._adapters(hidden, extras)
+        if self._adapted is not None and adapters is not None:
             return self._adapted(hidden, extras, adapters)
         return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes())
+
+    def _adapters(self, hidden: Any, extras: dict[str, Any]) -> list[StageAdapter] | None:
+        """Return each stage's adapter, for a call that needs no session: one with any, or with gradients or dropout."""
+        if self._adapted is None:
+            return None
+        found = self._adapted.adapters()
+        if _wants_gradient(extras):
+            raise ConfigError(_ONLY_HIDDEN)
+        trains = self._adapted.is_training()
+        is_plain = not any(stage.loras for stage in found)
+        return None if is_plain and not trains and not _wants_gradient(hidden) else found
 
     def _modes(self) -> list[ComputeMode]:
         mode = capture(self._device.type, training=False, grad=False, input_grad=False)

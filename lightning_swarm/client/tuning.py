@@ -20,7 +20,15 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from lightning_swarm.client.adapters import WRAPPED, StageAdapter, find_adapters
-from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, concat, num_rows, split
+from lightning_swarm.client.pipeline.microbatches import (
+    CallArguments,
+    MicrobatchInput,
+    concat,
+    concat_gradients,
+    num_rows,
+    split,
+    split_gradients,
+)
 from lightning_swarm.client.served_model import ModelDirectory
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -36,7 +44,7 @@ from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.adapter_digest import adapter_digest
 from lightning_swarm.model.autocast import capture
-from lightning_swarm.model.partition import CALLS, extras_for
+from lightning_swarm.model.partition import CALLS, argument_of, extras_for
 from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
@@ -55,6 +63,9 @@ from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_F
 _T = TypeVar("_T")
 _AGAIN_S: Final = 0.5
 _MICROBATCHES_PER_STAGE: Final = 2
+
+# Arguments of Hugging Face's blocks that have a row for each of the batch, with their number of dimensions.
+_BY_ROW: Final = {"attention_mask": 4, "position_ids": 2, "position_embeddings": 3}
 
 
 class AdaptedBlocks:
@@ -80,18 +91,16 @@ class AdaptedBlocks:
         self._num_calls = 0
         self._digests = AdapterDigests()
 
-    def adapters(self) -> list[StageAdapter] | None:
-        """Return the adapters of each stage; None if no block has any."""
-        found = find_adapters(self._blocks, self._models.card.ranges)
-        return found if any(stage.loras for stage in found) else None
+    def adapters(self) -> list[StageAdapter]:
+        """Return the adapters of each stage."""
+        return find_adapters(self._blocks, self._models.card.ranges)
 
-    def __call__(self, hidden: Any, extras: dict[str, Any], adapters: Sequence[StageAdapter] | None) -> Any:
+    def __call__(self, hidden: Any, extras: dict[str, Any], adapters: Sequence[StageAdapter]) -> Any:
         """Compute a forward, through which gradients flow to the hidden state and to the adapters."""
-        adapters = adapters or [StageAdapter() for _ in self._models.card.stages]
         arguments = CallArguments.of((hidden,), {})
         wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in arguments.tensors]
         parts = self._cut(hidden, extras)
-        mode = capture(self._device.type, training=self._training(), grad=False, input_grad=False)
+        mode = capture(self._device.type, training=self.is_training(), grad=False, input_grad=False)
         self._num_calls += 1
         seeds = random.Random(f"{torch.initial_seed()}.{self._num_calls}")
         plans = self._plans(adapters, mode, any(wants))
@@ -108,9 +117,7 @@ class AdaptedBlocks:
             blocks = [self._names[number] for number in self._models.card.ranges[index]]
             upload = None
             if adapter.loras:
-                with torch.no_grad():
-                    tensors = [tensor.detach() for tensor in adapter.tensors]
-                    upload = self._digests.upload(self._models.card.id, index, adapter.loras, adapter.tensors, tensors)
+                upload = self._digests.upload(self._models.card.id, index, adapter.loras, adapter.tensors)
             plans.append(
                 StagePlan(
                     index=index,
@@ -125,7 +132,7 @@ class AdaptedBlocks:
             flows = flows or trains
         return plans
 
-    def _training(self) -> bool:
+    def is_training(self) -> bool:
         """Return the mode of the blocks' own modules, which must be the same for all."""
         modes = {
             module.training
@@ -157,10 +164,12 @@ class AdaptedBlocks:
 
 
 def _is_clear(arguments: CallArguments, rows: int) -> bool:
-    """Return whether each tensor has a row for each of the batch, or none for any."""
-    keywords = [tensor for _, tensors in arguments.keywords.values() for tensor in tensors]
-    if any(tensor.ndim == 1 and len(tensor) > 1 for tensor in keywords):  # positions, of which there may be as many
-        return False
+    """Return whether each tensor is known to have a row for each of the batch, or to be for all."""
+    # A length that is that of the batch by chance would be cut, too: heads of a bias, or positions.
+    for name, (_, tensors) in arguments.keywords.items():
+        for tensor in tensors:
+            if tensor.ndim and len(tensor) > 1 and _BY_ROW.get(argument_of(name)) != tensor.ndim:
+                return False
     try:
         return num_rows(arguments, ()) == rows
     except ConfigError:
@@ -190,26 +199,24 @@ class StagePlan:
 
 
 class AdapterDigests:
-    """Uploads of adapters, made anew when a tensor has changed."""
+    """Uploads of adapters. Each is kept for as long as its values stay."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[object, Message]] = {}
+        self._known: dict[int, tuple[bytes, Message]] = {}
 
-    def upload(
-        self, model: str, stage: int, loras: Sequence[Lora], own: Sequence[Tensor], tensors: Sequence[Tensor]
-    ) -> Message:
+    def upload(self, model: str, stage: int, loras: Sequence[Lora], tensors: Sequence[Tensor]) -> Message:
         """Return what is sent of an adapter."""
-        key = (tuple(loras), [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in own])
-        known = self._known.get(stage)
-        if known is not None and known[0] == key:
-            return known[1]
-        # Copied: the optimizer writes into them, and a call that is made again wants those of its forward.
-        copies = [tensor.to("cpu", copy=True).contiguous() for tensor in tensors]
+        # By the values themselves: fused optimizers, and writes to `data`, raise no tensor's version. Copied, for a
+        # call that is made again wants those of its forward.
+        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
         name = adapter_digest(stage, loras, copies)
+        known = self._known.get(stage)
+        if known is not None and known[0] == name:
+            return known[1]
         message = Message(
             encode(AdapterUpload(model=model, stage=stage, digest=name, loras=list(loras))), tuple(copies)
         )
-        self._known[stage] = key, message
+        self._known[stage] = name, message
         return message
 
 
@@ -241,6 +248,7 @@ class StageServers:
                     raise
                 except Busy as error:
                     problem = f"{peer}: {error}"
+                    self._avoided_until_s[peer] = now_s() + _AGAIN_S
                 except PeerError as error:
                     problem = f"{peer}: {error}"
                     self._avoided_until_s[peer] = now_s() + 10.0
@@ -251,7 +259,9 @@ class StageServers:
                     f"stage {stage} of the served model was not computed within {self._timeout:g} s: {problem}. Start "
                     "another server: `lightning-swarm serve --join ADDRESS`."
                 )
-            await asyncio.sleep(0.0 if self._choose(stage) not in (None, peer) else _AGAIN_S)
+            following = self._choose(stage)
+            is_free = following is not None and self._avoided_until_s.get(following, 0.0) <= now_s()
+            await asyncio.sleep(0.0 if is_free else _AGAIN_S)
 
     def _choose(self, stage: int) -> PeerId | None:
         here = self._models.serving(stage)
@@ -412,25 +422,17 @@ class _Call:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs' tensors and of all adapters' tensors."""
-        pieces = [
-            [None] * len(self.sizes) if gradient is None else list(torch.split(gradient, list(self.sizes)))
-            for gradient in gradients
-        ]
+        pieces = split_gradients(gradients, self.sizes)
 
         async def every() -> list[Any]:
             return await gather(
-                chain.backward([piece[number] for piece in pieces], self.own_counts)
-                for number, chain in enumerate(self.chains)
+                chain.backward(piece, self.own_counts) for chain, piece in zip(self.chains, pieces, strict=True)
             )
 
         found = self.runtime.run(every())
-        inputs = [_together(parts) for parts in zip(*(one for one, _ in found), strict=True)]
+        inputs = concat_gradients([one for one, _ in found], self.sizes)
         own = [_summed(parts) for parts in zip(*([t for stage in one for t in stage] for _, one in found), strict=True)]
         return [*inputs, *own]
-
-
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    return None if any(one is None for one in parts) else torch.cat([one for one in parts if one is not None])
 
 
 def _summed(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_swarm.client.served_model import REFRESH_S, ModelDirectory, offers_key, read_card
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ConfigError, PeerError, SwarmError
+from lightning_swarm.core.errors import ConfigError, PeerError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import TaskOwner, gather
@@ -127,7 +127,8 @@ class ModelHost:
         assert self.server is not None
         self.span = span
         self.server.is_draining = self.is_leaving
-        await self._announce()
+        with contextlib.suppress(PeerError):  # the next time may go better
+            await self._announce()
         last = span.stop - 1
         which = f"stage {last}" if len(span) == 1 else f"stages {span.start} to {last}"
         self._say(f"Serving {which} of {len(self.models.card.stages)} of model {self.models.card.id[:12]}.")
@@ -140,7 +141,7 @@ class ModelHost:
         self.span = range(0)
         try:
             parts = await self._load(await self._build(self.models.card), span)
-        except SwarmError as error:
+        except Exception as error:  # whatever its disk or device raises
             if not before:
                 raise
             _log.warning("The stages %s cannot be loaded, and this server stays: %s", [*span], shorten(str(error)))

@@ -48,7 +48,7 @@ class Moves:
             await asyncio.sleep(self._policy.look_s * self._rng.uniform(0.5, 1.5))
             try:
                 await self.look()
-            except SwarmError as error:
+            except Exception as error:  # noqa: BLE001 - a disk or a device may fail, and the server goes on
                 _log.warning("This server did not move to other stages: %s", shorten(str(error)))
 
     async def look(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import GraphGone, ProtocolError, StageError, SwarmError
+from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError, StageError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
@@ -78,6 +79,7 @@ class TuningHandlers:
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()  # the oldest first
         self._kept_bytes = 0
         self._turns = FairTurns()
+        self._checking = asyncio.Semaphore(1)
         transport.handle_stream(TUNE_ADAPTER, self._handle_adapter, max_bytes=limits.adapter_bytes)
         transport.handle_stream(TUNE_FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(TUNE_BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
@@ -95,7 +97,9 @@ class TuningHandlers:
     async def _handle_adapter(self, caller: PeerId, message: Message) -> Message:
         upload = decode(message.body, AdapterUpload)
         stage = self._host.tuned_stage(upload.model, upload.stage)
-        self.adapters.add(upload.digest, checked(upload, message.tensors, stage.layers, self._device))
+        async with self._checking:  # one at a time, and not on the loop: each may be large
+            adapter = await asyncio.to_thread(checked, upload, message.tensors, stage.layers, self._device)
+        self.adapters.add(upload.digest, adapter)
         return Message()
 
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
@@ -114,6 +118,8 @@ class TuningHandlers:
                 return stage.computation.forward(call)
 
         result = await self._compute(caller, compute)
+        if self._host.tuned_stage(request.model, request.stage) is not stage:
+            raise Busy("this server has moved to other stages meanwhile")
         key = (caller, request.call, request.stage)
         self._drop(key)
         if result.graph is not None:
@@ -151,6 +157,8 @@ class TuningHandlers:
             found, busy_s = await future
         except SwarmError:
             raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise Busy(f"there is no memory for this call: {error}") from error
         except Exception as error:
             raise StageError(f"{type(error).__name__}: {error}") from error
         self._turns.charge(client, busy_s)
@@ -179,6 +187,7 @@ def _adapting(stage: TunedStage, adapter: Adapter | None, *, drops: bool) -> Ite
     """On the compute thread: compute with an adapter, and give its gradients."""
     computation = stage.computation
     before, computation.trainable = computation.trainable, () if adapter is None else adapter.tensors
+    computation.costs = None  # of this call: others may have other lengths
     try:
         with stage.layers.adapted(adapter, drops=drops):
             yield

@@ -111,6 +111,27 @@ class AttachStrategy(SingleDeviceStrategy):
                 _check_peft(config)
         find_adapters(self._client.blocks, card.ranges)
 
+    @override
+    def model_to_device(self) -> None:
+        """Move what is the module's own: places of served weights would become weights."""
+        assert self.lightning_module is not None
+        places, device = set(map(id, self._client.places)), self.root_device
+        for one in self.lightning_module.modules():
+            for parameter in one._parameters.values():
+                if parameter is not None and id(parameter) not in places:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in one._buffers.items():
+                if buffer is not None and id(buffer) not in places:
+                    one._buffers[name] = buffer.to(device)
+
+    @override
+    def teardown(self) -> None:
+        module, self._lightning_module = self._lightning_module, None  # which would be moved to the CPU
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
     # ------------------------------------------------------------------ checkpoints
 
     def _served_names(self) -> set[str]:

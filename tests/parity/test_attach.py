@@ -89,9 +89,16 @@ def data(seed: int = 0) -> DataLoader[Any]:
 
 
 def tune(
-    made: Any, strategy: Any, *, seed: int = 0, steps: int = STEPS, ckpt_path: Path | None = None, **options: Any
+    made: Any,
+    strategy: Any,
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    ckpt_path: Path | None = None,
+    kind: type[Tuning] = Tuning,
+    **options: Any,
 ) -> Tuning:
-    module = Tuning(made)
+    module = kind(made)
     options = {**QUIET, "devices": 1, "max_steps": steps, "max_epochs": -1, "gradient_clip_val": 1.0, **options}
     options |= {"accumulate_grad_batches": 2, "val_check_interval": 4, "check_val_every_n_epoch": None}
     with quiet_warnings():
@@ -151,6 +158,37 @@ def test_an_adapter_is_that_of_one_machine(
     assert_equal(runs[1], runs[0])
     servers = [host.server for host in swarm.hosts.values() if host.server is not None]
     assert all(server.tuning.kept_bytes == 0 for server in servers), "a graph outlived its backward"
+
+
+def test_what_raises_no_version_is_noticed(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused optimizer, and a hook that writes into `data`: the servers get the new values."""
+
+    class Fused(Tuning):
+        @override
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2, fused=True)
+
+        @override
+        def on_train_batch_end(self, *_: Any) -> None:
+            for one in self.parameters():
+                if one.requires_grad:
+                    one.data.clamp_(-0.2, 0.2)
+
+    strategy = attached(swarm, monkeypatch)
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        runs.append(tune(lora(base), chosen, steps=10, kind=Fused, gradient_clip_val=None))
+    assert_equal(runs[1], runs[0])
+
+
+def test_places_of_served_weights_take_no_memory(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = attached(swarm, monkeypatch)
+    tune(lora(strategy.base_model()), strategy, steps=1)
+    places = set(map(id, strategy._client.places))
+    held = [one for one in strategy.base_model().parameters() if id(one) in places]
+    assert len(held) >= 4 * 9
+    assert all(one.untyped_storage().nbytes() == one.itemsize for one in held)
 
 
 @pytest.mark.parametrize("victim", ["b", "c"])
@@ -255,9 +293,15 @@ def test_a_forward_with_an_adapter_leaves_no_cache_to_go_on_with(
         model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     options = {"max_new_tokens": 6, "do_sample": False, "use_cache": False}
     assert torch.equal(model.generate(input_ids=ids, **options), plain.generate(input_ids=ids, **options))
+    with model.disable_adapter(), torch.no_grad():
+        filled = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match="Pass `use_cache=False` to `generate`"), torch.no_grad():
+        model(torch.tensor([[4]]), past_key_values=filled)
     with model.disable_adapter():
         without = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(without, plain_base(swarm).generate(input_ids=ids, max_new_tokens=6, do_sample=False))
+    with pytest.raises(ConfigError, match="a forward hook"), torch.no_grad():
+        model(ids, adapter_names=["__base__"], use_cache=False)
 
 
 def _initialised(model: Any, by: str) -> Any:

@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.wire import (
 
 MAX_SERVED_STAGES: Final = 1024
 MAX_FILE_BYTES: Final = 64 << 20
-MAX_STAY_S: Final = 86400.0
+MAX_STAY_S: Final = 3600.0
 _MAX_CONFIG: Final = 512 << 10
 _MAX_NEIGHBOURS: Final = 64
 
