@@ -47,6 +47,13 @@ def prefill_in_chunks(model: Any, num_tokens: int) -> dict[str, int]:
     return {"prefill_chunk_size": _PREFILL_CHUNK}
 
 
+def _refuse_saving(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "a served model's weights are on servers and cannot be saved here, got `save_pretrained` of the model itself. "
+        "Save the adapter, by that of peft's model, and load it over the model's own folder."
+    )
+
+
 class ServedModelClient:
     """This process's place in the swarm that serves a model.
 
@@ -88,6 +95,7 @@ class ServedModelClient:
         if tunes:
             blocks = pretrained.blocks
             self.places = pretrained.hold_places(device)
+            vars(pretrained.module)["save_pretrained"] = _refuse_saving
             adapted = AdaptedBlocks(
                 runtime,
                 self._models,
