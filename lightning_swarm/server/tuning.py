@@ -49,7 +49,7 @@ class TuningHost(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _KeptForward:
     """A forward whose backward may come."""
 
     graph: SavedGraph
@@ -76,7 +76,7 @@ class TuningHandlers:
     ) -> None:
         self._executor, self._limits, self._host, self._device = executor, limits, host, device
         self.adapters = AdapterStore(limits.adapter_bytes)
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()  # the oldest first
+        self._kept: OrderedDict[_Key, _KeptForward] = OrderedDict()  # the oldest first
         self._kept_bytes = 0
         self._turns = FairTurns()
         self._checking = asyncio.Semaphore(1)
@@ -125,7 +125,9 @@ class TuningHandlers:
         if result.graph is not None:
             self._keep(
                 key,
-                _Kept(result.graph, adapter, request.mode, request.drops, stage, max(1, result.graph_bytes), now_s()),
+                _KeptForward(
+                    result.graph, adapter, request.mode, request.drops, stage, max(1, result.graph_bytes), now_s()
+                ),
             )
         structure, tensors = serialization.flatten(result.output)
         return Message(encode(TuneOutput(requires_grad=result.requires_grad, structure=structure)), tuple(tensors))
@@ -166,7 +168,7 @@ class TuningHandlers:
 
     # ------------------------------------------------------------------ what is kept
 
-    def _keep(self, key: _Key, kept: _Kept) -> None:
+    def _keep(self, key: _Key, kept: _KeptForward) -> None:
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
         too_old_s = now_s() - self._limits.session_idle
