@@ -123,12 +123,9 @@ class TuningHandlers:
         key = (caller, request.call, request.stage)
         self._drop(key)
         if result.graph is not None:
-            self._keep(
-                key,
-                _KeptForward(
-                    result.graph, adapter, request.mode, request.drops, stage, max(1, result.graph_bytes), now_s()
-                ),
-            )
+            num_bytes = max(1, result.graph_bytes)
+            kept = _KeptForward(result.graph, adapter, request.mode, request.drops, stage, num_bytes, now_s())
+            self._keep(key, kept)
         structure, tensors = serialization.flatten(result.output)
         return Message(encode(TuneOutput(requires_grad=result.requires_grad, structure=structure)), tuple(tensors))
 
