@@ -16,6 +16,11 @@ WRAPPED = "base_layer"
 """peft's name of the layer that it puts an adapter around."""
 
 
+def is_of_adapter(name: str) -> bool:
+    """Return whether a module or a parameter of this name is a part of a low-rank adapter."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
 @dataclass
 class StageAdapter:
     """The active adapters in a stage's blocks."""
@@ -82,8 +87,7 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool]) 
     for name, parameter in block.named_parameters():
         if parameter.requires_grad and id(parameter) not in sent:
             _refuse(f"{name!r} of block {number}", "a parameter that trains")
-        of_adapter = any(part.startswith("lora_") for part in name.split("."))
-        if not of_adapter and parameter.numel() > 1 and any(parameter.stride()):
+        if not is_of_adapter(name) and parameter.numel() > 1 and any(parameter.stride()):
             _refuse(f"{name!r} of block {number}", "a weight that was written here, as by merging")
 
 

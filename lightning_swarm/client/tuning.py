@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from lightning_swarm.client.adapters import WRAPPED, StageAdapter, find_adapters
+from lightning_swarm.client.adapters import WRAPPED, StageAdapter, find_adapters, is_of_adapter
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
     MicrobatchInput,
@@ -115,18 +115,18 @@ class AdaptedBlocks:
         for index, adapter in enumerate(adapters):
             trains = adapter.is_trained and torch.is_grad_enabled()
             blocks = [self._names[number] for number in self._models.card.ranges[index]]
-            upload = None
+            name, upload = None, None
             if adapter.loras:
-                upload = self._digests.upload(self._models.card.id, index, adapter.loras, adapter.tensors)
+                name, upload = self._digests.upload(self._models.card.id, index, adapter.loras, adapter.tensors)
             plans.append(
                 StagePlan(
                     index=index,
                     model=self._models.card.id,
                     block_names=blocks,
                     mode=replace(mode, grad=flows or trains, input_grad=flows),
+                    adapter=name,
                     upload=upload,
                     drops=adapter.drops,
-                    input_flows=flows,
                 )
             )
             flows = flows or trains
@@ -138,7 +138,7 @@ class AdaptedBlocks:
             module.training
             for block in self._blocks
             for name, module in block.named_modules()
-            if not hasattr(module, WRAPPED) and not any(part.startswith("lora_") for part in name.split("."))
+            if not hasattr(module, WRAPPED) and not is_of_adapter(name)
         }
         if len(modes) > 1:
             raise ConfigError(
@@ -188,14 +188,9 @@ class StagePlan:
     model: str
     block_names: Sequence[str]
     mode: ComputeMode
-    upload: Message | None  # of the adapter, if there is one
+    adapter: bytes | None  # its name, if there is one
+    upload: Message | None  # of it
     drops: bool
-    input_flows: bool  # its input wants a gradient
-
-    @property
-    def adapter(self) -> bytes | None:
-        """Return the adapter's name."""
-        return None if self.upload is None else decode(self.upload.body, AdapterUpload).digest
 
 
 class AdapterDigests:
@@ -204,20 +199,18 @@ class AdapterDigests:
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, Message]] = {}
 
-    def upload(self, model: str, stage: int, loras: Sequence[Lora], tensors: Sequence[Tensor]) -> Message:
-        """Return what is sent of an adapter."""
+    def upload(self, model: str, stage: int, loras: Sequence[Lora], tensors: Sequence[Tensor]) -> tuple[bytes, Message]:
+        """Return an adapter's name, and what is sent of it."""
         # By the values themselves: fused optimizers, and writes to `data`, raise no tensor's version. Copied, for a
         # call that is made again wants those of its forward.
         copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
         name = adapter_digest(stage, loras, copies)
         known = self._known.get(stage)
         if known is not None and known[0] == name:
-            return known[1]
-        message = Message(
-            encode(AdapterUpload(model=model, stage=stage, digest=name, loras=list(loras))), tuple(copies)
-        )
-        self._known[stage] = name, message
-        return message
+            return known
+        upload = AdapterUpload(model=model, stage=stage, digest=name, loras=list(loras))
+        self._known[stage] = name, Message(encode(upload), tuple(copies))
+        return self._known[stage]
 
 
 class StageServers:
@@ -232,20 +225,16 @@ class StageServers:
         self,
         stage: int,
         send: Callable[[PeerId], Coroutine[Any, Any, _T]],
-        first: PeerId | None = None,
     ) -> tuple[PeerId, _T]:
-        """Return an answer, and whose it is. `first` is asked before all others."""
+        """Return an answer, and whose it is."""
         deadline_s = now_s() + self._timeout
         problem = "none is known"
         while True:
-            peer = first or self._choose(stage)
-            first = None
+            peer = self._choose(stage)
             if peer is not None:
                 self._under_way[peer] += 1
                 try:
                     return peer, await send(peer)
-                except GraphGone:
-                    raise
                 except Busy as error:
                     problem = f"{peer}: {error}"
                     self._avoided_until_s[peer] = now_s() + _AGAIN_S
@@ -308,7 +297,6 @@ class Chain:
         for plan in self.plans:
             tree = ((hidden,), extras_for(extras, plan.block_names))
             structure, tensors = serialization.flatten(tree)
-            num_inputs = len(serialization.flatten((hidden,))[1])
             request = TuneForward(
                 model=plan.model,
                 stage=plan.index,
@@ -326,9 +314,9 @@ class Chain:
             hidden = serialization.unflatten(said.structure, list(answer.tensors))
             if len(said.requires_grad) != len(answer.tensors):
                 raise ProtocolError("an output has a flag for each of its tensors, got others")
+            kept = message if plan.mode.grad else Message()
+            self.calls.append(_StageCall(peer, kept, len(wants), said.requires_grad))
             wants = said.requires_grad
-            keeps = plan.mode.grad
-            self.calls.append(_StageCall(peer, message if keeps else Message(), num_inputs, wants))
         return hidden
 
     def _sending(self, plan: StagePlan, message: Message) -> Callable[[PeerId], Coroutine[Any, Any, Message]]:

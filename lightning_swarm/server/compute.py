@@ -291,7 +291,7 @@ class Computation:
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
         """Compute gradients of input tensors, as they travel, and of trainable parameters, from the outputs'."""
         received = decoded(gradients, self._codecs.gradients, self._device)
-        _check_gradients(graph.outputs, received)
+        check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
         # Norms in blocks that are computed again in a backward see nothing new.
         with self._states.entered(mode, backward=True), self._seeing(mode), modes.enter_backward_modes(mode):
@@ -377,7 +377,8 @@ def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor
     return [tensor for register in registers if register for tensor in register.values() if tensor is not None]
 
 
-def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
+def check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
+    """Refuse what is no list of a gradient, or None, for each output."""
     if not isinstance(gradients, list):
         raise ProtocolError(f"a backward must bring a list of gradients, got {type(gradients).__name__}")
     if len(outputs) != len(gradients):

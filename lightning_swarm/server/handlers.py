@@ -102,7 +102,7 @@ class ComputeHandlers:
         self._sums.check_own_batches(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        given = _checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
+        given = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
         name = request.key.name(stage.index, "forward", caller)
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
@@ -308,13 +308,19 @@ class ComputeHandlers:
         except SwarmError:
             raise
         except Exception as error:  # the model's code may raise anything; it goes to the trainer as text
-            raise StageError(
-                f"stage {stage.index} raised {type(error).__name__} on peer {self._transport.peer_id}: {error}\n"
-                + "".join(traceback.format_exception(error))
-            ) from error
+            raise stage_error(stage.index, self._transport.peer_id, error) from error
 
 
-def _checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
+def stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
+    """Make the error that a trainer gets for one that the model's code raised here."""
+    return StageError(
+        f"stage {stage} raised {type(error).__name__} on peer {peer}: {error}\n"
+        + "".join(traceback.format_exception(error))
+    )
+
+
+def checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
+    """Return a call's inputs and extras as they came; `ProtocolError` refuses another tree."""
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a call must bring a pair of inputs and extras")
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
@@ -328,7 +334,7 @@ def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple
         raise ProtocolError("a backward must bring the output's gradients, or say where they are, and not both")
     if tree[1] is None and request.inputs is not None:
         raise ProtocolError("a backward that says where its input is must bring the extras")
-    return tree[0], None if tree[1] is None else _checked_inputs(tree[1], request.inputs)
+    return tree[0], None if tree[1] is None else checked_inputs(tree[1], request.inputs)
 
 
 def _reports(report: bytes) -> tuple[StageReport, ...]:

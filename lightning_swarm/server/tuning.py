@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError, StageError, SwarmError
+from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
@@ -28,8 +27,9 @@ from lightning_swarm.protocol.messages.tuning import (
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
 from lightning_swarm.server.adapters import Adapter, AdapterStore, LayersOfStage, checked
-from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph
+from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients
 from lightning_swarm.server.executor import Executor, Priority
+from lightning_swarm.server.handlers import checked_inputs, stage_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,7 @@ class TuningHandlers:
         self, transport: Transport, executor: Executor, limits: Limits, host: TuningHost, device: torch.device
     ) -> None:
         self._executor, self._limits, self._host, self._device = executor, limits, host, device
+        self._peer_id = transport.peer_id
         self.adapters = AdapterStore(limits.adapter_bytes)
         self._kept: OrderedDict[_Key, _KeptForward] = OrderedDict()  # the oldest first
         self._kept_bytes = 0
@@ -106,18 +107,16 @@ class TuningHandlers:
         request = decode(message.body, TuneForward)
         stage = self._host.tuned_stage(request.model, request.stage)
         adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
-        tree = serialization.unflatten(request.structure, list(message.tensors))
-        if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], tuple) and type(tree[1]) is dict):
-            raise ProtocolError("a forward's tree must be the inputs and a dict of extras, got something else")
-        if any(isinstance(leaf, serialization.Encoded) for leaf in serialization.leaves(tree)):
+        inputs, extras = checked_inputs(serialization.unflatten(request.structure, message.tensors), None)
+        if any(isinstance(leaf, serialization.Encoded) for leaf in serialization.leaves((inputs, extras))):
             raise ProtocolError("a forward's tensors travel as they are, got encoded ones")
-        call = ForwardCall(tree[0], tree[1], request.wants_grad, request.mode, request.seed)
+        call = ForwardCall(inputs, extras, request.wants_grad, request.mode, request.seed)
 
         def compute() -> Any:
             with _adapting(stage, adapter, drops=request.drops):
                 return stage.computation.forward(call)
 
-        result = await self._compute(caller, compute)
+        result = await self._compute(caller, request.stage, compute)
         if self._host.tuned_stage(request.model, request.stage) is not stage:
             raise Busy("this server has moved to other stages meanwhile")
         key = (caller, request.call, request.stage)
@@ -136,20 +135,19 @@ class TuningHandlers:
         kept = self._kept.get(key)
         if kept is None:
             raise GraphGone("what this backward needs is not here (any more)")
-        gradients = serialization.unflatten(request.structure, list(message.tensors))
-        if not isinstance(gradients, list) or len(gradients) != len(kept.graph.outputs):
-            raise ProtocolError(f"a backward has a gradient or None for each of {len(kept.graph.outputs)} outputs")
+        gradients = serialization.unflatten(request.structure, message.tensors)
+        check_gradients(kept.graph.outputs, gradients)
 
         def compute() -> Any:
             with _adapting(kept.stage, kept.adapter, drops=kept.drops):
                 return kept.stage.computation.backward(kept.graph, gradients, kept.mode)
 
         self._drop(key)  # whatever becomes of it: torch frees a graph that it has gone through
-        found = await self._compute(caller, compute)
+        found = await self._compute(caller, request.stage, compute)
         structure, tensors = serialization.flatten([list(found[0]), list(found[1])])
         return Message(encode(TuneGradients(structure=structure)), tuple(tensors))
 
-    async def _compute(self, client: PeerId, work: Callable[[], Any]) -> Any:
+    async def _compute(self, client: PeerId, stage: int, work: Callable[[], Any]) -> Any:
         """Compute in a client's turn, and charge it for the time."""
         future = self._executor.submit(self._turns.priority(client), work)
         try:
@@ -159,7 +157,7 @@ class TuningHandlers:
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise Busy(f"there is no memory for this call: {error}") from error
         except Exception as error:
-            raise StageError(f"{type(error).__name__}: {error}") from error
+            raise stage_error(stage, self._peer_id, error) from error
         self._turns.charge(client, busy_s)
         return found
 
@@ -184,14 +182,12 @@ class TuningHandlers:
 @contextmanager
 def _adapting(stage: TunedStage, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
     """On the compute thread: compute with an adapter, and give its gradients."""
-    computation = stage.computation
-    before, computation.trainable = computation.trainable, () if adapter is None else adapter.tensors
-    computation.costs = None  # of this call: others may have other lengths
+    stage.computation.train(() if adapter is None else adapter.tensors)  # costs are of this call: others differ
     try:
         with stage.layers.adapted(adapter, drops=drops):
             yield
     finally:
-        computation.trainable = before
+        stage.computation.train(())
 
 
 class FairTurns:
@@ -203,7 +199,7 @@ class FairTurns:
 
     def priority(self, client: PeerId) -> Priority:
         """Return the priority of a client's next call: after steps of sessions."""
-        at_s = time.monotonic()
+        at_s = now_s()
         self._seen_s = {one: seen_s for one, seen_s in self._seen_s.items() if seen_s > at_s - 60.0}
         self._served_s = {one: self._served_s[one] for one in self._seen_s}
         least_s = min(self._served_s.values(), default=0.0)

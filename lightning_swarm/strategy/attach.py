@@ -18,7 +18,7 @@ from lightning_swarm.peer.remote_model import ServedModelClient, connect
 
 _KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
 _INITS: Final = (True, False, "gaussian", "orthogonal")  # the others compute with the layers' own weights
-_DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "32-true": "float32", "64-true": "float64"}
+_DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
 
 
 class AttachStrategy(SingleDeviceStrategy):
@@ -101,13 +101,13 @@ class AttachStrategy(SingleDeviceStrategy):
                 "model of `strategy.base_model()`, or one that peft has made of it."
             )
         wanted = _DTYPES.get(str(module.trainer.precision))
-        if wanted is not None and wanted.endswith(("16", "64")) and dtype_of(wanted) != dtype_of(card.dtype):
+        if wanted is not None and dtype_of(wanted) != dtype_of(card.dtype):
             raise ConfigError(
                 f"`precision={module.trainer.precision!r}` must be that of the served model, whose weights are "
                 f"{card.dtype}. Leave it out, or have the model served with `--dtype {wanted}`."
             )
         for one in module.modules():
-            for config in getattr(one, "peft_config", {}).values() if hasattr(one, "peft_config") else ():
+            for config in getattr(one, "peft_config", {}).values():
                 _check_peft(config)
         find_adapters(self._client.blocks, card.ranges)
 

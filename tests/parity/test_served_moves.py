@@ -56,7 +56,6 @@ class Churn:
     def __init__(self, swarm: ServedSwarm, rng: random.Random) -> None:
         self.swarm, self.rng = swarm, rng
         self.begun = 0
-        self.seen: dict[str, list[range]] = {}
         self.moves: list[tuple[float, str, range, range]] = []
 
     def holders(self) -> Counter[int]:
