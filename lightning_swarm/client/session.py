@@ -287,6 +287,12 @@ class Session:
             self._runtime.run(self._steps.wait_for_record(self._steps.open - 1))
             self._follow_version()
 
+    def end_training(self) -> None:
+        """Leave the module as the last record says: other trainers' batches of the open step are not in it either."""
+        self.catch_up()
+        if self.local_layers is not None and self.is_shared:
+            self.local_layers.drop_uncounted(self._steps.version)
+
     def hold_still(self) -> None:
         """Let no record come while weights are read: with delayed steps, one may come within a batch."""
         if self.pipeline.batch is not None:

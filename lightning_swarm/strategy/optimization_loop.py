@@ -277,7 +277,8 @@ class SwarmOptimization:
     def finish(self) -> None:
         """Count, where training ends, the records that are still to come."""
         self._session.give_back()
-        self._catch_up()
+        self._session.end_training()
+        self._take_lost()
         self._count_others()
         if self._completed.lost:
             _log.warning(

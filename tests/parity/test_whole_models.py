@@ -5,6 +5,7 @@ Trainers bring the batches of one order, so one plain run is the reference of al
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +26,7 @@ from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_
 from tests.parity.models import LENGTH, Recipe, configured, digits, sentences
 from tests.parity.test_shared_data import curve
 from tests.parity.test_whole import WHOLE
-from tests.parity.trainers import Seen, copied, default_dtype, shuffled, train
+from tests.parity.trainers import Seen, ThreadStrategy, copied, default_dtype, shuffled, train
 
 NUM_STEPS = 50  # of one trainer; where trainers come and die (`test_whole_churn.py`), they cost too much
 NUM_SAMPLES, BATCH_SIZE, BATCHES_OF_A_STEP = 48, 4, 2  # an epoch is six steps
@@ -303,3 +304,36 @@ def test_one_trainer(model: str) -> None:
 def test_several_trainers(model: str, num_trainers: int) -> None:
     seen = run(model, num_trainers, max_steps=NUM_STEPS)
     assert_plain(seen, model, NUM_STEPS)
+
+
+class StopsInMidStep(L.Callback):
+    """Ends the run at the lead, with a batch of its own in a step that waits for one more."""
+
+    def __init__(self) -> None:
+        self.holds, self.has_stopped = threading.Event(), threading.Event()
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if not trainer.is_global_zero and trainer.global_step >= 3:
+            self.holds.set()
+            assert self.has_stopped.wait(30.0)
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ThreadStrategy)
+        assert trainer.strategy._loop is not None
+        if trainer.is_global_zero and self.holds.is_set() and trainer.strategy._loop.pending_samples:
+            trainer.should_stop = True
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            self.has_stopped.set()
+
+
+def test_ends_in_mid_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Batch norms count what the records count, and not the lead's batch in the open step."""
+    stops = StopsInMidStep()
+    seen = run("resnet", 2, callbacks=lambda rank: [stops], max_steps=NUM_STEPS)
+    assert "ended in mid-step: 4 samples" in caplog.text
+    assert_plain(seen, "resnet", len(seen.steps))

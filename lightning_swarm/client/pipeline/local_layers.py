@@ -53,6 +53,7 @@ class LocalLayers:
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
     _has_added: bool = False  # the gradients of a batch
+    _counts_more: bool = False  # the module's statistics count a batch that no record counts as yet
     # Values by name: those of the stage, as far as is known here; of statistics those that norms have written since.
     _known: dict[str, Tensor] = field(default_factory=dict)
     _known_buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class LocalLayers:
         with self._statistics.watched() as self._seen:
             yield
         if self._seen.values is not None:
+            self._counts_more = True
             own, uses = self._buffers(), self._seen.values.tolist()
             written = [name for used, names in zip(uses, self._names_of_norms, strict=False) if used for name in names]
             self._known_buffers.update((name, own[name].detach().clone()) for name in written)
@@ -146,7 +148,7 @@ class LocalLayers:
 
     def enter_generation(self) -> None:
         """Take the module's weights as they are: they come with the snapshot that the run rolls back to."""
-        self._version, self._known, self._known_buffers = None, {}, {}
+        self._version, self._known, self._known_buffers, self._counts_more = None, {}, {}, False
         self.clear()
 
     # ------------------------------------------------------------------ what user code writes
@@ -214,6 +216,13 @@ class LocalLayers:
                 buffer.copy_(weights[name])
         self._known.update((name, weights[name]) for name in own)
         self._known_buffers.update((name, weights[name]) for name in self._buffers())
+        self._counts_more = False
+
+    def drop_uncounted(self, version: int) -> None:
+        """Have statistics count what records count, and no batch of a step that never closed."""
+        if self._counts_more:
+            self._version = None
+            self.refresh(version)
 
 
 def written_in_mid_step(names: Collection[str]) -> str:
