@@ -41,7 +41,7 @@ def main() -> None:
     trainer = L.Trainer(strategy=strategy, devices=1, max_steps=60, logger=False, enable_checkpointing=False)
     trainer.fit(Tuning(model), DataLoader(rows, batch_size=8, shuffle=True))  # type: ignore[arg-type]
     model.save_pretrained(folder)
-    found = model.eval().generate(input_ids=tokens[None, :2], max_new_tokens=12, do_sample=False, use_cache=False)
+    found = model.eval().generate(input_ids=tokens[None, :2], max_new_tokens=12, do_sample=False)
     print("It writes:", tokenizer.decode(found[0]))
 
 

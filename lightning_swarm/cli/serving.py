@@ -195,6 +195,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="with --sample (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, if it is on this machine")
+    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="that peft has saved of an adapter of the model")
     parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
 
 
@@ -260,7 +261,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
     from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
 
-    model = remote_model(arguments.address, invite=arguments.invite, weights=arguments.weights)
+    model = remote_model(
+        arguments.address, invite=arguments.invite, weights=arguments.weights, adapter=arguments.adapter
+    )
     try:
         tokenizer = model.swarm.tokenizer()
         if arguments.seed is not None:

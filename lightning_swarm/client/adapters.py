@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.adapter_digest import adapter_digest
 from lightning_swarm.model.partition.hooks import user_hooks
-from lightning_swarm.protocol.messages.tuning import Lora
+from lightning_swarm.network import Message
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
+from lightning_swarm.protocol.messages.wire import encode
 
-WRAPPED = "base_layer"
-"""peft's name of the layer that it puts an adapter around."""
+_WRAPPED: Final = "base_layer"  # peft's name of the layer that it puts an adapter around
+_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
+
+
+def check_kind(config: Any) -> None:
+    """Refuse a config of peft whose adapter a served model cannot have."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
+            "your own."
+        )
 
 
 def is_of_adapter(name: str) -> bool:
@@ -35,13 +49,31 @@ class StageAdapter:
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
-def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> list[StageAdapter]:
+@dataclass(frozen=True)
+class FoundAdapters:
+    """The active adapters in all blocks, and the mode of the blocks' own modules."""
+
+    stages: Sequence[StageAdapter]
+    trains: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there are none."""
+        return not any(stage.loras for stage in self.stages)
+
+    @property
+    def wants_grad(self) -> bool:
+        """Return whether a forward that is computed now leads to a gradient of an adapter."""
+        return torch.is_grad_enabled() and any(stage.is_trained for stage in self.stages)
+
+
+def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> FoundAdapters:
     """Return the adapters of each stage. Refuses whatever else would train in blocks, by name and remedy."""
-    found = []
+    found, modes = [], set[bool]()
     for blocks_of_stage in ranges:
         stage, drops = StageAdapter(), set[bool]()
         for number in blocks_of_stage:
-            _find(blocks[number], number, stage, drops)
+            _find(blocks[number], number, stage, drops, modes)
         if len(drops) > 1:
             raise ConfigError(
                 "the dropouts of a stage's adapters must be all in train mode or all in eval mode, got some of each in "
@@ -50,15 +82,22 @@ def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> list[
             )
         stage.drops = True in drops
         found.append(stage)
-    return found
+    if len(modes) > 1:
+        raise ConfigError(
+            "the blocks of a served model must be all in train mode or all in eval mode, got some of each. Call "
+            "`train()` or `eval()` of the whole model."
+        )
+    return FoundAdapters(found, trains=True in modes)
 
 
-def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool]) -> None:
+def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], modes: set[bool]) -> None:
     sent: set[int] = set()
     for name, layer in block.named_modules():
         if name and (hooks := user_hooks(layer)):  # peft has such for `adapter_names`
             _refuse(f"{name!r} of block {number}", f"a forward hook, which is not called here: {hooks[0]}")
-        if not hasattr(layer, WRAPPED):
+        if not hasattr(layer, _WRAPPED):
+            if not is_of_adapter(name):
+                modes.add(layer.training)
             continue
         where = f"{name!r} of block {number}"
         if not hasattr(layer, "lora_A"):
@@ -89,6 +128,42 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool]) 
             _refuse(f"{name!r} of block {number}", "a parameter that trains")
         if not is_of_adapter(name) and parameter.numel() > 1 and any(parameter.stride()):
             _refuse(f"{name!r} of block {number}", "a weight that was written here, as by merging")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAdapter:
+    """An adapter's part of a stage, as it travels."""
+
+    name: bytes  # its digest
+    upload: Message
+
+
+class AdapterPacker:
+    """Packs adapters. What was packed is kept for as long as its values stay."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._known: dict[int, tuple[list[Lora], PackedAdapter]] = {}  # by stage
+
+    def packed(self, stage: int, adapter: StageAdapter) -> PackedAdapter | None:
+        """Return a stage's adapter as it travels; None if there is none."""
+        if not adapter.loras:
+            return None
+        loras, known = self._known.get(stage, (None, None))
+        # By the values themselves: fused optimizers, and writes to `data`, raise no tensor's version.
+        if known is not None and loras == adapter.loras and all(map(_is_same, adapter.tensors, known.upload.tensors)):
+            return known
+        # Copied, for a call that is made again wants those of its forward.
+        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in adapter.tensors]
+        name = adapter_digest(stage, adapter.loras, copies)
+        upload = AdapterUpload(model=self._model, stage=stage, digest=name, loras=adapter.loras)
+        packed = PackedAdapter(name, Message(encode(upload), tuple(copies)))
+        self._known[stage] = adapter.loras, packed
+        return packed
+
+
+def _is_same(tensor: Tensor, copy: Tensor) -> bool:
+    return tensor.dtype == copy.dtype and torch.equal(tensor.detach().cpu(), copy)
 
 
 def _kind_of(layer: Any, active: str) -> str:

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lightning_swarm.client.adapters import PackedAdapter
 from lightning_swarm.client.pipeline.context import Refusal
 from lightning_swarm.client.session_routes import SessionRoutes
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
+    AdapterMissing,
     Busy,
     PeerError,
     ProtocolError,
@@ -50,6 +52,7 @@ from lightning_swarm.protocol.methods import (
     SESSION_OUTPUT,
     SESSION_REPLAY,
     SESSION_STEP,
+    TUNE_ADAPTER,
 )
 
 _LOOK_S: Final = 0.5  # without an output, after which the route's servers are asked whether they live
@@ -89,9 +92,15 @@ class SessionResult:
 class InferenceSession:
     """A text that grows, with its caches at one server of each stage; on the swarm's loop."""
 
-    def __init__(self, routes: SessionRoutes, recipe: CacheRecipe | None, weights: SessionWeights) -> None:
+    def __init__(
+        self,
+        routes: SessionRoutes,
+        recipe: CacheRecipe | None,
+        weights: SessionWeights,
+        adapters: Sequence[PackedAdapter | None] = (),  # of each stage; empty: there is none
+    ) -> None:
         self.id = secrets.token_hex(16)
-        self.weights = weights
+        self.weights, self.adapters = weights, adapters
         self._routes, self._recipe = routes, recipe
         self._log: list[SessionInput] = []
         self._route: list[PeerId] = []
@@ -103,6 +112,7 @@ class InferenceSession:
         self._looking: asyncio.Task[set[PeerId]] | None = None  # who lives of the route's servers
         self._num_looks = 0  # in this step
         self._unfit: set[int] = set()  # stages whose server is to be replaced
+        self._lacking: set[int] = set()  # stages whose server has not got its adapter, or not any more
         self._refused: dict[int, set[PeerId]] = {}  # by stage, who answered with an error
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -110,6 +120,11 @@ class InferenceSession:
     def num_steps(self) -> int:
         """The number of steps so far."""
         return len(self._log)
+
+    @property
+    def adapter_names(self) -> list[bytes | None]:
+        """The adapters by which servers know them."""
+        return [None if adapter is None else adapter.name for adapter in self.adapters]
 
     async def step(self, given: SessionInput) -> SessionResult:
         """Have all stages compute the next tokens. Once that has failed, the session is of no use any more."""
@@ -141,6 +156,7 @@ class InferenceSession:
                 self._looking = None
         self._refused.clear()
         self._unfit.clear()
+        self._lacking.clear()
         result: SessionResult = output.result()
         return result
 
@@ -223,7 +239,22 @@ class InferenceSession:
             self._ban(stage, Unreachable(failed.reason))
         elif failed.kind == "busy":
             self._unfit.add(stage)
+        elif failed.kind == "adapter":
+            self._lacking.add(stage)
         return {stage}
+
+    async def _give_adapter(self, stage: int) -> None:
+        """Send a stage's server its adapter; one that does not take it is replaced."""
+        adapter = self.adapters[stage] if self.adapters else None
+        if adapter is None:
+            raise ProtocolError(f"{self._route[stage]} misses an adapter that no step has named")
+        try:
+            timeout = self._routes.timeout
+            await self._routes.transport.stream(self._route[stage], TUNE_ADAPTER, adapter.upload, timeout=timeout)
+        except Busy:
+            self._unfit.add(stage)
+        except PeerError as error:
+            self._ban(stage, error)
 
     # ------------------------------------------------------------------ routes
 
@@ -249,6 +280,8 @@ class InferenceSession:
         self._attempt += 1
         self._attempt_step = self.num_steps
         self._failures.clear()
+        await gather(self._give_adapter(stage) for stage in broken & self._lacking)
+        self._lacking.clear()
         for stage in broken & self._unfit:
             before = self._route[stage]
             after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
@@ -275,6 +308,9 @@ class InferenceSession:
             except SessionLost:
                 await self._tell(before, encode(SessionClose(session=self.id)))
                 first, resume = first - 1, 1  # it has dropped what is needed, and computes it again
+            except AdapterMissing:  # of the server behind it, which is new to the session
+                self._lacking.add(first)
+                return {first}
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
                 return self._ban_all_but(alive, error) or {first}  # which of the two is gone
@@ -324,6 +360,7 @@ class InferenceSession:
             stage_index=0,
             route=self._route,
             modes=list(given.modes),
+            adapters=self.adapter_names,
             recipe=self._recipe,
             operations=list(given.operations),
             structure=structure,
@@ -331,6 +368,9 @@ class InferenceSession:
         try:
             await self._routes.send(self._route[0], SESSION_STEP, step, tensors)
         except SessionLost:
+            return {0}
+        except AdapterMissing:
+            self._lacking.add(0)
             return {0}
         except Busy:
             self._unfit.add(0)
@@ -357,9 +397,11 @@ class InferenceSessions:
         transport.handle_stream(SESSION_OUTPUT, self._handle_output, admit=self._check_server)
         transport.handle_call(SESSION_FAILED, self._handle_failed)
 
-    def open(self, recipe: CacheRecipe | None, weights: SessionWeights) -> InferenceSession:
+    def open(
+        self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
+    ) -> InferenceSession:
         """Begin a session; None has no cache. Its servers are chosen with its first step."""
-        session = InferenceSession(self.routes, recipe, weights)
+        session = InferenceSession(self.routes, recipe, weights, adapters)
         self._open[session.id] = session
         return session
 

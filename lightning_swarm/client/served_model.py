@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,7 +41,7 @@ from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
 
 if TYPE_CHECKING:
-    from lightning_swarm.client.adapters import StageAdapter
+    from lightning_swarm.client.adapters import FoundAdapters
     from lightning_swarm.client.tuning import AdaptedBlocks
 
 _log = logging.getLogger(__name__)
@@ -54,8 +55,9 @@ _CONNECT_AGAIN_S: Final = 60.0
 _FIRST_BAN_S: Final = 5.0
 _LONGEST_BAN_S: Final = 60.0
 _NO_CACHE: Final = (
-    "a cache of a served model has nothing of a forward with adapters or gradients, got a text that goes on from one. "
-    "Pass `use_cache=False` to `generate`: then each token computes the whole text."
+    "a cache of a served model has nothing of a forward that may train something, got a text that goes on from one. "
+    "Write texts by `generate`, under `torch.no_grad()` and in eval mode; or freeze the adapter, by "
+    "`requires_grad_(False)`; or pass `use_cache=False`, and the whole text each time."
 )
 _ONLY_HIDDEN: Final = (
     "gradients of a served model's blocks flow through the hidden state alone, got another argument of blocks that "
@@ -294,6 +296,12 @@ def _wants_gradient(tree: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(tree)[1])
 
 
+def _draws_or_trains(found: FoundAdapters, hidden: Any) -> bool:
+    """Return whether a call has dropout, or leads to gradients."""
+    drops = found.trains or any(stage.drops for stage in found.stages)
+    return drops or found.wants_grad or _wants_gradient(hidden)
+
+
 class ServedBlocks:
     """Takes the place of a model's blocks: their calls become steps of sessions."""
 
@@ -307,22 +315,36 @@ class ServedBlocks:
         adapted: AdaptedBlocks | None = None,  # where blocks may get adapters
     ) -> None:
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
+        self._num_writing = 0  # calls of `generate` that are under way
         self._forwards = SessionForwards(
             runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
         )
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, a model's caches are used, so an adapter that trains has them on servers, too."""
+        self._num_writing += 1
+        try:
+            yield
+        finally:
+            self._num_writing -= 1
+
     def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the next tokens of a text, with a cache."""
-        adapters = self._adapters(hidden, extras)
-        if self._adapted is not None and adapters is not None:
-            # A model makes a cache whether somebody will use it or not.
-            handle = CacheHandle.of(cache)
-            if handle.length or handle.session is not None:
-                raise ConfigError(_NO_CACHE)
-            handle.refuse_use(_NO_CACHE)
-            extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
-            return self._adapted(hidden, extras, adapters)
-        return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
+        found = self._adapters(hidden, extras)
+        if self._adapted is None or found is None:
+            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
+        handle = CacheHandle.of(cache)
+        # A model makes a cache whether somebody will use it or not: of an evaluation, say, nobody will.
+        is_text = self._num_writing > 0 or handle.session is not None or not any(one.is_trained for one in found.stages)
+        if is_text and not _draws_or_trains(found, hidden):
+            packed = self._adapted.packed(found)
+            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes(), adapters=packed)
+        if handle.length or handle.session is not None:
+            raise ConfigError(_NO_CACHE)
+        handle.refuse_use(_NO_CACHE)
+        extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
+        return self._adapted(hidden, extras, found)
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
         """Compute a forward without a cache."""
@@ -338,16 +360,14 @@ class ServedBlocks:
             return self._adapted(hidden, extras, adapters)
         return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes())
 
-    def _adapters(self, hidden: Any, extras: dict[str, Any]) -> list[StageAdapter] | None:
-        """Return each stage's adapter, for a call that needs no session: one with any, or with gradients or dropout."""
+    def _adapters(self, hidden: Any, extras: dict[str, Any]) -> FoundAdapters | None:
+        """Return the adapters; None for a call that is one of the served model alone, and of nothing that trains."""
         if self._adapted is None:
             return None
         found = self._adapted.adapters()
         if _wants_gradient(extras):
             raise ConfigError(_ONLY_HIDDEN)
-        trains = self._adapted.is_training()
-        is_plain = not any(stage.loras for stage in found)
-        return None if is_plain and not trains and not _wants_gradient(hidden) else found
+        return None if found.is_empty and not _draws_or_trains(found, hidden) else found
 
     def _modes(self) -> list[ComputeMode]:
         mode = capture(self._device.type, training=False, grad=False, input_grad=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_swarm.client.adapters import PackedAdapter
 from lightning_swarm.client.inference import (
     InferenceSession,
     InferenceSessions,
@@ -37,11 +38,18 @@ class SessionForwards:
         self._sessions: InferenceSessions | None = None  # from the first one on
 
     def step(
-        self, hidden: Any, extras: dict[str, Any], cache: Any, *, weights: SessionWeights, modes: Sequence[ComputeMode]
+        self,
+        hidden: Any,
+        extras: dict[str, Any],
+        cache: Any,
+        *,
+        weights: SessionWeights,
+        modes: Sequence[ComputeMode],
+        adapters: Sequence[PackedAdapter | None] = (),  # of each stage; empty: there is none
     ) -> Any:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         handle = CacheHandle.of(cache)
-        session = self._session_of(cache, handle, weights)
+        session = self._session_of(cache, handle, weights, adapters)
         handle.in_step = True  # until all of it is done, whatever interrupts it
         given, (rows, length) = self._given(hidden, extras, handle, modes)
         found = self._runtime.run(session.step(given))
@@ -96,11 +104,13 @@ class SessionForwards:
         with _any_thread():
             return with_cache(decoded(on_cpu(found, copy=True), self._codec, self._device), cache)
 
-    def _session_of(self, cache: Any, handle: CacheHandle, weights: SessionWeights) -> InferenceSession:
+    def _session_of(
+        self, cache: Any, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
+    ) -> InferenceSession:
         """Return the session of a cache, which begins with its first step."""
         session: InferenceSession | None = handle.session
         if session is None:
-            session = handle.session = self._runtime.run(self._open(handle, weights))
+            session = handle.session = self._runtime.run(self._open(handle, weights, adapters))
             weakref.finalize(cache, self._end, session).atexit = False
         if handle.in_step:
             raise ConfigError(
@@ -111,10 +121,17 @@ class SessionForwards:
                 f"a text is generated with the same weights from begin to end: this cache is of {session.weights}, "
                 f"and the run is at {weights}. Begin with a new cache."
             )
+        if session.adapter_names != [None if adapter is None else adapter.name for adapter in adapters]:
+            raise ConfigError(
+                "a text is generated with the same adapter from begin to end: since this cache was begun, the adapter "
+                "has trained, or another one is active. Begin with a new cache."
+            )
         return session
 
-    async def _open(self, handle: CacheHandle, weights: SessionWeights) -> InferenceSession:
-        return self._opened().open(handle.recipe, weights)
+    async def _open(
+        self, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
+    ) -> InferenceSession:
+        return self._opened().open(handle.recipe, weights, adapters)
 
     def _opened(self) -> InferenceSessions:
         if self._sessions is None:

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from lightning_swarm.client.adapters import WRAPPED, StageAdapter, find_adapters, is_of_adapter
+from lightning_swarm.client.adapters import AdapterPacker, FoundAdapters, PackedAdapter, find_adapters
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
     MicrobatchInput,
@@ -42,7 +42,6 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.model.adapter_digest import adapter_digest
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import CALLS, argument_of, extras_for
 from lightning_swarm.model.partition.leftovers import part as split_left
@@ -50,8 +49,6 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.tuning import (
-    AdapterUpload,
-    Lora,
     TuneBackward,
     TuneForward,
     TuneGradients,
@@ -89,63 +86,48 @@ class AdaptedBlocks:
         self._servers = StageServers(models, timeout=timeout, rng=rng)
         self._microbatch_size = microbatch_size
         self._num_calls = 0
-        self._digests = AdapterDigests()
+        self._packer = AdapterPacker(models.card.id)
 
-    def adapters(self) -> list[StageAdapter]:
-        """Return the adapters of each stage."""
+    def adapters(self) -> FoundAdapters:
+        """Return the adapters of all stages, as they are now."""
         return find_adapters(self._blocks, self._models.card.ranges)
 
-    def __call__(self, hidden: Any, extras: dict[str, Any], adapters: Sequence[StageAdapter]) -> Any:
+    def packed(self, found: FoundAdapters) -> list[PackedAdapter | None]:
+        """Return each stage's adapter as it travels, if there is one."""
+        return [self._packer.packed(index, stage) for index, stage in enumerate(found.stages)]
+
+    def __call__(self, hidden: Any, extras: dict[str, Any], adapters: FoundAdapters) -> Any:
         """Compute a forward, through which gradients flow to the hidden state and to the adapters."""
         arguments = CallArguments.of((hidden,), {})
         wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in arguments.tensors]
         parts = self._cut(hidden, extras)
-        mode = capture(self._device.type, training=self.is_training(), grad=False, input_grad=False)
+        mode = capture(self._device.type, training=adapters.trains, grad=False, input_grad=False)
         self._num_calls += 1
         seeds = random.Random(f"{torch.initial_seed()}.{self._num_calls}")
         plans = self._plans(adapters, mode, any(wants))
         chains = [Chain(self._servers, plans, seeds.getrandbits(61)) for _ in parts]
-        own = [tensor for stage in adapters for tensor in stage.tensors]
-        call = _Call(self._runtime, chains, parts, arguments.structure, wants, [len(one.tensors) for one in adapters])
+        own = [tensor for stage in adapters.stages for tensor in stage.tensors]
+        counts = [len(stage.tensors) for stage in adapters.stages]
+        call = _Call(self._runtime, chains, parts, arguments.structure, wants, counts)
         found = _Tuned.apply(call, *arguments.tensors, *own)  # type: ignore[no-untyped-call]
         return serialization.unflatten(call.output_structure, list(found))
 
-    def _plans(self, adapters: Sequence[StageAdapter], mode: ComputeMode, hidden_wants: bool) -> list[StagePlan]:
+    def _plans(self, adapters: FoundAdapters, mode: ComputeMode, hidden_wants: bool) -> list[StagePlan]:
         plans, flows = [], hidden_wants
-        for index, adapter in enumerate(adapters):
+        for index, (adapter, packed) in enumerate(zip(adapters.stages, self.packed(adapters), strict=True)):
             trains = adapter.is_trained and torch.is_grad_enabled()
-            blocks = [self._names[number] for number in self._models.card.ranges[index]]
-            name, upload = None, None
-            if adapter.loras:
-                name, upload = self._digests.upload(self._models.card.id, index, adapter.loras, adapter.tensors)
             plans.append(
                 StagePlan(
                     index=index,
                     model=self._models.card.id,
-                    block_names=blocks,
+                    block_names=[self._names[number] for number in self._models.card.ranges[index]],
                     mode=replace(mode, grad=flows or trains, input_grad=flows),
-                    adapter=name,
-                    upload=upload,
+                    adapter=packed,
                     drops=adapter.drops,
                 )
             )
             flows = flows or trains
         return plans
-
-    def is_training(self) -> bool:
-        """Return the mode of the blocks' own modules, which must be the same for all."""
-        modes = {
-            module.training
-            for block in self._blocks
-            for name, module in block.named_modules()
-            if not hasattr(module, WRAPPED) and not is_of_adapter(name)
-        }
-        if len(modes) > 1:
-            raise ConfigError(
-                "the blocks of a served model must be all in train mode or all in eval mode, got some of each. Call "
-                "`train()` or `eval()` of the whole model."
-            )
-        return modes == {True}
 
     def _cut(self, hidden: Any, extras: dict[str, Any]) -> list[MicrobatchInput]:
         """Cut a batch's rows into microbatches, where it is clear what belongs to which row."""
@@ -188,29 +170,8 @@ class StagePlan:
     model: str
     block_names: Sequence[str]
     mode: ComputeMode
-    adapter: bytes | None  # its name, if there is one
-    upload: Message | None  # of it
+    adapter: PackedAdapter | None
     drops: bool
-
-
-class AdapterDigests:
-    """Uploads of adapters. Each is kept for as long as its values stay."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[bytes, Message]] = {}
-
-    def upload(self, model: str, stage: int, loras: Sequence[Lora], tensors: Sequence[Tensor]) -> tuple[bytes, Message]:
-        """Return an adapter's name, and what is sent of it."""
-        # By the values themselves: fused optimizers, and writes to `data`, raise no tensor's version. Copied, for a
-        # call that is made again wants those of its forward.
-        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
-        name = adapter_digest(stage, loras, copies)
-        known = self._known.get(stage)
-        if known is not None and known[0] == name:
-            return known
-        upload = AdapterUpload(model=model, stage=stage, digest=name, loras=list(loras))
-        self._known[stage] = name, Message(encode(upload), tuple(copies))
-        return self._known[stage]
 
 
 class StageServers:
@@ -261,14 +222,14 @@ class StageServers:
         """Send a call's tensors to a server."""
         return await self._models.transport.stream(peer, method, message, timeout=self._timeout)
 
-    async def send_with(self, peer: PeerId, method: str, message: Message, upload: Message | None) -> Message:
+    async def send_with(self, peer: PeerId, method: str, message: Message, adapter: PackedAdapter | None) -> Message:
         """Send a call, and its adapter if the server does not have it."""
         try:
             return await self.stream(peer, method, message)
         except AdapterMissing:
-            if upload is None:
+            if adapter is None:
                 raise ProtocolError(f"{peer} misses an adapter that no call has named") from None
-            await self.stream(peer, TUNE_ADAPTER, upload)
+            await self.stream(peer, TUNE_ADAPTER, adapter.upload)
             return await self.stream(peer, method, message)
 
 
@@ -304,7 +265,7 @@ class Chain:
                 seed=self.seed ^ plan.index,
                 mode=plan.mode,
                 wants_grad=list(wants),
-                adapter=plan.adapter,
+                adapter=None if plan.adapter is None else plan.adapter.name,
                 drops=plan.drops,
                 structure=structure,
             )
@@ -320,7 +281,7 @@ class Chain:
         return hidden
 
     def _sending(self, plan: StagePlan, message: Message) -> Callable[[PeerId], Coroutine[Any, Any, Message]]:
-        return lambda peer: self.servers.send_with(peer, TUNE_FORWARD, message, plan.upload)
+        return lambda peer: self.servers.send_with(peer, TUNE_FORWARD, message, plan.adapter)
 
     async def backward(
         self, gradients: Sequence[Tensor | None], own_counts: Sequence[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import random
 import secrets
@@ -15,11 +16,13 @@ from typing import Any, Final
 
 import torch
 
+from lightning_swarm.client.adapters import check_kind, find_adapters
 from lightning_swarm.client.pipeline.interception import BlockChain, Interception
 from lightning_swarm.client.served_model import ModelDirectory, ServedBlocks, ServedRoutes, read_card
 from lightning_swarm.client.tuning import AdaptedBlocks
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
 from lightning_swarm.network import Directory, PeerId, Transport
@@ -54,6 +57,17 @@ def _refuse_saving(*_: Any, **__: Any) -> None:
     )
 
 
+def _writing(served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model's `generate`, which says that the caches inside are used."""
+
+    @functools.wraps(generate)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        with served.writing():
+            return generate(*args, **kwargs)
+
+    return write
+
+
 class ServedModelClient:
     """This process's place in the swarm that serves a model.
 
@@ -73,7 +87,7 @@ class ServedModelClient:
         device: torch.device,
         timeout: float,
         rng: random.Random,  # draws routes
-        tunes: bool = False,  # its blocks may get adapters
+        adapts: bool = False,  # its blocks may get adapters
         microbatch_size: int | None = None,  # rows; None: chosen
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -92,7 +106,7 @@ class ServedModelClient:
         self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
         adapted = None
         self.places: list[torch.Tensor] = []  # of what is on servers
-        if tunes:
+        if adapts:
             blocks = pretrained.blocks
             self.places = pretrained.hold_places(device)
             vars(pretrained.module)["save_pretrained"] = _refuse_saving
@@ -106,7 +120,9 @@ class ServedModelClient:
                 microbatch_size=microbatch_size,
                 rng=rng,
             )
-        served = ServedBlocks(runtime, self.routes, card, device=device, adapted=adapted)
+        served = self.served = ServedBlocks(runtime, self.routes, card, device=device, adapted=adapted)
+        if adapts:
+            vars(pretrained.module)["generate"] = _writing(served, self.model.generate)
         chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
         self._interception = Interception(pretrained.blocks, chain)
         runtime.run(self._begin())
@@ -145,6 +161,25 @@ class ServedModelClient:
                 (Path(folder) / name).write_bytes(content)
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
+    def adapted(self, folder: str | Path) -> Any:
+        """Return the model with an adapter that peft has saved; `ConfigError` if it is none of this model."""
+        try:
+            import peft
+        except ImportError as error:
+            raise ConfigError("adapters are peft's. Install it: `pip install 'lightning-swarm[tune]'`.") from error
+        try:
+            check_kind(peft.PeftConfig.from_pretrained(str(folder)))
+            model = peft.PeftModel.from_pretrained(self.model, str(folder))
+            find_adapters(self.blocks, self.card.ranges)
+        except SwarmError:
+            raise
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:  # peft's own, where it does not fit
+            raise ConfigError(
+                "`adapter` must be a folder that peft's `save_pretrained` has written of an adapter of this model, "
+                f"got {str(folder)!r}: {shorten(str(error))}"
+            ) from error
+        return model
+
     def close(self) -> None:
         """Leave the swarm. The model computes nothing any more. Twice is fine."""
         if self._closed:
@@ -161,6 +196,7 @@ def remote_model(
     *,
     invite: str | None = None,
     weights: str | Path | None = None,
+    adapter: str | Path | None = None,
     device: str | torch.device = "cpu",
     timeout: float = 300.0,
 ) -> Any:
@@ -176,14 +212,18 @@ def remote_model(
         address: Of a server, as it prints it: ``HOST:PORT/ID``.
         invite: The file of an invitation with the role ``trainer``, where only invited peers are answered.
         weights: The model's folder, if it is on this machine. None: what is in no block comes from a server.
+        adapter: A folder that peft has saved of an adapter of this model: LoRA, prompt tuning or p-tuning. The servers
+            compute with it for this client alone, and it is no part of what they serve.
         device: Where embeddings and the head are, and inputs have to be.
         timeout: Seconds that a step may take.
 
     Returns:
-        The model. ``model.swarm`` has ``tokenizer()``, the served model's card, and ``close()``.
+        The model; with an adapter, peft's model around it. ``model.swarm`` has ``tokenizer()``, the served model's
+        card, and ``close()``.
 
     Raises:
-        ConfigError: The address, the invitation or the folder is not that of a served model.
+        ConfigError: The address, the invitation or a folder is not that of a served model, or the adapter is of
+            another kind or does not fit.
         StageLost: Some blocks are served by nobody; also later, while it is used.
         Unreachable: Nobody answers at the address.
 
@@ -192,8 +232,16 @@ def remote_model(
         >>> tokenizer = model.swarm.tokenizer()
         >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
     """
-    client = connect(address, invite=invite, weights=weights, device=torch.device(device), timeout=timeout)
-    return client.model
+    where = torch.device(device)
+    adapts = adapter is not None
+    client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts)
+    if adapter is None:
+        return client.model
+    try:
+        return client.adapted(adapter)
+    except BaseException:
+        client.close()
+        raise
 
 
 def connect(
@@ -203,7 +251,7 @@ def connect(
     weights: str | Path | None,
     device: torch.device,
     timeout: float,
-    tunes: bool = False,
+    adapts: bool = False,
     microbatch_size: int | None = None,
 ) -> ServedModelClient:
     """Connect to a served model; see `remote_model`, and for the rest `ServedModelClient`."""
@@ -227,7 +275,7 @@ def connect(
             device=device,
             timeout=timeout,
             rng=random.Random(secrets.randbits(64)),
-            tunes=tunes,
+            adapts=adapts,
             microbatch_size=microbatch_size,
             on_close=leave,
         )

@@ -6,7 +6,9 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,10 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import AdapterMissing, ProtocolError
 from lightning_swarm.model.adapter_digest import adapter_digest
+from lightning_swarm.model.joint_attention import CannotJoin
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
+
+_LEAST_DIMENSIONS: Final = 3  # of a hidden state ``[rows, tokens, ...]``
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +34,11 @@ class Adapter:
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, str], ...]:
+        """The layers that it adds to, by block and name."""
+        return tuple((lora.block, lora.module) for lora in self.loras)
 
 
 class AdapterStore:
@@ -111,12 +121,37 @@ class LayersOfStage:
     def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
         """Have the layers add what an adapter gives, inside."""
         with contextlib.ExitStack() as hooks:
-            if adapter is not None:
-                for index, lora in enumerate(adapter.loras):
-                    down, up = adapter.tensors[2 * index : 2 * index + 2]
-                    hook = _Added(down, up, lora.scaling, lora.dropout if drops else 0.0)
-                    hooks.callback(self._find(lora.block, lora.module).register_forward_hook(hook).remove)
+            for layer, added in self._added(adapter, drops=drops):
+                hooks.callback(layer.register_forward_hook(added).remove)
             yield
+
+    @contextlib.contextmanager
+    def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]]) -> Iterator[None]:
+        """Have the layers add to each text's rows what its adapter gives, inside.
+
+        Args:
+            adapters: The number of rows of each text, in their order, and its adapter.
+        """
+        if len(adapters) == 1:
+            with self.adapted(adapters[0][1], drops=False):
+                yield
+            return
+        ends = list(accumulate(rows for rows, _ in adapters))
+        found: dict[nn.Module, list[tuple[slice, _Added]]] = {}
+        for (rows, adapter), end in zip(adapters, ends, strict=True):
+            for layer, added in self._added(adapter, drops=False):
+                found.setdefault(layer, []).append((slice(end - rows, end), added))
+        with contextlib.ExitStack() as hooks:
+            for layer, of_rows in found.items():
+                hooks.callback(layer.register_forward_hook(_AddedByRows(ends[-1], of_rows)).remove)
+            yield
+
+    def _added(self, adapter: Adapter | None, *, drops: bool) -> Iterator[tuple[nn.Module, _Added]]:
+        """Iterate over what an adapter adds, and to which layer."""
+        for index, lora in enumerate(() if adapter is None else adapter.loras):
+            assert adapter is not None
+            down, up = adapter.tensors[2 * index : 2 * index + 2]
+            yield self._find(lora.block, lora.module), _Added(down, up, lora.scaling, lora.dropout if drops else 0.0)
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -138,3 +173,21 @@ class _Added:
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return (output + F.linear(F.linear(hidden, self.down), self.up) * self.scaling).to(output.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _AddedByRows:
+    """Adds to some rows of a layer's output, to each of them what is its own text's."""
+
+    num_rows: int
+    added: Sequence[tuple[slice, _Added]]
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        hidden = args[0]
+        # What has been sorted, as experts get it, has no rows of texts even where their number is right.
+        if hidden.ndim < _LEAST_DIMENSIONS or len(hidden) != self.num_rows:
+            raise CannotJoin("a layer with an adapter gets its input in another form than [rows, tokens, ...]")
+        output = output.clone()
+        for rows, added in self.added:
+            output[rows] = added(layer, (hidden[rows],), output[rows])
+        return output

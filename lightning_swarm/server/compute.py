@@ -34,6 +34,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
+from lightning_swarm.server.adapters import Adapter
 from lightning_swarm.server.sample_costs import measured
 
 
@@ -65,6 +66,7 @@ class SessionPart:
     hidden: serialization.Tree  # the first block's input ``[rows, tokens, ...]``, as it came
     extras: Mapping[str, Any]  # the blocks' other arguments, of which those that are the cache do not travel
     cache: Any = None  # gets the keys and values of these tokens; None: the blocks take none
+    adapter: Adapter | None = None  # of the session's client
 
     @property
     def rows(self) -> int:

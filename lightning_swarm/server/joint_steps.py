@@ -64,7 +64,8 @@ class WaitingStep(Generic[_T]):
         rows, tokens = self.part.rows, self.part.tokens
         if self.stage.joins and self.step.number > 1 and self.step.recipe is not None and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
-            self.kind = (self.stage.index, str(self.step.modes[0]), arguments)
+            adapted = None if self.part.adapter is None else self.part.adapter.layers
+            self.kind = (self.stage.index, str(self.step.modes[0]), arguments, adapted)
 
 
 class JointSteps(Generic[_T]):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -46,7 +47,7 @@ class ServedParts:
 
     def without_stages(self) -> ServedParts:
         """Return what is left once the stages are gone."""
-        return replace(self, stages={}, tensor=self.tensor if self.has_files else _none_is_here)
+        return dataclasses.replace(self, stages={}, tensor=self.tensor if self.has_files else _none_is_here)
 
 
 def _none_is_here(name: str) -> Tensor:
@@ -133,7 +134,10 @@ class ModelServer:
             raise Busy("this server is about to leave, and takes no new texts")
         if stage is None:  # it may have moved a moment ago, and is not to be avoided for that
             raise Busy(f"stage {step.stage_index} is not served here")
-        return stage
+        if step.adapter is None:
+            return stage
+        adapter, tuned = self.tuning.adapters.get(step.adapter, stage.index), self.tuned_stage(self._id, stage.index)
+        return dataclasses.replace(stage, adapter=adapter, layers=tuned.layers)
 
     def tuned_stage(self, model: str, index: int) -> TunedStage:
         """See `TuningHost`."""

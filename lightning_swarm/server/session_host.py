@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_swarm.core.errors import NotMember
+from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.tasks import nothing
 from lightning_swarm.model import attention_cache
 from lightning_swarm.model.partition import StageModule, extras_after
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.server.adapters import Adapter, LayersOfStage
 from lightning_swarm.server.compute import Computation, SessionPart
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.stage import Stage
@@ -32,6 +33,8 @@ class SessionStage:
     holding: Callable[[], AbstractContextManager[None]]  # has the weights inside that the step names
     ready: Callable[[], Awaitable[None]] = nothing  # waits until they are here
     joins: bool = False  # computes steps of several sessions together, whose last bits may differ then
+    adapter: Adapter | None = None  # of the session's client
+    layers: LayersOfStage | None = None  # that may have one; None: none has
 
     def prepare(self, step: SessionStep, cache: Any, *, max_bytes: int) -> None:
         """Change the cache as the step says."""
@@ -40,7 +43,9 @@ class SessionStage:
 
     def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
         """Compute the tokens of steps like this one, and return what travels of each."""
-        with self.holding():
+        adapters = [(part.rows, part.adapter) for part in parts]
+        adapting = contextlib.nullcontext() if self.layers is None else self.layers.adapted_by_rows(adapters)
+        with self.holding(), adapting:
             return self.computation.session_steps(parts, step.modes[0], self.first_block)
 
     def left_of(self, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +88,8 @@ class RunSessionHost:
         """See `SessionHost`."""
         run = self.membership.run
         run.check_generation(step.generation)
+        if step.adapter is not None:
+            raise ProtocolError("the stages of a run that trains compute with no client's adapter")
         stage = self.steps.stage(step.stage_index)
         if stage.on_trainers or step.stage_index not in self.membership.loaded:
             raise NotMember(f"stage {step.stage_index} has no weights here")

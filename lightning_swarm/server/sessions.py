@@ -12,14 +12,13 @@ import logging
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, SessionLost, SwarmError
+from lightning_swarm.core.errors import AdapterMissing, Busy, PeerError, ProtocolError, SessionLost, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.tasks import TaskOwner, gather
@@ -49,76 +48,15 @@ from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.joint_steps import JointSteps, WaitingStep
 from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.session_host import SessionHost, SessionStage
+from lightning_swarm.server.stage_session import KeptOutput, StageSession
 
 _log = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 4096
 _SMOOTHING: Final = 0.05  # of steps
-_BUSY_S: Final = 5.0  # for so long after its last step a session counts as going on
 _MAX_SESSIONS: Final = 4096  # at all stages here: small ones take more memory than their bytes
 _Key = tuple[str, int]  # a session, and the stage
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A step as the server of the next stage gets it."""
-
-    step: SessionStep  # as it came here; of the next one the route begins one later
-    tensors: tuple[Tensor, ...]
-    structure: Any
-    num_bytes: int
-    length: int | None  # of the cache, in tokens
-
-
-@dataclass(eq=False)
-class _StageSession:
-    """A session at one stage here."""
-
-    client: PeerId
-    attempt: int
-    route: list[PeerId]  # from this server on
-    resume: int
-    cache: Any = None  # made by the first step
-    taken: int = 0  # the newest step that is computed here, or will be
-    done: int = 0
-    kept: OrderedDict[int, _Kept] = field(default_factory=OrderedDict)  # by number
-    cache_bytes: int = 0
-    kept_bytes: int = 0
-    used_s: float = field(default_factory=now_s)
-    computing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its cache, and of the outputs."""
-        return self.cache_bytes + self.kept_bytes
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether a step is under way, or one was a moment ago."""
-        return self.done < self.taken or now_s() < self.used_s + _BUSY_S
-
-    def takes(self, number: int) -> bool:
-        """Return whether a step is not too far ahead of what is taken and done here."""
-        return number <= self.taken + 1 and (number <= self.taken or self.taken < self.done + WINDOW)
-
-    async def grow(self) -> None:
-        """Let steps go on that wait for others."""
-        async with self.changed:
-            self.changed.notify_all()
-
-    def keep(self, number: int, kept: _Kept) -> None:
-        """Keep the output of a step."""
-        self.kept[number] = kept
-        self.kept_bytes += kept.num_bytes
-
-    def drop_older(self) -> int:
-        """Drop all outputs but the newest, which may be on its way; returns the bytes that were freed."""
-        before = self.kept_bytes
-        while len(self.kept) > 1:
-            self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
-        return before - self.kept_bytes
+_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
 
 class SessionHandlers:
@@ -135,10 +73,10 @@ class SessionHandlers:
         on_dropped: Callable[[int], None] = lambda _: None,  # called when so many bytes of sessions are free
     ) -> None:
         self._transport, self._limits = transport, limits
-        self._steps = JointSteps[_Kept](executor)
+        self._steps = JointSteps[KeptOutput](executor)
         self._spawn = tasks.spawn
         self._host, self._on_dropped = host, on_dropped
-        self._held: OrderedDict[_Key, _StageSession] = OrderedDict()  # the one that was used last at the end
+        self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # the one that was used last at the end
         self._forgetting = False
         self.num_steps = 0  # computed so far
         self._busy_s = MovingAverage(_SMOOTHING)
@@ -192,7 +130,7 @@ class SessionHandlers:
         hidden, extras = _checked_tree(step, message.tensors)
         held = self._held_for(step, stage)
         if step.attempt >= held.attempt:
-            held.attempt, held.route, held.resume = step.attempt, step.route, step.resume
+            held.follow(step.attempt, step.route, step.resume)
         if not held.takes(step.number):
             await self._until_taken(held, step, stage)
         if step.number == held.taken + 1:
@@ -204,7 +142,7 @@ class SessionHandlers:
             self._spawn(self._send_on(held, held.kept[step.number]))
         return Message()
 
-    async def _until_taken(self, held: _StageSession, step: SessionStep, stage: SessionStage) -> None:
+    async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
         """Wait for the steps before, which may have been overtaken on their way, or for room."""
         gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
         if step.number > held.taken + WINDOW:
@@ -218,7 +156,7 @@ class SessionHandlers:
         if not self._has(held):
             raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} came to its turn")
 
-    def _has(self, held: _StageSession) -> bool:
+    def _has(self, held: StageSession) -> bool:
         return held in self._held.values()
 
     def _stage_of(self, step: SessionStep, caller: PeerId) -> SessionStage:
@@ -228,13 +166,13 @@ class SessionHandlers:
             raise ProtocolError(f"a step comes from its client {step.client}, or from a server; not from {caller}")
         if step.stage_index == 0 and caller != step.client:
             raise ProtocolError(f"the first stage's steps come from their client {step.client}, not from {caller}")
-        if step.route[0] != me or len(step.modes) != len(step.route):
-            raise ProtocolError(f"a step names its servers, {me} first here, and a mode for each; got {step.route}")
+        if step.route[0] != me:
+            raise ProtocolError(f"a step names its servers, {me} first here, got {step.route}")
         if any(mode.grad or mode.training for mode in step.modes):
             raise ProtocolError("a session computes without gradients, and in no train mode")
         return self._host.stage_of(step)
 
-    def _held_for(self, step: SessionStep, stage: SessionStage) -> _StageSession:
+    def _held_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
         key = (step.session, stage.index)
         held = self._held.get(key)
         if held is None:
@@ -248,7 +186,7 @@ class SessionHandlers:
                     f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
                     "`Limits.session_bytes`, and all of them go on"
                 )
-            held = self._held[key] = _StageSession(step.client, step.attempt, step.route, step.resume)
+            held = self._held[key] = StageSession(step.client, step.attempt, step.route, step.resume)
             if not self._forgetting:
                 self._forgetting = True
                 self._spawn(self._forget_idle())
@@ -260,7 +198,7 @@ class SessionHandlers:
 
     async def _advance(
         self,
-        held: _StageSession,
+        held: StageSession,
         stage: SessionStage,
         step: SessionStep,
         hidden: Any,
@@ -277,7 +215,7 @@ class SessionHandlers:
             stage.prepare(step, held.cache, max_bytes=max_bytes)
             return held.cache
 
-        def finish(output: serialization.Tree) -> _Kept:
+        def finish(output: serialization.Tree) -> KeptOutput:
             held.cache_bytes = 0 if held.cache is None else attention_cache.num_bytes(held.cache)
             if held.cache_bytes > max_bytes:
                 raise ProtocolError(
@@ -286,14 +224,15 @@ class SessionHandlers:
                 )
             structure, tensors = serialization.flatten((output, stage.left_of(extras)))
             length = None if held.cache is None else attention_cache.length_of(held.cache)
-            return _Kept(step, tuple(tensors), structure, num_bytes(tensors) + size, length)
+            return KeptOutput(step, tuple(tensors), structure, num_bytes(tensors) + size, length)
 
         async with held.computing:  # in the order in which they came
             if held.done != step.number - 1:
                 return  # the one before failed
             try:
                 await stage.ready()
-                part = SessionPart(hidden, stage.module.extras_for(extras))  # here: what comes may be anything
+                own = stage.module.extras_for(extras)  # here: what comes may be anything
+                part = SessionPart(hidden, own, adapter=stage.adapter)
                 kept, busy_s = await self._steps.compute(WaitingStep(stage, step, part, prepare, finish))
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
                 await self._forget(held)
@@ -313,7 +252,7 @@ class SessionHandlers:
         elif step.number >= held.resume:
             await self._send_on(held, kept)
 
-    async def _forget(self, held: _StageSession) -> None:
+    async def _forget(self, held: StageSession) -> None:
         """Drop a session, and let steps of it that wait end."""
         for key in [key for key, one in self._held.items() if one is held]:
             self._drop(key)
@@ -330,7 +269,7 @@ class SessionHandlers:
         self._on_dropped(num_bytes)
         return num_bytes
 
-    async def _send_on(self, held: _StageSession, kept: _Kept) -> None:
+    async def _send_on(self, held: StageSession, kept: KeptOutput) -> None:
         """Send a step's output to the server of the next stage, or to the client; tell the client if that fails."""
         async with held.sending:
             try:
@@ -345,7 +284,7 @@ class SessionHandlers:
                 stage_index = kept.step.stage_index + 1
                 await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
 
-    async def _give(self, held: _StageSession, kept: _Kept) -> None:
+    async def _give(self, held: StageSession, kept: KeptOutput) -> None:
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
         said = SessionOutput(
@@ -357,7 +296,7 @@ class SessionHandlers:
             held.client, SESSION_OUTPUT, message, timeout=self._limits.call_timeout, max_bytes=0
         )
 
-    async def _push(self, held: _StageSession, kept: _Kept) -> None:
+    async def _push(self, held: StageSession, kept: KeptOutput) -> None:
         step = replace(
             kept.step,
             attempt=held.attempt,
@@ -365,6 +304,7 @@ class SessionHandlers:
             stage_index=kept.step.stage_index + 1,
             route=held.route[1:],
             modes=kept.step.modes[1:],
+            adapters=kept.step.adapters[1:],
             structure=kept.structure,
         )
         message = Message(encode(step), kept.tensors)
@@ -373,7 +313,7 @@ class SessionHandlers:
         )
 
     async def _blame(
-        self, held: _StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
+        self, held: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
     ) -> None:
         failed = SessionFailed(
             session=step.session,
@@ -401,7 +341,7 @@ class SessionHandlers:
         if request.route[0] != self._transport.peer_id:
             raise ProtocolError(f"a route begins with the server that is asked, got {request.route}")
         async with held.sending:
-            held.attempt, held.route, held.resume = request.attempt, request.route, request.resume
+            held.follow(request.attempt, request.route, request.resume)
             number = 1
             while number <= held.done:
                 steps = [held.kept.get(one) for one in self._pushed_together(held, number)]
@@ -411,7 +351,7 @@ class SessionHandlers:
                 number += len(steps)
         return b""
 
-    def _pushed_together(self, held: _StageSession, number: int) -> range:
+    def _pushed_together(self, held: StageSession, number: int) -> range:
         """Return the steps that are sent at once: the first alone, then small ones, which share a stream."""
         end = number + 1
         if number > 1:
@@ -432,7 +372,7 @@ class SessionHandlers:
     def _used_bytes(self) -> int:
         return sum(held.num_bytes for held in self._held.values())
 
-    async def _make_room_for(self, held: _StageSession) -> bool:
+    async def _make_room_for(self, held: StageSession) -> bool:
         """Make room for a session that has grown; returns whether there is. Else it is dropped: others go on, too."""
         self._make_room(but=held)
         if self._used_bytes() <= self._limits.session_bytes or len(self._held) == 1:
@@ -440,7 +380,7 @@ class SessionHandlers:
         await self._forget(held)
         return False
 
-    def _make_room(self, *, but: _StageSession | None = None, num_more: int = 0) -> None:
+    def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
         """Drop outputs, the oldest sessions' first, then sessions that do not go on, until there is room for the rest.
 
         That is also room for so many new ones.
@@ -486,11 +426,7 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
 
 def _kind_of(error: Exception) -> FailureKind:
     """Return what to tell the client of a step that the next server did not take."""
-    if isinstance(error, SessionLost):
-        return "lost"
-    if isinstance(error, Busy):
-        return "busy"
-    return "unreachable" if isinstance(error, PeerError) else "refused"
+    return _KINDS.get(type(error), "unreachable" if isinstance(error, PeerError) else "refused")
 
 
 def _reason(error: Exception) -> str:

@@ -11,12 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_swarm.client.adapters import find_adapters
+from lightning_swarm.client.adapters import check_kind, find_adapters
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.pretrained import dtype_of
 from lightning_swarm.peer.remote_model import ServedModelClient, connect
 
-_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
 _INITS: Final = (True, False, "gaussian", "orthogonal")  # the others compute with the layers' own weights
 _DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
 
@@ -71,7 +70,7 @@ class AttachStrategy(SingleDeviceStrategy):
             weights=weights,
             device=self.root_device,
             timeout=timeout,
-            tunes=True,
+            adapts=True,
             microbatch_size=microbatch_size,
         )
 
@@ -108,7 +107,7 @@ class AttachStrategy(SingleDeviceStrategy):
             )
         for one in module.modules():
             for config in getattr(one, "peft_config", {}).values():
-                _check_peft(config)
+                _check(config)
         find_adapters(self._client.blocks, card.ranges)
 
     @override
@@ -160,14 +159,9 @@ class AttachStrategy(SingleDeviceStrategy):
             )
 
 
-def _check_peft(config: Any) -> None:
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind not in _KINDS:
-        raise ConfigError(
-            f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
-            "your own."
-        )
-    if kind == "LORA" and config.init_lora_weights not in _INITS:
+def _check(config: Any) -> None:
+    check_kind(config)
+    if hasattr(config, "init_lora_weights") and config.init_lora_weights not in _INITS:
         raise ConfigError(
             f"`init_lora_weights={config.init_lora_weights!r}` computes with the weights of the blocks, which are on "
             "servers. Use True or 'gaussian'."

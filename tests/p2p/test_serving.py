@@ -265,5 +265,7 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
         assert run.wait() == 0, "".join(run.output)
         assert f"It writes: {written}" in "".join(run.output)
     assert servers.runs["b"].wait() == -signal.SIGKILL
-    for name in ("up", "down"):
-        assert (tmp_path / f"adapter-{name}" / "adapter_model.safetensors").exists()
+    options = ("--prompt", "h g", "--max-new-tokens", "7", "--adapter", tmp_path / "adapter-down")
+    generating = servers.runs["generate"] = Run("generate", servers.address, *options, program=COMMAND)
+    assert generating.wait() == 0, "".join(generating.output)
+    assert "h g f e d c b a h" in "".join(generating.output)

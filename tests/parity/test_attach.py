@@ -122,7 +122,7 @@ def attached(
     """A strategy that is connected over the in-memory network."""
 
     def connect(address: str, **more: Any) -> Any:
-        more = {key: value for key, value in more.items() if key in ("weights", "tunes", "microbatch_size")}
+        more = {key: value for key, value in more.items() if key in ("weights", "adapts", "microbatch_size")}
         swarm.connect(name=name, **more)
         return swarm.client
 
@@ -282,7 +282,7 @@ def test_files_are_ordinary_ones(swarm: ServedSwarm, monkeypatch: pytest.MonkeyP
     assert resumed.losses == pytest.approx(tuned.losses[8:], rel=LOSS_TOLERANCE)
 
 
-def test_a_forward_with_an_adapter_leaves_no_cache_to_go_on_with(
+def test_a_forward_that_may_train_leaves_no_cache_to_go_on_with(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = attached(swarm, monkeypatch)
@@ -291,13 +291,15 @@ def test_a_forward_with_an_adapter_leaves_no_cache_to_go_on_with(
     torch.manual_seed(1)
     plain = lora(plain_base(swarm), init_lora_weights=False).eval()
     ids = torch.tensor([[3, 5, 2, 7]])
-    with pytest.raises(ConfigError, match="Pass `use_cache=False` to `generate`"):
-        model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     options = {"max_new_tokens": 6, "do_sample": False, "use_cache": False}
     assert torch.equal(model.generate(input_ids=ids, **options), plain.generate(input_ids=ids, **options))
+    with torch.no_grad():
+        begun = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match="Write texts by `generate`"), torch.no_grad():
+        model(torch.tensor([[4]]), past_key_values=begun)
     with model.disable_adapter(), torch.no_grad():
         filled = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ConfigError, match="Pass `use_cache=False` to `generate`"), torch.no_grad():
+    with pytest.raises(ConfigError, match="the same adapter from begin to end"), torch.no_grad():
         model(torch.tensor([[4]]), past_key_values=filled)
     with model.disable_adapter():
         without = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)

@@ -8,6 +8,7 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.serving import Digest
 from lightning_swarm.protocol.messages.wire import Count, WireMessage
 
 MAX_STAGES: Final = 1024
@@ -28,8 +29,9 @@ LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"
 """What a block's cache keeps: all keys and values, those of a window, the state of linear attention, or both."""
 
 
-FailureKind = Literal["lost", "unreachable", "busy", "refused"]
-"""The server has not all steps before, cannot be reached by the one before it, has no room, or raised an error."""
+FailureKind = Literal["lost", "unreachable", "busy", "adapter", "refused"]
+"""The server has not all steps before, cannot be reached by the one before it, has no room, misses the step's adapter,
+or raised an error."""
 
 
 class CacheLayer(WireMessage, frozen=True):
@@ -71,9 +73,24 @@ class SessionStep(WireMessage, frozen=True):
     # The servers of this stage and of those after it, and the modes that they compute in.
     route: Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     modes: Annotated[list[ComputeMode], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
+    # What they were given of the client's adapter; empty: the session has none.
+    adapters: Annotated[list[Digest | None], msgspec.Meta(max_length=MAX_STAGES)]
     recipe: CacheRecipe | None  # None: the blocks take no cache, and the session has one step
     operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # before the step
     structure: Any  # tree of (hidden state, extras of all blocks), whose tensors come with the message
+
+    def __post_init__(self) -> None:
+        """Refuse another number of modes or adapters than of servers."""
+        if len(self.modes) != len(self.route) or len(self.adapters) not in (0, len(self.route)):
+            raise ValueError(
+                f"a step has a mode, and an adapter or none, for each of its {len(self.route)} servers; got "
+                f"{len(self.modes)} and {len(self.adapters)}"
+            )
+
+    @property
+    def adapter(self) -> bytes | None:
+        """The adapter's name at this stage."""
+        return self.adapters[0] if self.adapters else None
 
 
 class SessionOutput(WireMessage, frozen=True):

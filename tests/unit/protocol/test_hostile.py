@@ -477,6 +477,7 @@ def in_session(_: Swarm) -> Message:
         stage_index=0,
         route=[A, B],
         modes=[ComputeMode(training=False, grad=False, default_dtype="float64")] * 2,
+        adapters=[],
         recipe=CacheRecipe(layers=[CacheLayer(kind="full")], records_past=False),
         operations=[CacheOperation(kind="crop", values=[0])],
         structure=structure,

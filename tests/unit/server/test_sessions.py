@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -114,6 +115,7 @@ def message(hidden: Any, *route: PeerId, **changes: Any) -> Message:
         "stage_index": 0,
         "route": list(route),
         "modes": [MODE] * len(route),
+        "adapters": [],
         "recipe": RECIPE,
         "operations": [],
         "structure": structure,
@@ -234,7 +236,7 @@ def test_weights_of_another_version_are_waited_for_and_then_refused(make_swarm: 
         ({"client": PeerId("stranger")}, "stranger"),
         ({"client": PeerId("other")}, "a step comes from its client other"),
         ({"route": [B, C], "to": A}, "names its servers"),
-        ({"modes": [MODE]}, "a mode for each"),
+        ({"adapters": [bytes(32), None]}, "no client's adapter"),
         ({"modes": [replace(MODE, training=True), MODE]}, "in no train mode"),
         ({"modes": [replace(MODE, grad=True), MODE]}, "without gradients"),
         ({"stage_index": 1}, "stage 1"),
@@ -252,6 +254,16 @@ def test_what_is_refused_changes_nothing(make_swarm: MakeSwarm, changes: dict[st
     hidden, to = changes.pop("hidden", tokens(1)), changes.pop("to", A)
     with pytest.raises(SwarmError, match=refusal):
         send(swarm, message(hidden, *changes.pop("route", [A, C]), **changes), to=to)
+    assert swarm.servers[A].sessions.num_open == 0
+
+
+@pytest.mark.parametrize("changes", [{"modes": [MODE]}, {"adapters": [None]}])
+def test_each_server_has_its_mode_and_its_adapter(make_swarm: MakeSwarm, changes: dict[str, Any]) -> None:
+    swarm = begun(make_swarm)
+    sent = message(tokens(1), A, C)
+    fields = {**msgspec.msgpack.decode(sent.body), **changes}
+    with pytest.raises(ProtocolError, match="for each of its 2 servers"):
+        send(swarm, Message(msgspec.msgpack.encode(fields), sent.tensors), to=A)
     assert swarm.servers[A].sessions.num_open == 0
 
 

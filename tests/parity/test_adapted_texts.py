@@ -1,0 +1,194 @@
+"""Texts of a served model with a client's own adapter: each token is that of peft on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network import PeerId
+from tests.parity.test_served import MODES
+from tests.served import ServedSwarm, calling, make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set"),  # peft: GPT-2's layers are transposed
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing"),  # peft asks for it
+]
+
+PROMPTS = torch.tensor([[0, 0, 5, 3, 7, 3], [4, 11, 2, 9, 2, 6]])
+LAYERS = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "mixtral": ["q_proj", "o_proj"],
+    "mamba": ["in_proj", "x_proj"],
+}
+NUM_NEW = 9
+
+
+def write(model: Any, mode: str, **options: Any) -> Tensor:
+    prompts = PROMPTS[1:] if mode == "prompt lookup" else PROMPTS
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        found = model.generate(
+            input_ids=prompts,
+            attention_mask=(prompts > 0).long(),
+            max_new_tokens=NUM_NEW,
+            **{"do_sample": False, **MODES[mode], **options},
+        )
+    assert isinstance(found, Tensor)
+    return found
+
+
+def save_adapter(family: str, folder: Path, *, seed: int = 1, **options: Any) -> Path:
+    """Write an adapter that changes the text: peft's own begins with none."""
+    config = peft.LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": LAYERS[family], **options})
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(make_model(family), config)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_" in name:
+                one.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def plain(family: str, folder: Path) -> Any:
+    return peft.PeftModel.from_pretrained(make_model(family), folder)
+
+
+def serve(family: str, folder: Path, *, num_stages: int = 2) -> ServedSwarm:
+    make_model(family).save_pretrained(folder / "base")
+    swarm = ServedSwarm(folder / "base", num_stages=num_stages)
+    swarm.serve("a")
+    for name in "bcd":
+        swarm.serve(name, join="a", share=0.5, has_files=False)
+    return swarm
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
+    with closing(serve("llama", tmp_path)) as made:
+        yield made
+
+
+def remote(swarm: ServedSwarm, adapter: Path, **options: Any) -> Any:
+    swarm.connect(adapts=True, **options)
+    assert swarm.client is not None
+    return swarm.client.adapted(adapter)
+
+
+def servers(swarm: ServedSwarm) -> list[Any]:
+    return [host.server for host in swarm.hosts.values() if host.server is not None]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "beams", "prompt lookup", "prefill in chunks"])
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_text_is_that_of_one_machine(tmp_path: Path, family: str, mode: str) -> None:
+    if family == "mamba" and mode in ("prompt lookup", "prefill in chunks"):
+        pytest.skip("Hugging Face does not do it either")
+    adapter = save_adapter(family, tmp_path / "adapter")
+    with closing(serve(family, tmp_path)) as swarm:
+        found = write(remote(swarm, adapter), mode)
+        assert torch.equal(found, write(plain(family, adapter), mode))
+        assert not torch.equal(found, write(make_model(family), mode)), "the adapter changes nothing"
+        assert sum(server.sessions.num_steps for server in servers(swarm)) > 3, "nothing was written by sessions"
+
+
+@pytest.mark.parametrize("victims", ["b", "bc"])
+def test_no_death_of_a_server_changes_a_token(tmp_path: Path, swarm: ServedSwarm, victims: str) -> None:
+    """Who comes in their place has not got the adapter."""
+    adapter = save_adapter("llama", tmp_path / "adapter")
+    model, killed = remote(swarm, adapter), list[str]()
+
+    def kill() -> None:
+        assert swarm.client is not None
+        (session,) = swarm.client.served._forwards._sessions._open.values()
+        killed.extend(dict.fromkeys(session._route))
+        for name in killed[: len(victims)]:
+            swarm.network.kill(PeerId(name))
+
+    found = write(model, "greedy", stopping_criteria=[calling(kill, at=10)])
+    assert killed, "the fault is due"
+    assert torch.equal(found, write(plain("llama", adapter), "greedy"))
+
+
+def test_an_adapter_that_a_server_has_dropped_is_sent_again(tmp_path: Path, swarm: ServedSwarm) -> None:
+    adapter = save_adapter("llama", tmp_path / "adapter")
+    model, dropped = remote(swarm, adapter), list[int]()
+
+    def drop() -> None:
+        for server in servers(swarm):
+            dropped.append(len(server.tuning.adapters._kept))
+            server.tuning.adapters._kept.clear()
+
+    found = write(model, "beams", stopping_criteria=[calling(drop, at=10)])
+    assert sum(dropped) == 2, "the fault is due"
+    assert torch.equal(found, write(plain("llama", adapter), "beams"))
+
+
+def test_each_user_has_an_adapter_of_its_own(tmp_path: Path, swarm: ServedSwarm) -> None:
+    """Three users and one without any, token by token beside each other."""
+    adapters = [save_adapter("llama", tmp_path / f"adapter-{seed}", seed=seed) for seed in range(3)]
+    models = [remote(swarm, adapter, name=f"user-{index}") for index, adapter in enumerate(adapters)]
+    models.append(swarm.connect(name="nobody's"))
+    wanted = [*(plain("llama", adapter) for adapter in adapters), make_model("llama")]
+
+    def tokens(model: Any) -> Iterator[int]:
+        ids, cache = PROMPTS[1:], None
+        for _ in range(NUM_NEW):
+            with torch.no_grad():
+                found = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = found.logits[:, -1:].argmax(-1), found.past_key_values
+            yield int(ids)
+
+    assert list(zip(*map(tokens, models), strict=True)) == list(zip(*map(tokens, wanted), strict=True))
+
+
+def test_an_adapter_in_training_writes_too(tmp_path: Path, swarm: ServedSwarm) -> None:
+    """`generate` between steps; a cache that was begun before a step is refused after it."""
+    swarm.connect(adapts=True)
+    models = []
+    for base in (swarm.client.model, make_model("llama")):  # type: ignore[union-attr]
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=LAYERS["llama"], init_lora_weights=False)
+        models.append(peft.get_peft_model(base, config))
+    optimizers = [torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5) for model in models]
+    texts = []
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            texts.append(write(model.eval(), "greedy"))
+            model.train()(input_ids=PROMPTS[1:], labels=PROMPTS[1:]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, texts[::2], texts[1::2]))
+    assert not torch.equal(texts[0], texts[-1]), "nothing was learned"
+    model = models[0].eval()
+    with torch.no_grad(), pytest.raises(ConfigError, match="Write texts by `generate`"):
+        model(input_ids=PROMPTS[1:, :1], past_key_values=model(input_ids=PROMPTS[1:]).past_key_values)
+    for one in model.parameters():
+        one.requires_grad_(False)
+    with torch.no_grad():
+        cache = model(input_ids=PROMPTS[1:]).past_key_values
+        model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data.add_(0.1)
+        with pytest.raises(ConfigError, match="the same adapter from begin to end"):
+            model(input_ids=PROMPTS[1:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["no folder", "another model's", "IA3"])
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, swarm: ServedSwarm, kind: str) -> None:
+    folder = tmp_path / "adapter"
+    if kind == "another model's":
+        save_adapter("gpt2", folder)
+    elif kind == "IA3":
+        config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[])
+        peft.get_peft_model(make_model("llama"), config).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="got IA3" if kind == "IA3" else "`adapter` must be a folder"):
+        remote(swarm, folder)
