@@ -1,4 +1,4 @@
-"""`SwarmStrategy`, `SwarmView`, `SampleText` and `SwarmCLI` for ``import pytorch_lightning``.
+"""`SwarmStrategy`, `AttachStrategy`, `SwarmView`, `SampleText` and `SwarmCLI` for ``import pytorch_lightning``.
 
 That import has classes of its own. ``strategy="swarm"`` needs ``import lightning_swarm`` only.
 """
@@ -7,14 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pytorch_lightning.callbacks import Callback, ProgressBar
-from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
-from lightning_swarm.strategy import sample_text, strategy
+from lightning_swarm.strategy import attach, sample_text, strategy
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 
-__all__ = ["SampleText", "SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
+__all__ = ["AttachStrategy", "SampleText", "SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
 
 if TYPE_CHECKING:
 
@@ -27,11 +27,16 @@ if TYPE_CHECKING:
     class _SampleText(sample_text.SampleText, Callback):  # type: ignore[misc]
         pass
 
+    class _AttachStrategy(attach.AttachStrategy, SingleDeviceStrategy):  # type: ignore[misc]
+        pass
+
+    AttachStrategy = _AttachStrategy
     SwarmStrategy = _SwarmStrategy
     SwarmView = _SwarmView
     SampleText = _SampleText
 else:
     SwarmStrategy = rebased(strategy.SwarmStrategy, Strategy, __name__, framework=PYTORCH_LIGHTNING)
+    AttachStrategy = rebased(attach.AttachStrategy, SingleDeviceStrategy, __name__)
     SwarmView = rebased(view.SwarmView, ProgressBar, __name__)
     SampleText = rebased(sample_text.SampleText, Callback, __name__)
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import secrets
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -45,6 +45,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import CALLS, argument_of, extras_for
 from lightning_swarm.model.partition.leftovers import part as split_left
+from lightning_swarm.model.random.philox import key_seed
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
@@ -59,7 +60,10 @@ from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_F
 
 _T = TypeVar("_T")
 _AGAIN_S: Final = 0.5
-_MICROBATCHES_PER_STAGE: Final = 2
+_LEAST_PER_STAGE: Final = 2  # microbatches
+_MOST_PER_STAGE: Final = 4
+_LEAST_POSITIONS: Final = 128  # of a microbatch, where there are enough
+_MAX_UPLOADS: Final = 256  # that are remembered: what is forgotten is sent again in vain
 
 # Arguments of Hugging Face's blocks that have a row for each of the batch, with their number of dimensions.
 _BY_ROW: Final = {"attention_mask": 4, "position_ids": 2, "position_embeddings": 3}
@@ -103,9 +107,9 @@ class AdaptedBlocks:
         parts = self._cut(hidden, extras)
         mode = capture(self._device.type, training=adapters.trains, grad=False, input_grad=False)
         self._num_calls += 1
-        seeds = random.Random(f"{torch.initial_seed()}.{self._num_calls}")
         plans = self._plans(adapters, mode, any(wants))
-        chains = [Chain(self._servers, plans, seeds.getrandbits(61)) for _ in parts]
+        call_key = torch.initial_seed(), self._num_calls
+        chains = [Chain(self._servers, plans, (*call_key, index)) for index in range(len(parts))]
         own = [tensor for stage in adapters.stages for tensor in stage.tensors]
         counts = [len(stage.tensors) for stage in adapters.stages]
         call = _Call(self._runtime, chains, parts, arguments.structure, wants, counts)
@@ -135,7 +139,7 @@ class AdaptedBlocks:
             values = {name: value for name, value in extras.items() if name != CALLS}
             arguments = CallArguments.of((serialization.transform(hidden, _detached),), values)
             rows = next((len(tensor) for tensor in arguments.tensors if tensor.ndim), 1)
-            size = self._microbatch_size or -(-rows // (_MICROBATCHES_PER_STAGE * len(self._models.card.stages)))
+            size = self._microbatch_size or microbatch_rows(arguments.tensors, rows, len(self._models.card.stages))
             if _is_clear(arguments, rows):
                 parts = split(arguments, rows=rows, size=size, shared=())
             else:
@@ -143,6 +147,13 @@ class AdaptedBlocks:
             for one in parts:
                 one.kwargs[CALLS] = extras[CALLS]
             return parts
+
+
+def microbatch_rows(tensors: Sequence[Tensor], rows: int, num_stages: int) -> int:
+    """Choose the rows of a microbatch: stages wait less for many small ones, and compute large ones faster. Pure."""
+    positions = next((tensor.shape[1] for tensor in tensors if tensor.ndim > 1), 1)
+    least, most = (-(-rows // (number * num_stages)) for number in (_MOST_PER_STAGE, _LEAST_PER_STAGE))
+    return min(most, max(least, -(-_LEAST_POSITIONS // max(1, positions))))
 
 
 def _is_clear(arguments: CallArguments, rows: int) -> bool:
@@ -180,6 +191,7 @@ class StageServers:
     def __init__(self, models: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._models, self._timeout, self._rng = models, timeout, rng
         self._under_way: Counter[PeerId] = Counter()
+        self._uploads: OrderedDict[tuple[PeerId, bytes], asyncio.Task[Message]] = OrderedDict()  # the newest at the end
         self._avoided_until_s: dict[PeerId, float] = {}
 
     async def ask(
@@ -223,14 +235,30 @@ class StageServers:
         return await self._models.transport.stream(peer, method, message, timeout=self._timeout)
 
     async def send_with(self, peer: PeerId, method: str, message: Message, adapter: PackedAdapter | None) -> Message:
-        """Send a call, and its adapter if the server does not have it."""
+        """Send a call, and before it the adapter to a server that does not have it."""
+        if adapter is None:
+            return await self.stream(peer, method, message)
+        upload = await self._upload(peer, adapter)
         try:
             return await self.stream(peer, method, message)
-        except AdapterMissing:
-            if adapter is None:
-                raise ProtocolError(f"{peer} misses an adapter that no call has named") from None
-            await self.stream(peer, TUNE_ADAPTER, adapter.upload)
+        except AdapterMissing:  # it has dropped it since
+            if self._uploads.get((peer, adapter.name)) is upload:
+                del self._uploads[peer, adapter.name]
+            await self._upload(peer, adapter)
             return await self.stream(peer, method, message)
+
+    async def _upload(self, peer: PeerId, adapter: PackedAdapter) -> asyncio.Task[Message]:
+        """Send a server an adapter, once for all calls; returns what has sent it."""
+        key = (peer, adapter.name)
+        upload = self._uploads.get(key)
+        if upload is None or (upload.done() and (upload.cancelled() or upload.exception() is not None)):
+            upload = asyncio.ensure_future(self.stream(peer, TUNE_ADAPTER, adapter.upload))
+        self._uploads[key] = upload
+        self._uploads.move_to_end(key)
+        while len(self._uploads) > _MAX_UPLOADS:
+            self._uploads.popitem(last=False)
+        await asyncio.shield(upload)
+        return upload
 
 
 @dataclass(eq=False)
@@ -249,7 +277,7 @@ class Chain:
 
     servers: StageServers
     plans: Sequence[StagePlan]
-    seed: int
+    key: tuple[int, ...]  # of this microbatch: all random draws go by it
     calls: list[_StageCall] = field(default_factory=list)
     id: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -262,7 +290,7 @@ class Chain:
                 model=plan.model,
                 stage=plan.index,
                 call=self.id,
-                seed=self.seed ^ plan.index,
+                seed=key_seed(*self.key, plan.index) >> 2,
                 mode=plan.mode,
                 wants_grad=list(wants),
                 adapter=None if plan.adapter is None else plan.adapter.name,

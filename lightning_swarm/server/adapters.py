@@ -36,6 +36,11 @@ class Adapter:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property
+    def kind(self) -> tuple[Lora, ...]:
+        """What costs the same: all but the numbers."""
+        return tuple(self.loras)
+
+    @cached_property
     def layers(self) -> tuple[tuple[int, str], ...]:
         """The layers that it adds to, by block and name."""
         return tuple((lora.block, lora.module) for lora in self.loras)

@@ -6,8 +6,8 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.reports import SampleCosts
 from lightning_swarm.protocol.messages.tuning import (
     AdapterUpload,
     TuneBackward,
@@ -31,6 +32,8 @@ from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph,
 from lightning_swarm.server.executor import Executor, Priority
 from lightning_swarm.server.handlers import checked_inputs, stage_error
 
+_MAX_KINDS: Final = 64  # of forwards, whose costs are known
+
 
 @dataclass(frozen=True, eq=False)
 class TunedStage:
@@ -38,6 +41,28 @@ class TunedStage:
 
     computation: Computation
     layers: LayersOfStage
+    _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # by kind of call
+
+    @contextmanager
+    def adapting(self, adapter: Adapter | None, *, drops: bool, kind: Any = None) -> Iterator[None]:
+        """On the compute thread: compute with an adapter inside, and give its gradients.
+
+        A sample costs the same in all forwards of a `kind`; None: it is no forward.
+        """
+        computation = self.computation
+        computation.train(() if adapter is None else adapter.tensors)
+        if kind is not None:
+            kind = kind, None if adapter is None else adapter.kind
+            computation.costs = self._costs.get(kind)
+        try:
+            with self.layers.adapted(adapter, drops=drops):
+                yield
+            if kind is not None:
+                self._costs[kind] = computation.costs
+                if len(self._costs) > _MAX_KINDS:
+                    self._costs.popitem(last=False)
+        finally:
+            computation.train(())
 
 
 class TuningHost(Protocol):
@@ -79,6 +104,7 @@ class TuningHandlers:
         self.adapters = AdapterStore(limits.adapter_bytes)
         self._kept: OrderedDict[_Key, _KeptForward] = OrderedDict()  # the oldest first
         self._kept_bytes = 0
+        self._aging: asyncio.TimerHandle | None = None  # drops what nobody asks for any more
         self._turns = FairTurns()
         self._checking = asyncio.Semaphore(1)
         transport.handle_stream(TUNE_ADAPTER, self._handle_adapter, max_bytes=limits.adapter_bytes)
@@ -113,7 +139,9 @@ class TuningHandlers:
         call = ForwardCall(inputs, extras, request.wants_grad, request.mode, request.seed)
 
         def compute() -> Any:
-            with _adapting(stage, adapter, drops=request.drops):
+            shapes = tuple(tensor.shape[1:] for tensor in message.tensors)
+            kind = (str(request.mode), tuple(request.wants_grad), request.drops, shapes)
+            with stage.adapting(adapter, drops=request.drops, kind=kind):
                 return stage.computation.forward(call)
 
         result = await self._compute(caller, request.stage, compute)
@@ -139,7 +167,7 @@ class TuningHandlers:
         check_gradients(kept.graph.outputs, gradients)
 
         def compute() -> Any:
-            with _adapting(kept.stage, kept.adapter, drops=kept.drops):
+            with kept.stage.adapting(kept.adapter, drops=kept.drops):
                 return kept.stage.computation.backward(kept.graph, gradients, kept.mode)
 
         self._drop(key)  # whatever becomes of it: torch frees a graph that it has gone through
@@ -166,28 +194,23 @@ class TuningHandlers:
     def _keep(self, key: _Key, kept: _KeptForward) -> None:
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
-        too_old_s = now_s() - self._limits.session_idle
-        while self._kept_bytes > self._limits.cache_bytes or next(iter(self._kept.values())).since_s < too_old_s:
-            oldest = next(iter(self._kept))
-            if oldest == key:
-                return  # it alone may have more
-            self._drop(oldest)
+        while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # one alone may have more
+            self._drop(next(iter(self._kept)))
+        if self._aging is None:
+            self._age()
+
+    def _age(self) -> None:
+        """Drop what is too old: its client is gone."""
+        idle_s = self._limits.session_idle
+        while self._kept and next(iter(self._kept.values())).since_s <= now_s() - idle_s:
+            self._drop(next(iter(self._kept)))
+        loop = asyncio.get_running_loop()
+        self._aging = loop.call_later(idle_s / 4, self._age) if self._kept else None
 
     def _drop(self, key: _Key) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._kept_bytes -= kept.num_bytes
-
-
-@contextmanager
-def _adapting(stage: TunedStage, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
-    """On the compute thread: compute with an adapter, and give its gradients."""
-    stage.computation.train(() if adapter is None else adapter.tensors)  # costs are of this call: others differ
-    try:
-        with stage.layers.adapted(adapter, drops=drops):
-            yield
-    finally:
-        stage.computation.train(())
 
 
 class FairTurns:

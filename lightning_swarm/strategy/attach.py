@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,14 +13,21 @@ from typing_extensions import override
 
 from lightning_swarm.client.adapters import check_kind, find_adapters
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.pretrained import dtype_of
 from lightning_swarm.peer.remote_model import ServedModelClient, connect
+
+if TYPE_CHECKING:
+    _SingleDeviceStrategy = SingleDeviceStrategy
+else:
+    _SingleDeviceStrategy = object
 
 _INITS: Final = (True, False, "gaussian", "orthogonal")  # the others compute with the layers' own weights
 _DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
 
 
-class AttachStrategy(SingleDeviceStrategy):
+@written_once(SingleDeviceStrategy)
+class AttachStrategy(_SingleDeviceStrategy):
     """Trains what a LightningModule adds to a served model: LoRA in its blocks, prompts before, a head behind them.
 
     The blocks are computed by servers of ``lightning-swarm serve``; their weights are not here and do not change. The

@@ -27,6 +27,7 @@ _MODULES = (
     "test_finetuning",
     "test_modes",
     "test_generation",
+    "test_tuning",
     "test_precision",
     "test_compiling",
     "test_logging",

@@ -21,6 +21,8 @@ from typing_extensions import override
 from lightning_swarm import AttachStrategy
 from lightning_swarm.client.tuning import Chain
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.random import KeyedRandom
+from lightning_swarm.model.random.philox import key_seed
 from lightning_swarm.network import PeerId
 from lightning_swarm.strategy import attach
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings
@@ -158,6 +160,17 @@ def test_an_adapter_is_that_of_one_machine(
     assert_equal(runs[1], runs[0])
     servers = [host.server for host in swarm.hosts.values() if host.server is not None]
     assert all(server.tuning.kept_bytes == 0 for server in servers), "a graph outlived its backward"
+
+
+def test_graphs_of_clients_that_are_gone_are_dropped(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lora(attached(swarm, monkeypatch).base_model())
+    ids = next(iter(data()))[0]
+    model(input_ids=ids, labels=ids, use_cache=False)  # no backward comes
+    servers = [host.server for host in swarm.hosts.values() if host.server is not None]
+    assert sum(server.tuning.kept_bytes for server in servers) > 0
+    swarm.network.kill(PeerId("client"))
+    swarm.sleep(1.5 * servers[0].tuning._limits.session_idle)
+    assert sum(server.tuning.kept_bytes for server in servers) == 0
 
 
 def test_what_raises_no_version_is_noticed(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +367,44 @@ def test_wrong_options_are_refused(
     strategy = attached(swarm, monkeypatch)
     with pytest.raises(ConfigError, match=message):
         tune(lora(strategy.base_model()), strategy, steps=1, **options)
+
+
+def keyed(model: Any, num_stages: int) -> None:
+    """Have the blocks of a plain model draw as the servers' do: by a seed of each call and stage."""
+    layers = model.base_model.model.model.layers
+    of_stage = len(layers) // num_stages
+    calls, draws = 0, dict[int, int]()
+
+    def wrap(layer: nn.Module, place: int) -> None:
+        forward = layer.forward
+        stage, is_first = place // of_stage, place % of_stage == 0
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += place == 0
+            seed = key_seed(torch.initial_seed(), calls, 0, stage) >> 2
+            with KeyedRandom(seed, first_draw=0 if is_first else draws[stage]) as mode:
+                output = forward(*args, **kwargs)
+            draws[stage] = mode.draw
+            return output
+
+        layer.forward = drawn  # type: ignore[method-assign]
+
+    for place, layer in enumerate(layers):
+        wrap(layer, place)
+
+
+def test_dropout_is_that_of_a_keyed_reference(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peft on one machine, whose blocks draw by the same keys."""
+    strategy = attached(swarm, monkeypatch, microbatch_size=6)
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        model = lora(base, lora_dropout=0.5)
+        if chosen == "auto":
+            keyed(model, num_stages=2)
+        runs.append(tune(model, chosen, steps=20))
+    assert_equal(runs[1], runs[0])
 
 
 def test_dropout_is_that_of_the_call_wherever_it_is_computed(
