@@ -192,7 +192,9 @@ def main() -> None:
             (alone,) = rates(user, seconds=arguments.seconds)
             sent = Counter(alone["bytes"])
             one.append(alone["rate"])
-            together = [each["rate"] for each in rates(*[user] * arguments.users, seconds=2 * arguments.seconds)]
+            together = [
+                each["rate"] for each in rates(*[user] * arguments.users, seconds=arguments.users * arguments.seconds)
+            ]
             many.append(sum(together))
             fairness.append(min(together) / max(together))
             (alone,) = rates(("--folder", folder, "--num-threads", NUM_STAGES), seconds=arguments.seconds)
