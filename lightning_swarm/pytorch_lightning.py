@@ -14,7 +14,13 @@ from lightning_swarm.monitor import view
 from lightning_swarm.strategy import attach, sample_text, strategy
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 
-__all__ = ["AttachStrategy", "SampleText", "SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
+__all__ = [
+    "AttachStrategy",
+    "SampleText",
+    "SwarmCLI",  # noqa: F822 - `__getattr__` imports it
+    "SwarmStrategy",
+    "SwarmView",
+]
 
 if TYPE_CHECKING:
 

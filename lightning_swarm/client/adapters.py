@@ -17,13 +17,13 @@ from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 from lightning_swarm.protocol.messages.wire import encode
 
 _WRAPPED: Final = "base_layer"  # peft's name of the layer that it puts an adapter around
-_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
+_PEFT_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
 
 
 def check_kind(config: Any) -> None:
     """Refuse a config of peft whose adapter a served model cannot have."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind not in _KINDS:
+    if kind not in _PEFT_KINDS:
         raise ConfigError(
             f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
             "your own."
@@ -143,27 +143,29 @@ class AdapterPacker:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._known: dict[int, tuple[list[Lora], PackedAdapter]] = {}  # by stage
+        # By stage, with copies of the tensors where these are: each token of a text asks.
+        self._known: dict[int, tuple[list[Lora], Sequence[Tensor], PackedAdapter]] = {}
 
     def packed(self, stage: int, adapter: StageAdapter) -> PackedAdapter | None:
         """Return a stage's adapter as it travels; None if there is none."""
         if not adapter.loras:
             return None
-        loras, known = self._known.get(stage, (None, None))
+        loras, copies, known = self._known.get(stage, (None, (), None))
         # By the values themselves: fused optimizers, and writes to `data`, raise no tensor's version.
-        if known is not None and loras == adapter.loras and all(map(_is_same, adapter.tensors, known.upload.tensors)):
+        if known is not None and loras == adapter.loras and all(map(_is_same, adapter.tensors, copies)):
             return known
         # Copied, for a call that is made again wants those of its forward.
-        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in adapter.tensors]
-        name = adapter_digest(stage, adapter.loras, copies)
+        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in adapter.tensors]
+        sent = tuple(copy.cpu() for copy in copies)
+        name = adapter_digest(stage, adapter.loras, sent)
         upload = AdapterUpload(model=self._model, stage=stage, digest=name, loras=adapter.loras)
-        packed = PackedAdapter(name, Message(encode(upload), tuple(copies)))
-        self._known[stage] = adapter.loras, packed
+        packed = PackedAdapter(name, Message(encode(upload), sent))
+        self._known[stage] = adapter.loras, copies, packed
         return packed
 
 
 def _is_same(tensor: Tensor, copy: Tensor) -> bool:
-    return tensor.dtype == copy.dtype and torch.equal(tensor.detach().cpu(), copy)
+    return (tensor.dtype, tensor.device) == (copy.dtype, copy.device) and torch.equal(tensor.detach(), copy)
 
 
 def _kind_of(layer: Any, active: str) -> str:

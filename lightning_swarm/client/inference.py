@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -52,7 +52,6 @@ from lightning_swarm.protocol.methods import (
     SESSION_OUTPUT,
     SESSION_REPLAY,
     SESSION_STEP,
-    TUNE_ADAPTER,
 )
 
 _LOOK_S: Final = 0.5  # without an output, after which the route's servers are asked whether they live
@@ -60,6 +59,7 @@ _MAX_CLOSING_S: Final = 5.0
 _FIRST_AGAIN: Final = 4  # looks after which the newest step is sent again; then after twice as many, and so on
 _MAX_TIMEOUTS: Final = 10  # a step may take so many times the longest call, if servers take the place of others
 _MAX_FAILURES: Final = 64
+_MAX_DROPPED: Final = 3  # times that a server may drop an adapter in one step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,8 @@ class InferenceSession:
         self._looking: asyncio.Task[set[PeerId]] | None = None  # who lives of the route's servers
         self._num_looks = 0  # in this step
         self._unfit: set[int] = set()  # stages whose server is to be replaced
-        self._lacking: set[int] = set()  # stages whose server has not got its adapter, or not any more
+        self._lacking: Counter[int] = Counter()  # by stage, how often its server had not got the adapter in this step
+        self._lacking_now: set[int] = set()  # those whose server is to get it
         self._refused: dict[int, set[PeerId]] = {}  # by stage, who answered with an error
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -157,6 +158,7 @@ class InferenceSession:
         self._refused.clear()
         self._unfit.clear()
         self._lacking.clear()
+        self._lacking_now.clear()
         result: SessionResult = output.result()
         return result
 
@@ -240,21 +242,28 @@ class InferenceSession:
         elif failed.kind == "busy":
             self._unfit.add(stage)
         elif failed.kind == "adapter":
-            self._lacking.add(stage)
+            self._note_lacking(stage)
         return {stage}
 
-    async def _give_adapter(self, stage: int) -> None:
-        """Send a stage's server its adapter; one that does not take it is replaced."""
-        adapter = self.adapters[stage] if self.adapters else None
-        if adapter is None:
-            raise ProtocolError(f"{self._route[stage]} misses an adapter that no step has named")
+    def _note_lacking(self, stage: int) -> None:
+        self._lacking[stage] += 1
+        self._lacking_now.add(stage)
+
+    async def _give_adapter(self, stage: int, *, again: bool) -> None:
+        """Send a stage's server its adapter; one that does not take it, or drops it again and again, is replaced."""
+        adapter, peer = (self.adapters[stage] if self.adapters else None), self._route[stage]
         try:
-            timeout = self._routes.timeout
-            await self._routes.transport.stream(self._route[stage], TUNE_ADAPTER, adapter.upload, timeout=timeout)
+            if adapter is None:
+                raise ProtocolError(f"{peer} misses an adapter that no step has named")
+            await self._routes.give_adapter(peer, adapter, again=again)
         except Busy:
             self._unfit.add(stage)
         except PeerError as error:
             self._ban(stage, error)
+        except SwarmError as error:
+            self._refuse(stage, error)
+        if self._lacking[stage] > _MAX_DROPPED:
+            self._unfit.add(stage)
 
     # ------------------------------------------------------------------ routes
 
@@ -273,18 +282,21 @@ class InferenceSession:
     async def _begin(self) -> set[int]:
         """Choose a server for each stage, and send the first step; returns the stages that need another one."""
         self._route = self._routes.begin(self._num_rows)
-        return await self._send_all(resume=1)
+        with_one = [stage for stage, adapter in enumerate(self.adapters) if adapter is not None]
+        await gather(self._give_adapter(stage, again=False) for stage in with_one)
+        return set(self._unfit) or await self._send_all(resume=1)
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
         """Choose servers for stages that need one, and bring them up to the newest step; returns what is broken now."""
         self._attempt += 1
         self._attempt_step = self.num_steps
         self._failures.clear()
-        await gather(self._give_adapter(stage) for stage in broken & self._lacking)
-        self._lacking.clear()
+        await gather(self._give_adapter(stage, again=True) for stage in broken & self._lacking_now)
+        self._lacking_now.clear()
         for stage in broken & self._unfit:
             before = self._route[stage]
             after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
+            self._lacking[stage] = 0
             if after == before or self._routes.is_banned(stage, after):  # there is no other one
                 await asyncio.sleep(_LOOK_S)
             if before not in self._route:
@@ -309,7 +321,7 @@ class InferenceSession:
                 await self._tell(before, encode(SessionClose(session=self.id)))
                 first, resume = first - 1, 1  # it has dropped what is needed, and computes it again
             except AdapterMissing:  # of the server behind it, which is new to the session
-                self._lacking.add(first)
+                self._note_lacking(first)
                 return {first}
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
@@ -370,7 +382,7 @@ class InferenceSession:
         except SessionLost:
             return {0}
         except AdapterMissing:
-            self._lacking.add(0)
+            self._note_lacking(0)
             return {0}
         except Busy:
             self._unfit.add(0)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from lightning_swarm.client.adapter_uploads import AdapterUploads
+from lightning_swarm.client.adapters import PackedAdapter
 from lightning_swarm.client.inference import SessionWeights
 from lightning_swarm.client.pipeline.context import send
 from lightning_swarm.client.session_forwards import SessionForwards
@@ -55,7 +57,7 @@ _CONNECT_AGAIN_S: Final = 60.0
 _FIRST_BAN_S: Final = 5.0
 _LONGEST_BAN_S: Final = 60.0
 _NO_CACHE: Final = (
-    "a cache of a served model has nothing of a forward that may train something, got a text that goes on from one. "
+    "a cache of a served model holds no keys and values of a forward that may train, got a text that goes on from one. "
     "Write texts by `generate`, under `torch.no_grad()` and in eval mode; or freeze the adapter, by "
     "`requires_grad_(False)`; or pass `use_cache=False`, and the whole text each time."
 )
@@ -84,7 +86,11 @@ class ModelDirectory:
     directory: Directory
     card: ModelCard
     offers: dict[PeerId, ServerOffer] = field(default_factory=dict)
+    uploads: AdapterUploads = field(init=False)  # of this client's adapters
     _not_before_s: dict[PeerId, float] = field(default_factory=dict)  # when peers that were not reached are tried again
+
+    def __post_init__(self) -> None:
+        self.uploads = AdapterUploads(self.transport)
 
     async def refresh(self) -> None:
         """Read the announcements, and connect to newcomers."""
@@ -286,6 +292,10 @@ class ServedRoutes:
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """See `SessionRoutes`."""
         return self._banned.get(peer, (0.0, 0.0))[0] > now_s()
+
+    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+        """See `SessionRoutes`."""
+        await self._model.uploads.send(peer, adapter, timeout=self.timeout, again=again)
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """See `SessionRoutes`."""

@@ -118,13 +118,13 @@ class SessionForwards:
             )
         if session.weights != weights or self._sessions is None or not self._sessions.has(session):
             raise ConfigError(
-                f"a text is generated with the same weights from begin to end: this cache is of {session.weights}, "
+                f"a text is generated with the same weights from beginning to end: this cache is of {session.weights}, "
                 f"and the run is at {weights}. Begin with a new cache."
             )
         if session.adapter_names != [None if adapter is None else adapter.name for adapter in adapters]:
             raise ConfigError(
-                "a text is generated with the same adapter from begin to end: since this cache was begun, the adapter "
-                "has trained, or another one is active. Begin with a new cache."
+                "a text is generated with the same adapter from beginning to end: since this cache was begun, the "
+                "adapter has trained, or another one is active. Begin with a new cache."
             )
         return session
 

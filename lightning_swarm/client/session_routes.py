@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_swarm.client.adapters import PackedAdapter
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import PeerError
@@ -50,6 +51,10 @@ class SessionRoutes(Protocol):
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """Return whether a server failed a moment ago."""
+        ...
+
+    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+        """Send a server an adapter, unless that was done before; `again`: though it was."""
         ...
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
@@ -101,6 +106,10 @@ class RunRoutes:
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """See `SessionRoutes`."""
         return self.context.is_banned(stage, peer)
+
+    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+        """See `SessionRoutes`: no text of a run has an adapter."""
+        raise NotImplementedError
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """See `SessionRoutes`."""

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -50,20 +50,20 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.tuning import (
+    SEED_BITS,
     TuneBackward,
     TuneForward,
     TuneGradients,
     TuneOutput,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
+from lightning_swarm.protocol.methods import TUNE_BACKWARD, TUNE_FORWARD
 
 _T = TypeVar("_T")
 _AGAIN_S: Final = 0.5
 _LEAST_PER_STAGE: Final = 2  # microbatches
 _MOST_PER_STAGE: Final = 4
 _LEAST_POSITIONS: Final = 128  # of a microbatch, where there are enough
-_MAX_UPLOADS: Final = 256  # that are remembered: what is forgotten is sent again in vain
 
 # Arguments of Hugging Face's blocks that have a row for each of the batch, with their number of dimensions.
 _BY_ROW: Final = {"attention_mask": 4, "position_ids": 2, "position_embeddings": 3}
@@ -191,7 +191,6 @@ class StageServers:
     def __init__(self, models: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._models, self._timeout, self._rng = models, timeout, rng
         self._under_way: Counter[PeerId] = Counter()
-        self._uploads: OrderedDict[tuple[PeerId, bytes], asyncio.Task[Message]] = OrderedDict()  # the newest at the end
         self._avoided_until_s: dict[PeerId, float] = {}
 
     async def ask(
@@ -238,27 +237,13 @@ class StageServers:
         """Send a call, and before it the adapter to a server that does not have it."""
         if adapter is None:
             return await self.stream(peer, method, message)
-        upload = await self._upload(peer, adapter)
+        uploads = self._models.uploads
+        await uploads.send(peer, adapter, timeout=self._timeout)
         try:
             return await self.stream(peer, method, message)
-        except AdapterMissing:  # it has dropped it since
-            if self._uploads.get((peer, adapter.name)) is upload:
-                del self._uploads[peer, adapter.name]
-            await self._upload(peer, adapter)
+        except AdapterMissing:
+            await uploads.send(peer, adapter, timeout=self._timeout, again=True)
             return await self.stream(peer, method, message)
-
-    async def _upload(self, peer: PeerId, adapter: PackedAdapter) -> asyncio.Task[Message]:
-        """Send a server an adapter, once for all calls; returns what has sent it."""
-        key = (peer, adapter.name)
-        upload = self._uploads.get(key)
-        if upload is None or (upload.done() and (upload.cancelled() or upload.exception() is not None)):
-            upload = asyncio.ensure_future(self.stream(peer, TUNE_ADAPTER, adapter.upload))
-        self._uploads[key] = upload
-        self._uploads.move_to_end(key)
-        while len(self._uploads) > _MAX_UPLOADS:
-            self._uploads.popitem(last=False)
-        await asyncio.shield(upload)
-        return upload
 
 
 @dataclass(eq=False)
@@ -269,6 +254,11 @@ class _StageCall:
     forward: Message
     num_inputs: int
     requires_grad: Sequence[bool]  # of the outputs
+
+
+def seed_of(microbatch: Sequence[int], stage: int) -> int:
+    """Return the seed of all that a stage draws for a microbatch: of as many bits as travel."""
+    return key_seed(*microbatch, stage) >> (64 - SEED_BITS)
 
 
 @dataclass(eq=False)
@@ -290,7 +280,7 @@ class Chain:
                 model=plan.model,
                 stage=plan.index,
                 call=self.id,
-                seed=key_seed(*self.key, plan.index) >> 2,
+                seed=seed_of(self.key, plan.index),
                 mode=plan.mode,
                 wants_grad=list(wants),
                 adapter=None if plan.adapter is None else plan.adapter.name,

@@ -10,6 +10,7 @@ import random
 import secrets
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +43,9 @@ def positions_depend_on_length(model: Any) -> bool:
 
 def prefill_in_chunks(model: Any, num_tokens: int) -> dict[str, int]:
     """Return the options of `generate` by which a long prompt keeps the tokens of other texts waiting for less."""
-    # What has states takes a prompt as a whole.
+    # What has states takes a prompt as a whole; and so does peft where it puts prompts of its own before it.
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return {}
     if num_tokens <= _PREFILL_CHUNK or model._is_stateful or positions_depend_on_length(model):
         return {}
     if not getattr(model.generation_config, "use_cache", True):
@@ -162,15 +165,25 @@ class ServedModelClient:
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     def adapted(self, folder: str | Path) -> Any:
-        """Return the model with an adapter that peft has saved; `ConfigError` if it is none of this model."""
+        """Return the model with an adapter that peft has saved; `ConfigError` if it does not belong to this model."""
         try:
             import peft
         except ImportError as error:
             raise ConfigError("adapters are peft's. Install it: `pip install 'lightning-swarm[tune]'`.") from error
         try:
+            if not Path(folder, "adapter_config.json").is_file():  # or peft would look for it on the Hugging Face Hub
+                raise FileNotFoundError("it has no adapter_config.json")
             check_kind(peft.PeftConfig.from_pretrained(str(folder)))
-            model = peft.PeftModel.from_pretrained(self.model, str(folder))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Found missing adapter keys")  # they are refused below
+                model = peft.PeftModel.from_pretrained(self.model, str(folder))
             find_adapters(self.blocks, self.card.ranges)
+            saved = peft.load_peft_weights(str(folder), device="cpu").keys()
+            own = peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+            if saved != own:
+                raise ValueError(
+                    f"its tensors are not those that this model's would have, as {sorted(saved ^ own)[:2]}"
+                )
         except SwarmError:
             raise
         except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:  # peft's own, where it does not fit
@@ -187,6 +200,7 @@ class ServedModelClient:
         self._closed = True
         atexit.unregister(self.close)
         with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._runtime.post(self._models.uploads.cancel)
             self._runtime.run(self._tasks.close())
         self._on_close()
 

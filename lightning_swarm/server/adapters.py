@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +20,7 @@ from lightning_swarm.model.adapter_digest import adapter_digest
 from lightning_swarm.model.joint_attention import CannotJoin
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LEAST_DIMENSIONS: Final = 3  # of a hidden state ``[rows, tokens, ...]``
 
 
@@ -89,9 +91,12 @@ def checked(upload: AdapterUpload, tensors: Sequence[Tensor], layers: LayersOfSt
                 f"an adapter of {name} has ({lora.rank}, {inputs}) and ({outputs}, {lora.rank}), got "
                 f"{tuple(down.shape)} and {tuple(up.shape)}"
             )
-        for tensor in (down, up):
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise ProtocolError(f"an adapter's numbers must be finite, got others for {name}")
+        if down.dtype not in _DTYPES or up.dtype != down.dtype:
+            raise ProtocolError(
+                f"an adapter has one of the dtypes {_DTYPES}, got {down.dtype} and {up.dtype} for {name}"
+            )
+        if not math.isfinite(lora.scaling) or not down.isfinite().all() or not up.isfinite().all():
+            raise ProtocolError(f"an adapter's numbers must be finite, got others for {name}")
     if adapter_digest(upload.stage, upload.loras, tensors) != upload.digest:
         raise ProtocolError("an adapter's digest is not that of what came")
     return Adapter(
@@ -126,7 +131,7 @@ class LayersOfStage:
     def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
         """Have the layers add what an adapter gives, inside."""
         with contextlib.ExitStack() as hooks:
-            for layer, added in self._added(adapter, drops=drops):
+            for layer, added in self._added(adapter, drops=drops).items():
                 hooks.callback(layer.register_forward_hook(added).remove)
             yield
 
@@ -144,19 +149,22 @@ class LayersOfStage:
         ends = list(accumulate(rows for rows, _ in adapters))
         found: dict[nn.Module, list[tuple[slice, _Added]]] = {}
         for (rows, adapter), end in zip(adapters, ends, strict=True):
-            for layer, added in self._added(adapter, drops=False):
+            for layer, added in self._added(adapter, drops=False).items():
                 found.setdefault(layer, []).append((slice(end - rows, end), added))
         with contextlib.ExitStack() as hooks:
             for layer, of_rows in found.items():
                 hooks.callback(layer.register_forward_hook(_AddedByRows(ends[-1], of_rows)).remove)
             yield
 
-    def _added(self, adapter: Adapter | None, *, drops: bool) -> Iterator[tuple[nn.Module, _Added]]:
-        """Iterate over what an adapter adds, and to which layer."""
+    def _added(self, adapter: Adapter | None, *, drops: bool) -> Mapping[nn.Module, _Added]:
+        """Return what an adapter adds, by layer."""
+        found: dict[nn.Module, list[_LowRank]] = {}
         for index, lora in enumerate(() if adapter is None else adapter.loras):
             assert adapter is not None
             down, up = adapter.tensors[2 * index : 2 * index + 2]
-            yield self._find(lora.block, lora.module), _Added(down, up, lora.scaling, lora.dropout if drops else 0.0)
+            product = _LowRank(down, up, lora.scaling, lora.dropout if drops else 0.0)
+            found.setdefault(self._find(lora.block, lora.module), []).append(product)
+        return {layer: _Added(products) for layer, products in found.items()}
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -165,19 +173,33 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Added:
-    """Adds a low-rank product to a layer's output, in the order of operations of peft."""
+class _LowRank:
+    """A low-rank product, in the order of operations of peft."""
 
     down: Tensor
     up: Tensor
     scaling: float
     dropout: float
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        hidden = args[0].to(self.down.dtype)
+    def of(self, hidden: Tensor) -> Tensor:
+        """Return what it adds to a layer's output."""
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout)
-        return (output + F.linear(F.linear(hidden, self.down), self.up) * self.scaling).to(output.dtype)
+        return F.linear(F.linear(hidden, self.down), self.up) * self.scaling
+
+
+@dataclass(frozen=True, eq=False)
+class _Added:
+    """Adds the products of all of a text's adapters to a layer's output, and rounds once."""
+
+    products: Sequence[_LowRank]
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        hidden, dtype = args[0], output.dtype
+        for product in self.products:
+            hidden = hidden.to(product.down.dtype)
+            output = output + product.of(hidden)
+        return output.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,6 +81,7 @@ class JointSteps(Generic[_T]):
         self._seen: dict[tuple[str, int], tuple[float, Any]] = {}
         self._busy_s = MovingAverage(_SMOOTHING)  # of forwards
         self.num_joint = 0  # steps that were computed together with others
+        self._problem: Exception | None = None  # of the newest joint forward
 
     async def compute(self, work: WaitingStep[_T]) -> tuple[_T, float]:
         """Compute a step; returns what `finish` made of its output, and the seconds that were this step's own.
@@ -184,6 +185,7 @@ class JointSteps(Generic[_T]):
     def _outputs(self, works: list[WaitingStep[_T]]) -> list[tuple[WaitingStep[_T], serialization.Tree]]:
         """Compute steps in one forward if that is known to be the same, else one by one."""
         joined: Sequence[serialization.Tree] | None = None
+        self._problem = None
         if len(works) > 1:
             verdict = self._verdicts.of(works)
             if not all(attention_cache.can_be_put_back(work.part.cache) for work in works):
@@ -201,6 +203,8 @@ class JointSteps(Generic[_T]):
                 found.append((work, *work.stage.compute(work.step, [work.part])))
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
                 work.error = error
+        if self._problem is not None and len(found) == len(works):  # else one of them fails alone, too
+            self._verdicts.enter(works, self._problem)
         return found
 
     def _jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
@@ -211,7 +215,7 @@ class JointSteps(Generic[_T]):
         except (MemoryError, torch.OutOfMemoryError) as error:
             _log.warning("No memory to compute the steps of %d texts together: %s", len(works), error)
         except Exception as error:  # noqa: BLE001 - the model's code may raise anything
-            self._verdicts.enter(works, error)
+            self._problem = error
         put_back()
         return None
 
@@ -253,7 +257,7 @@ class _Verdicts:
         self._found[_key_of(works)] = problem is None
         if problem is not None:
             stage = works[0].stage.index
-            self._num_refused[stage] += 1
+            self._num_refused[stage] += works[0].part.adapter is None  # of adapters there may be as many as users
             _log.info("Steps like these are computed apart at stage %d from now on: %s", stage, problem)
 
     def refuses(self, work: WaitingStep[Any]) -> bool:

@@ -56,7 +56,7 @@ _MAX_REASON: Final = 4096
 _SMOOTHING: Final = 0.05  # of steps
 _MAX_SESSIONS: Final = 4096  # at all stages here: small ones take more memory than their bytes
 _Key = tuple[str, int]  # a session, and the stage
-_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
+_FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
 
 class SessionHandlers:
@@ -186,12 +186,14 @@ class SessionHandlers:
                     f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
                     "`Limits.session_bytes`, and all of them go on"
                 )
-            held = self._held[key] = StageSession(step.client, step.attempt, step.route, step.resume)
+            held = self._held[key] = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
             if not self._forgetting:
                 self._forgetting = True
                 self._spawn(self._forget_idle())
         elif held.client != step.client:
             raise ProtocolError(f"this session is of {held.client}, not of {step.client}")
+        elif held.adapter != step.adapter:
+            raise ProtocolError("all steps of a session have the same adapter")
         held.used_s = now_s()
         self._held.move_to_end(key)
         return held
@@ -426,7 +428,7 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
 
 def _kind_of(error: Exception) -> FailureKind:
     """Return what to tell the client of a step that the next server did not take."""
-    return _KINDS.get(type(error), "unreachable" if isinstance(error, PeerError) else "refused")
+    return _FAILURE_KINDS.get(type(error), "unreachable" if isinstance(error, PeerError) else "refused")
 
 
 def _reason(error: Exception) -> str:

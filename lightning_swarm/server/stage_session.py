@@ -36,6 +36,7 @@ class StageSession:
     attempt: int
     route: list[PeerId]  # from this server on
     resume: int
+    adapter: bytes | None = None  # of all of its steps
     cache: Any = None  # made by the first step
     taken: int = 0  # the newest step that is computed here, or will be
     done: int = 0

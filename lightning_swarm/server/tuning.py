@@ -139,7 +139,7 @@ class TuningHandlers:
         call = ForwardCall(inputs, extras, request.wants_grad, request.mode, request.seed)
 
         def compute() -> Any:
-            shapes = tuple(tensor.shape[1:] for tensor in message.tensors)
+            shapes = tuple(tensor.shape for tensor in message.tensors)
             kind = (str(request.mode), tuple(request.wants_grad), request.drops, shapes)
             with stage.adapting(adapter, drops=request.drops, kind=kind):
                 return stage.computation.forward(call)
@@ -150,7 +150,7 @@ class TuningHandlers:
         key = (caller, request.call, request.stage)
         self._drop(key)
         if result.graph is not None:
-            num_bytes = max(1, result.graph_bytes)
+            num_bytes = max(1, result.graph_bytes + message.num_tensor_bytes)  # its inputs are in it
             kept = _KeptForward(result.graph, adapter, request.mode, request.drops, stage, num_bytes, now_s())
             self._keep(key, kept)
         structure, tensors = serialization.flatten(result.output)

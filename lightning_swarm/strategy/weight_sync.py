@@ -62,6 +62,11 @@ class ModuleWeights:
 
     # ------------------------------------------------------------------ in the module
 
+    def end_training(self) -> None:
+        """Have the module count what records count, before user code looks at it."""
+        session, _ = self._active_run
+        session.end_training()
+
     def gather_into_module(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
         """Put weights and optimizer state of the last step where one machine has them; `timeout` is in seconds."""
         timeout = self._limits.call_timeout if timeout is None else timeout
@@ -236,5 +241,6 @@ class WeightSync(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._weights.check_optimizer()
+        self._weights.end_training()
         self._weights.gather_into_module(trainer.optimizers[0])
         self._access.end()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
+from lightning_swarm.peer.remote_model import prefill_in_chunks
 from tests.parity.test_served import MODES
 from tests.served import ServedSwarm, calling, make_model
 
@@ -178,15 +179,65 @@ def test_an_adapter_in_training_writes_too(tmp_path: Path, swarm: ServedSwarm) -
     with torch.no_grad():
         cache = model(input_ids=PROMPTS[1:]).past_key_values
         model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data.add_(0.1)
-        with pytest.raises(ConfigError, match="the same adapter from begin to end"):
+        with pytest.raises(ConfigError, match="the same adapter from beginning to end"):
             model(input_ids=PROMPTS[1:, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("kind", ["no folder", "another model's", "IA3"])
+PROMPTS_OF_PEFT: dict[str, Any] = {
+    "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # by peft, of its own call
+@pytest.mark.parametrize("kind", PROMPTS_OF_PEFT)
+def test_a_text_after_prompts_that_were_tuned(tmp_path: Path, swarm: ServedSwarm, kind: str) -> None:
+    torch.manual_seed(1)
+    peft.get_peft_model(make_model("llama"), PROMPTS_OF_PEFT[kind]).save_pretrained(tmp_path / "adapter")
+    model = remote(swarm, tmp_path / "adapter")
+    assert torch.equal(write(model, "greedy"), write(plain("llama", tmp_path / "adapter"), "greedy"))
+    assert prefill_in_chunks(model, 1000) == {}, "peft takes the last token alone of each further chunk"
+    assert prefill_in_chunks(swarm.connect(name="another"), 1000)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "of one stage": {"layers_to_transform": [3]},
+    "of other ranks": {"rank_pattern": {"q_proj": 2}},
+}
+
+
+@pytest.mark.parametrize("kind", [*ADAPTERS, "two at once"])
+def test_adapters_of_other_kinds(tmp_path: Path, swarm: ServedSwarm, kind: str) -> None:
+    folder = save_adapter("llama", tmp_path / "adapter", **ADAPTERS.get(kind, {}))
+    models = [remote(swarm, folder), plain("llama", folder)]
+    if kind == "two at once":
+        save_adapter("llama", tmp_path / "other", seed=2)
+        for model in models:
+            model.load_adapter(tmp_path / "other", adapter_name="other")
+            model.base_model.set_adapter(["default", "other"])
+    assert torch.equal(*(write(model, "greedy") for model in models))
+
+
+def test_a_server_that_takes_no_adapter_is_replaced(tmp_path: Path, swarm: ServedSwarm) -> None:
+    """And users who share room for the adapter of one get their texts all the same."""
+    for name, room in (("a", 100), ("b", 7000), ("c", 7000), ("d", 7000)):
+        server = swarm.hosts[name].server
+        assert server is not None
+        server.tuning.adapters._max_bytes = room
+    folders = [save_adapter("llama", tmp_path / f"adapter-{seed}", seed=seed) for seed in range(2)]
+    models = [remote(swarm, folder, name=f"user-{seed}", seed=seed) for seed, folder in enumerate(folders)]
+    for model, folder in zip(models, folders, strict=True):
+        assert torch.equal(write(model, "greedy"), write(plain("llama", folder), "greedy"))
+
+
+@pytest.mark.parametrize("kind", ["no folder", "another model's", "a smaller model's", "IA3"])
 def test_a_folder_that_is_none_is_refused(tmp_path: Path, swarm: ServedSwarm, kind: str) -> None:
     folder = tmp_path / "adapter"
     if kind == "another model's":
         save_adapter("gpt2", folder)
+    elif kind == "a smaller model's":
+        config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=LAYERS["llama"])
+        peft.get_peft_model(make_model("llama", num_hidden_layers=2), config).save_pretrained(folder)
     elif kind == "IA3":
         config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[])
         peft.get_peft_model(make_model("llama"), config).save_pretrained(folder)

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import AttachStrategy
-from lightning_swarm.client.tuning import Chain
+from lightning_swarm.client.tuning import Chain, seed_of
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random import KeyedRandom
-from lightning_swarm.model.random.philox import key_seed
 from lightning_swarm.network import PeerId
 from lightning_swarm.strategy import attach
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings
@@ -312,7 +311,7 @@ def test_a_forward_that_may_train_leaves_no_cache_to_go_on_with(
         model(torch.tensor([[4]]), past_key_values=begun)
     with model.disable_adapter(), torch.no_grad():
         filled = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ConfigError, match="the same adapter from begin to end"), torch.no_grad():
+    with pytest.raises(ConfigError, match="the same adapter from beginning to end"), torch.no_grad():
         model(torch.tensor([[4]]), past_key_values=filled)
     with model.disable_adapter():
         without = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
@@ -382,7 +381,7 @@ def keyed(model: Any, num_stages: int) -> None:
         def drawn(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += place == 0
-            seed = key_seed(torch.initial_seed(), calls, 0, stage) >> 2
+            seed = seed_of((torch.initial_seed(), calls, 0), stage)
             with KeyedRandom(seed, first_draw=0 if is_first else draws[stage]) as mode:
                 output = forward(*args, **kwargs)
             draws[stage] = mode.draw

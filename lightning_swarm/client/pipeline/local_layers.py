@@ -212,17 +212,24 @@ class LocalLayers:
             for name, parameter in own.items():
                 if name not in written:  # what is frozen is carried to the stage with the next step
                     parameter.copy_(weights[name])
-            for name, buffer in self._buffers().items():
-                buffer.copy_(weights[name])
         self._known.update((name, weights[name]) for name in own)
-        self._known_buffers.update((name, weights[name]) for name in self._buffers())
+        self._take_buffers(weights)
+
+    def _take_buffers(self, weights: Mapping[str, Tensor]) -> None:
+        own = self._buffers()
+        with torch.no_grad():
+            for name, buffer in own.items():
+                buffer.copy_(weights[name])
+        self._known_buffers.update((name, weights[name]) for name in own)
         self._counts_more = False
 
     def drop_uncounted(self, version: int) -> None:
         """Have statistics count what records count, and no batch of a step that never closed."""
-        if self._counts_more:
-            self._version = None
-            self.refresh(version)
+        if not self._counts_more:
+            return
+        self.runtime.run(self.stage.wait_for_version(version))
+        _, weights = self.runtime.run(self.stage.copied_weights(self.module.spec.index, None))
+        self._take_buffers(weights)
 
 
 def written_in_mid_step(names: Collection[str]) -> str:

@@ -12,6 +12,7 @@ from lightning_swarm.protocol.messages.wire import Count, WireMessage
 
 MAX_LORAS: Final = 1 << 14
 MAX_RANK: Final = 4096
+SEED_BITS: Final = 62
 
 ModelId = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 CallId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
@@ -43,7 +44,7 @@ class TuneForward(WireMessage, frozen=True):
     model: ModelId
     stage: Count
     call: CallId
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # of all random draws
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << SEED_BITS)]  # of all random draws
     mode: ComputeMode
     wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # for each tensor of the inputs
     adapter: Digest | None

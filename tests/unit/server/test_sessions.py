@@ -267,6 +267,17 @@ def test_each_server_has_its_mode_and_its_adapter(make_swarm: MakeSwarm, changes
     assert swarm.servers[A].sessions.num_open == 0
 
 
+def test_all_steps_have_one_adapter(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = begun(make_swarm)
+    Client(swarm.trainer)
+    host = swarm.servers[A].sessions._host
+    found = host.stage_of
+    monkeypatch.setattr(type(host), "stage_of", lambda self, step: found(replace(step, adapters=[])))
+    send(swarm, message(tokens(1), A, C))
+    with pytest.raises(ProtocolError, match="have the same adapter"):
+        send(swarm, message(tokens(2), A, C, number=2, adapters=[bytes(32), None]))
+
+
 def test_nobody_continues_reads_or_ends_the_session_of_another_one(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     Client(swarm.trainer)
