@@ -47,7 +47,7 @@ def test_tuned(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, kind: str) -
 @feature(
     "`generate` with an adapter, while it trains and from a folder",
     WORKS,
-    "`remote_model(adapter=...)`, `lightning-swarm generate --adapter` ([tuning](finetune.md))",
+    "`remote_model(adapter=...)`; `--adapter` of the command ([tuning](finetune.md))",
 )
 def test_text_with_an_adapter(swarm: ServedSwarm, tmp_path: Path) -> None:
     adapter = texts.save_adapter("llama", tmp_path / "adapter")
