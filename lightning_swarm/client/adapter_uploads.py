@@ -29,9 +29,15 @@ class AdapterUploads:
             upload.add_done_callback(lambda one: one.cancelled() or one.exception())  # perhaps nobody waits any more
         self._uploads[key] = upload
         self._uploads.move_to_end(key)
-        for old in [one for one, task in self._uploads.items() if task.done()][: len(self._uploads) - _MAX_UPLOADS]:
-            del self._uploads[old]
+        if len(self._uploads) > _MAX_UPLOADS:
+            self._forget_one()
         await asyncio.shield(upload)
+
+    def _forget_one(self) -> None:
+        """Forget the oldest upload that is through."""
+        oldest = next((key for key, task in self._uploads.items() if task.done()), None)
+        if oldest is not None:
+            del self._uploads[oldest]
 
     async def _send(self, peer: PeerId, adapter: PackedAdapter, timeout: float) -> None:
         await self._transport.stream(peer, TUNE_ADAPTER, adapter.upload, timeout=timeout, max_bytes=0)
