@@ -39,6 +39,7 @@ from lightning_swarm.core.errors import (
     PeerError,
     ProtocolError,
     StageLost,
+    SwarmError,
 )
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather
@@ -61,6 +62,7 @@ from lightning_swarm.protocol.methods import TUNE_BACKWARD, TUNE_FORWARD
 
 _T = TypeVar("_T")
 _AGAIN_S: Final = 0.5
+_AVOIDED_S: Final = 10.0
 _LEAST_PER_STAGE: Final = 2  # microbatches
 _MOST_PER_STAGE: Final = 4
 _LEAST_POSITIONS: Final = 128  # of a microbatch, where there are enough
@@ -198,9 +200,10 @@ class StageServers:
         stage: int,
         send: Callable[[PeerId], Coroutine[Any, Any, _T]],
     ) -> tuple[PeerId, _T]:
-        """Return an answer, and whose it is."""
+        """Return an answer, and whose it is; raises an error of the model's that all servers answer with."""
         deadline_s = now_s() + self._timeout
         problem = "none is known"
+        refused: set[PeerId] = set()
         while True:
             peer = self._choose(stage)
             if peer is not None:
@@ -210,9 +213,13 @@ class StageServers:
                 except Busy as error:
                     problem = f"{peer}: {error}"
                     self._avoided_until_s[peer] = now_s() + _AGAIN_S
-                except PeerError as error:
+                except SwarmError as error:
+                    if not isinstance(error, PeerError):
+                        refused.add(peer)
+                        if refused.issuperset(self._models.serving(stage)):
+                            raise
                     problem = f"{peer}: {error}"
-                    self._avoided_until_s[peer] = now_s() + 10.0
+                    self._avoided_until_s[peer] = now_s() + _AVOIDED_S
                 finally:
                     self._under_way[peer] -= 1
             if now_s() >= deadline_s:
@@ -325,7 +332,7 @@ class Chain:
         """Ask the forward's server for its backward; where that is gone, another one, which computes both."""
         try:
             return await self.servers.stream(call.peer, TUNE_BACKWARD, message)
-        except PeerError:
+        except SwarmError:
             pass
 
         async def both(peer: PeerId) -> Message:

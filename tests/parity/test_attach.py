@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_swarm import AttachStrategy
 from lightning_swarm.client.tuning import Chain, seed_of
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, StageError
 from lightning_swarm.model.random import KeyedRandom
 from lightning_swarm.network import PeerId
 from lightning_swarm.strategy import attach
@@ -227,6 +227,38 @@ def test_no_death_of_a_server_changes_a_gradient(
         runs.append(tune(lora(base), chosen, steps=10))
     assert killed == [victim], "the fault is due"
     assert_equal(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("broken", ["forward", "backward"])
+def test_a_server_that_fails_is_replaced(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Its machine, not the model. Where all servers fail, their error is raised."""
+    strategy = attached(swarm, monkeypatch)
+    failed: list[str] = []
+
+    def break_down(name: str) -> None:
+        server = swarm.hosts[name].server
+        assert server is not None
+        compute = server.tuning._compute
+
+        async def fails(client: PeerId, stage: int, work: Any) -> Any:
+            if f"_handle_{broken}" not in work.__qualname__:
+                return await compute(client, stage, work)
+            failed.append(name)
+            raise StageError("the machine is broken")
+
+        monkeypatch.setattr(server.tuning, "_compute", fails)
+
+    break_down("b")
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        runs.append(tune(lora(base), chosen, steps=6))
+    assert "b" in failed, "the fault is due"
+    assert_equal(runs[1], runs[0])
+    for name in "ac":
+        break_down(name)
+    with pytest.raises(StageError, match="the machine is broken"):
+        tune(runs[1].model, strategy, steps=1, accelerator="auto")
 
 
 def test_users_in_turns_disturb_nobody(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
