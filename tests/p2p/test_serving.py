@@ -22,11 +22,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm import remote_model
+from lightning_swarm import AttachStrategy, remote_model
+from lightning_swarm.client.tuning import Chain
 from tests.p2p.processes import COMMAND, Run
+from tests.parity import test_attach as tuning
 from tests.served import calling, make_model
 
-# Cold starts of peers in this file: 12, all of them thorough.
+# Cold starts of peers in this file: 16, all of them thorough.
 pytestmark = pytest.mark.thorough
 
 PROMPT = "a b c"
@@ -59,6 +61,7 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: dict[str, Run] = {}
+        self.names: dict[str, str] = {}  # by peer id
         self.address = ""
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         self.half = ("--memory", size // 2 + TEXTS, "--texts", TEXTS)
@@ -68,6 +71,7 @@ class Servers:
         run = self.runs[name] = Run("serve", *join, *options, program=COMMAND)
         line = run.wait_for("Others can join")
         self.address = self.address or line.split()[-1]
+        self.names[line.split()[-1].rpartition("/")[2]] = name
         return run
 
     def end(self) -> None:
@@ -269,3 +273,35 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
     generating = servers.runs["generate"] = Run("generate", servers.address, *options, program=COMMAND)
     assert generating.wait() == 0, "".join(generating.output)
     assert "h g f e d c b a h" in "".join(generating.output)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.filterwarnings("ignore:unclosed resource <UVProcess")  # the loop ends before it hears of the daemon's end
+def test_a_kill_in_mid_backward_changes_no_gradient(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 steps of LoRA in float64: those of peft on one machine with the plain Trainer."""
+    for name in "abc":
+        servers.start(name, "--weights", servers.folder, "--stay", *(servers.half if name != "a" else ()))
+    killed: list[str] = []
+    backward, num = Chain._backward, 0
+
+    async def kills(self: Chain, plan: Any, call: Any, message: Any) -> Any:
+        nonlocal num
+        num += servers.names[call.peer] != "a"
+        if num == 40 and not killed:
+            killed.append(servers.names[call.peer])
+            os.kill(servers.runs[killed[0]].process.pid, signal.SIGKILL)
+        return await backward(self, plan, call, message)
+
+    monkeypatch.setattr(Chain, "_backward", kills)
+    strategy = AttachStrategy(servers.address, weights=servers.folder)
+    runs = []
+    try:
+        for base, chosen in ((make_model("llama"), "auto"), (strategy.base_model(), strategy)):
+            torch.manual_seed(1)
+            runs.append(tuning.tune(tuning.lora(base), chosen))
+    finally:
+        strategy.base_model().swarm.close()
+    assert killed, "the fault is due"
+    assert servers.runs[killed[0]].wait() == -signal.SIGKILL
+    tuning.assert_equal(runs[1], runs[0])
