@@ -62,9 +62,14 @@ class FoundAdapters:
         return not any(stage.loras for stage in self.stages)
 
     @property
+    def is_trained(self) -> bool:
+        """Return whether a gradient of any of them is wanted."""
+        return any(stage.is_trained for stage in self.stages)
+
+    @property
     def wants_grad(self) -> bool:
         """Return whether a forward that is computed now leads to a gradient of an adapter."""
-        return torch.is_grad_enabled() and any(stage.is_trained for stage in self.stages)
+        return torch.is_grad_enabled() and self.is_trained
 
 
 def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> FoundAdapters:
@@ -136,6 +141,11 @@ class PackedAdapter:
 
     name: bytes  # its digest
     upload: Message
+
+
+def names_of(adapters: Sequence[PackedAdapter | None]) -> list[bytes | None]:
+    """Return the names by which servers know each stage's adapter."""
+    return [None if adapter is None else adapter.name for adapter in adapters]
 
 
 class AdapterPacker:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lightning_swarm.client.adapters import PackedAdapter
+from lightning_swarm.client.adapters import PackedAdapter, names_of
 from lightning_swarm.client.pipeline.context import Refusal
 from lightning_swarm.client.session_routes import SessionRoutes
 from lightning_swarm.core.clock import now_s
@@ -121,11 +121,6 @@ class InferenceSession:
     def num_steps(self) -> int:
         """The number of steps so far."""
         return len(self._log)
-
-    @property
-    def adapter_names(self) -> list[bytes | None]:
-        """The adapters by which servers know them."""
-        return [None if adapter is None else adapter.name for adapter in self.adapters]
 
     async def step(self, given: SessionInput) -> SessionResult:
         """Have all stages compute the next tokens. Once that has failed, the session is of no use any more."""
@@ -372,7 +367,7 @@ class InferenceSession:
             stage_index=0,
             route=self._route,
             modes=list(given.modes),
-            adapters=self.adapter_names,
+            adapters=names_of(self.adapters),
             recipe=self._recipe,
             operations=list(given.operations),
             structure=structure,

@@ -346,7 +346,7 @@ class ServedBlocks:
             return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
         handle = CacheHandle.of(cache)
         # A model makes a cache whether somebody will use it or not: of an evaluation, say, nobody will.
-        is_text = self._num_writing > 0 or handle.session is not None or not any(one.is_trained for one in found.stages)
+        is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
         if is_text and not _draws_or_trains(found, hidden):
             packed = self._adapted.packed(found)
             return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes(), adapters=packed)

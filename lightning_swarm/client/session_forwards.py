@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_swarm.client.adapters import PackedAdapter
+from lightning_swarm.client.adapters import PackedAdapter, names_of
 from lightning_swarm.client.inference import (
     InferenceSession,
     InferenceSessions,
@@ -121,7 +121,7 @@ class SessionForwards:
                 f"a text is generated with the same weights from beginning to end: this cache is of {session.weights}, "
                 f"and the run is at {weights}. Begin with a new cache."
             )
-        if session.adapter_names != [None if adapter is None else adapter.name for adapter in adapters]:
+        if names_of(session.adapters) != names_of(adapters):
             raise ConfigError(
                 "a text is generated with the same adapter from beginning to end: since this cache was begun, the "
                 "adapter has trained, or another one is active. Begin with a new cache."

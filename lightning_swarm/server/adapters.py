@@ -158,9 +158,10 @@ class LayersOfStage:
 
     def _added(self, adapter: Adapter | None, *, drops: bool) -> Mapping[nn.Module, _Added]:
         """Return what an adapter adds, by layer."""
+        if adapter is None:
+            return {}
         found: dict[nn.Module, list[_LowRank]] = {}
-        for index, lora in enumerate(() if adapter is None else adapter.loras):
-            assert adapter is not None
+        for index, lora in enumerate(adapter.loras):
             down, up = adapter.tensors[2 * index : 2 * index + 2]
             product = _LowRank(down, up, lora.scaling, lora.dropout if drops else 0.0)
             found.setdefault(self._find(lora.block, lora.module), []).append(product)

@@ -114,7 +114,7 @@ class AttachStrategy(_SingleDeviceStrategy):
             )
         for one in module.modules():
             for config in getattr(one, "peft_config", {}).values():
-                _check(config)
+                _check_peft(config)
         find_adapters(self._client.blocks, card.ranges)
 
     @override
@@ -166,7 +166,7 @@ class AttachStrategy(_SingleDeviceStrategy):
             )
 
 
-def _check(config: Any) -> None:
+def _check_peft(config: Any) -> None:
     check_kind(config)
     if hasattr(config, "init_lora_weights") and config.init_lora_weights not in _INITS:
         raise ConfigError(
