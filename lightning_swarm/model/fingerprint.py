@@ -1,17 +1,19 @@
-"""Hashes of tensors, equal on every device: a quick one that finds accidental drift, and SHA-256 against forgers."""
+"""Hashes of tensors, equal on every device: a quick one that finds accidental drift, and BLAKE3 against forgers."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from lightning_swarm.model.random.philox import long_bits
+from lightning_swarm.protocol import serialization
 
 _ROW: Final = 1 << 15
 _MASK: Final = (1 << 64) - 1
@@ -20,12 +22,18 @@ _PIECE: Final = 1 << 21  # words that are hashed at once, in some milliseconds
 
 
 def digest(tensors: Iterable[Tensor], prefix: bytes) -> bytes:
-    """SHA-256 of a prefix and of tensors, in order: dtypes, shapes, bytes. Nobody finds other ones with the same."""
-    found = hashlib.sha256(prefix)
+    """BLAKE3 of a prefix and of tensors, in order: dtypes, shapes, bytes. Nobody finds other ones with the same."""
+    found = blake3(prefix)
     for tensor in tensors:
         found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
-        found.update(_raw(tensor).cpu().numpy().data)
+        found.update(raw_bytes(tensor).cpu().numpy().data)
     return found.digest()
+
+
+def tree_digest(tree: serialization.Tree, flags: Sequence[bool] = ()) -> bytes:
+    """BLAKE3 of a tree as it travels: its structure, its tensors, and a flag for each of them."""
+    structure, tensors = serialization.flatten(tree)
+    return digest(tensors, msgspec.msgpack.encode((structure, list(flags))))
 
 
 def proof(tensors: Iterable[Tensor], challenge: int) -> int:
@@ -72,13 +80,14 @@ def _pieces(tensors: Iterable[Tensor]) -> Generator[None, None, int]:
     return total
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, as a vector that shares its memory if it is contiguous."""
     # Not `reshape`: a single element counts as contiguous with any stride, but a byte view needs stride 1.
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
-    raw = _raw(tensor)
+    raw = raw_bytes(tensor)
     padding = -len(raw) % 4
     if padding:
         raw = torch.nn.functional.pad(raw, (0, padding))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import IO, Any
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from lightning_swarm.model.tensor_file import TensorFile, TensorPlace
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Direction, Receipt
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +36,13 @@ class Microbatch:
         return self.modes[0].input_grad
 
 
+class GivenResult(NamedTuple):
+    """What a server gave the trainer: who it was, and the digest of what came."""
+
+    server: PeerId
+    digest: bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayCopy:
     """A microbatch that went forward and backward."""
@@ -45,6 +50,9 @@ class ReplayCopy:
     microbatch: Microbatch
     gradients: serialization.Tree  # for each tensor of the last stage's output its gradient or None, as they travel
     route: Sequence[PeerId]  # the peers that computed it, stage by stage: they may hold its activations still
+    # In audited runs, what came out of the pipeline, and out of its backward if the trainer asked for that.
+    given: Mapping[Direction, GivenResult] = field(default_factory=dict)
+    replaced: Collection[tuple[int, PeerId]] = ()  # peers that failed before others took their places, with the stages
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class _SpilledCopy:
 
     without_tensors: ReplayCopy
     structure: serialization.Structure
-    places: Sequence[tuple[int, torch.dtype, torch.Size]]  # for each tensor, where it begins
+    places: Sequence[TensorPlace]
 
 
 class ReplayBuffer:
@@ -65,7 +73,9 @@ class ReplayBuffer:
         self._max_bytes = max_bytes
         self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # with the bytes of their tensors
         self._spilled: dict[CallKey, _SpilledCopy] = {}
-        self._file: IO[bytes] | None = None
+        # For audits, whatever becomes of the copy: what servers gave, and which of them failed.
+        self._given: dict[CallKey, tuple[Mapping[Direction, GivenResult], Collection[tuple[int, PeerId]]]] = {}
+        self._file = TensorFile()
         self._using_file = asyncio.Lock()
         self._decided = -1  # the newest decided step, as far as this trainer knows
         self.used_bytes = 0
@@ -83,6 +93,8 @@ class ReplayBuffer:
         if key.step <= self._decided:
             return  # decided without this trainer: its batch was struck, or servers completed it
         self._forget(key)
+        if copy.given or copy.replaced:
+            self._given[key] = copy.given, copy.replaced
         microbatch = copy.microbatch
         structure, tensors = serialization.flatten((microbatch.inputs, list(microbatch.extras), copy.gradients))
         num_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -94,7 +106,7 @@ class ReplayBuffer:
         without_tensors = replace(copy, microbatch=replace(microbatch, inputs=(), extras=()), gradients=())
         async with self._using_file:
             try:
-                places = await asyncio.to_thread(self._write, tensors)
+                places = await asyncio.to_thread(self._file.write, tensors)
             except OSError as error:
                 self._abandon_file(error)
             else:
@@ -108,17 +120,35 @@ class ReplayBuffer:
             spilled = self._spilled.get(key)
             return None if spilled is None else await asyncio.to_thread(self._read, spilled)
 
+    def given(self, generation: int, step: int) -> dict[tuple[PeerId, Direction], dict[Receipt, bytes]]:
+        """Return the digests of what servers gave in a step, whether the copies are there or lost."""
+        found: defaultdict[tuple[PeerId, Direction], dict[Receipt, bytes]] = defaultdict(dict)
+        for key, (given, _) in self._given.items():
+            if (key.generation, key.step) == (generation, step):
+                for direction, one in given.items():
+                    found[one.server, direction][key.receipt] = one.digest
+        return found
+
+    def replaced(self, generation: int, step: int) -> dict[tuple[int, PeerId], set[Receipt]]:
+        """Return which microbatches of a step peers failed in, and others took their places, by stage and peer."""
+        found: defaultdict[tuple[int, PeerId], set[Receipt]] = defaultdict(set)
+        for key, (_, replaced) in self._given.items():
+            if (key.generation, key.step) == (generation, step):
+                for place in replaced:
+                    found[place].add(key.receipt)
+        return found
+
     async def release(self, step: int) -> None:
         """Forget the copies of `step` and of all steps before it, which are decided."""
         self._decided = max(self._decided, step)
-        for key in [key for key in (*self._in_memory, *self._spilled) if key.step <= step]:
+        for key in [key for key in (*self._in_memory, *self._spilled, *self._given) if key.step <= step]:
             self._forget(key)
         await self._shrink()
 
     async def clear(self) -> None:
         """Forget all copies, and begin again with any step: the run rolled back, or is void."""
         self._decided = -1
-        for key in (*self._in_memory, *self._spilled):
+        for key in (*self._in_memory, *self._spilled, *self._given):
             self._forget(key)
         await self._shrink()
 
@@ -126,32 +156,21 @@ class ReplayBuffer:
         """Close the file."""
         self._in_memory.clear()
         self._spilled.clear()
+        self._given.clear()
         self.used_bytes = 0
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def _forget(self, key: CallKey) -> None:
         _, num_bytes = self._in_memory.pop(key, (None, 0))
         self.used_bytes -= num_bytes
         self._spilled.pop(key, None)
+        self._given.pop(key, None)
 
     async def _shrink(self) -> None:
         """Empty the file when no copy is in it, which happens often: steps are released whole."""
         async with self._using_file:
-            if self._file is not None and not self._spilled:
-                self._file.truncate(0)
-
-    def _write(self, tensors: Sequence[Tensor]) -> list[tuple[int, torch.dtype, torch.Size]]:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="lightning_swarm-")  # noqa: SIM115 - closed by `close`
-        at = self._file.seek(0, 2)
-        places = []
-        for tensor in tensors:
-            places.append((at, tensor.dtype, tensor.shape))
-            at += self._file.write(_bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))
-        self._file.flush()
-        return places
+            if not self._spilled:
+                self._file.clear()
 
     def _abandon_file(self, error: OSError) -> None:
         """Go on without the copies in a file that cannot be written to: batches that need one run again."""
@@ -162,24 +181,10 @@ class ReplayBuffer:
             error,
         )
         self._spilled.clear()
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):  # what is left to write has no room either
-                file.close()
+        self._file.close()
 
     def _read(self, spilled: _SpilledCopy) -> ReplayCopy:
-        assert self._file is not None
-        tensors = []
-        for at, dtype, shape in spilled.places:
-            tensor = torch.empty(shape, dtype=dtype)
-            self._file.seek(at)
-            self._file.readinto(_bytes_of(tensor))  # type: ignore[attr-defined]  # binary files have it
-            tensors.append(tensor)
+        tensors = self._file.read(spilled.places)
         inputs, extras, gradients = serialization.unflatten(spilled.structure, tensors)
         microbatch = replace(spilled.without_tensors.microbatch, inputs=inputs, extras=extras)
         return replace(spilled.without_tensors, microbatch=microbatch, gradients=gradients)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data

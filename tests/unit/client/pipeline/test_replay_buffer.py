@@ -96,10 +96,10 @@ def test_the_file_does_not_grow_from_step_to_step(loop: VirtualLoop) -> None:
     copies, sizes = ReplayBuffer(0), []
     for step in range(5):
         loop.run_until_complete(copies.keep(copy(key(step=step))))
-        assert copies._file is not None
-        sizes.append(copies._file.seek(0, 2))
+        assert copies._file._file is not None
+        sizes.append(copies._file._file.seek(0, 2))
         loop.run_until_complete(copies.release(step))
-        assert copies._file.seek(0, 2) == 0
+        assert copies._file._file.seek(0, 2) == 0
     assert sizes == [NUM_BYTES] * 5
     copies.close()
 
@@ -117,7 +117,7 @@ def test_the_newer_copy_of_a_microbatch_counts(loop: VirtualLoop, copies: Replay
 def test_nothing_is_on_disk_while_all_fits(loop: VirtualLoop) -> None:
     copies = ReplayBuffer(1 << 20)
     loop.run_until_complete(copies.keep(copy(key())))
-    assert copies._file is None
+    assert copies._file._file is None
     copies.close()
 
 

@@ -1,0 +1,80 @@
+"""Confirms what one server sent of a stage's state by the word of others, in audited runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_swarm.core.errors import Unconfirmed
+from lightning_swarm.model.state_proof import StateDigests, StatePart
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.state import ProofReply, ProofRequest, StateRequest
+from lightning_swarm.protocol.messages.wire import decode, draw_challenge, encode
+from lightning_swarm.protocol.methods import PROVE
+from lightning_swarm.protocol.queries import call_each
+from lightning_swarm.protocol.run_state import RunState
+
+
+# The coordinator's server is right, if it holds the stage, or else another keeper's. Without one it takes most of those
+# that answer. Servers that are gone do not count, or nobody could read a stage whose other server has died. So liars
+# that are a majority of those left are believed, and the only server of a stage is: nobody else has what it sends.
+@dataclass(frozen=True)
+class Confirmation:
+    """Asks a stage's other servers to prove that they have what one of them sent."""
+
+    transport: Transport
+    run: RunState
+    timeout: float  # seconds, for each question
+    events: EventLog | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether a server's word is not enough in this run."""
+        return self.run.manifest.settings.is_audited
+
+    async def check(self, sender: PeerId, request: StateRequest, parts: Callable[[], Sequence[StatePart]]) -> None:
+        """Raise `Unconfirmed` if others do not have what a server answered to a request, and note an event.
+
+        `parts` makes parts of what came, in a thread.
+        """
+        own, believed = self.transport.peer_id, self.run.believed
+        others = [one.peer_id for one in self.run.rosters[request.stage_index] if one.peer_id != sender]
+        if not self.is_needed or sender in (own, *believed) or not others:
+            return
+        kind, challenge = request.kind, draw_challenge()  # drawn after the state is here
+        asked = ProofRequest(
+            stage_index=request.stage_index,
+            step=request.step,
+            generation=request.generation,
+            kind=kind,
+            challenge=challenge,
+        )
+        came = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
+        proofs: dict[PeerId, bytes] = {}
+        for judge in (peer for peer in believed if peer in others):
+            proofs = proofs or await self._ask([judge], asked)
+        proofs = proofs or {**await self._ask(others, asked), sender: came}
+        alike = [peer for peer, proof in proofs.items() if proof == came]
+        if 2 * len(alike) > len(proofs):
+            return
+        differing = sorted(proofs.keys() - set(alike))
+        reason = f"{kind} of stage {request.stage_index} at version {request.step} are others at {differing}"
+        self.note(sender, request.stage_index, request.step, reason)
+        raise Unconfirmed(
+            f"what a server sends must be what a keeper's server has, or else most servers of its stage; from "
+            f"{sender} came something else: {reason}. Another server is asked; if none is left, have a keeper hold "
+            "the stage."
+        )
+
+    async def _ask(self, peers: Collection[PeerId], request: ProofRequest) -> dict[PeerId, bytes]:
+        read = partial(decode, kind=ProofReply)
+        answers = await call_each(self.transport, peers, PROVE, encode(request), read, timeout=self.timeout, tries=2)
+        return {peer: answer.proof for peer, answer in answers.items()}
+
+    def note(self, peer: PeerId, stage_index: int, step: int, reason: str) -> None:
+        """Note that a server sent what others do not have."""
+        if self.events is not None:
+            self.events.note("unconfirmed", peer=peer, stage=stage_index, step=step, reason=reason)

@@ -1,0 +1,53 @@
+"""Random projections of long vectors: sketches of a sum's parts add up to the sketch of the sum.
+
+A seed is drawn once the vectors are settled, so nobody can choose a vector by what its sketch does not show.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.model.random.philox import bits, key_seed, long_bits
+from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH, wrapped
+
+NUM_BUCKETS: Final = SKETCH_LENGTH
+_SLICE: Final = 1 << 20  # elements that are projected at once; a multiple of the buckets and of the bits of a word
+_WORD: Final = 32
+
+
+def project(values: Tensor, seed: int, *, num_buckets: int = NUM_BUCKETS) -> Tensor:
+    """Project a float vector ``[n]`` to ``[num_buckets]`` float64 on the CPU; squared norms are kept on average.
+
+    Each element is added to one bucket, with a random sign. `num_buckets` divides 2**20.
+    """
+    total = torch.zeros(num_buckets, dtype=torch.float64)
+    for number, part in enumerate(values.split(_SLICE)):
+        # Where they are, and added up there: a GPU sends the buckets alone.
+        signed = part.to(torch.float64) * _signs(key_seed(seed, number), len(part), part.device)
+        padded = torch.nn.functional.pad(signed, (0, -len(signed) % num_buckets))
+        total += padded.view(-1, num_buckets).sum(dim=0).cpu()
+    return total
+
+
+def project_exactly(sums: Tensor, seed: int) -> list[int]:
+    """Project whole numbers ``[rows, n]`` to one of each row, modulo 2**64; any difference changes nearly every one.
+
+    Source: multilinear hashing (Dietzfelbinger, STACS 1996). An element that differs by `d` goes unnoticed with
+    probability ``d / 2**63`` at most.
+    """
+    totals = [0] * len(sums)
+    for number, part in enumerate(sums.split(_SLICE, dim=1)):
+        multipliers = long_bits(key_seed(seed, number), part.shape[1], part.device)
+        for row, found in enumerate((part * multipliers).sum(dim=1).tolist()):
+            totals[row] += found
+    return [wrapped(total) for total in totals]
+
+
+def _signs(key: int, length: int, device: torch.device) -> Tensor:
+    """Draw ``[length]`` of 1 and -1."""
+    words = bits(key, -(-length // _WORD), device).unsqueeze(1)
+    shifts = torch.arange(_WORD, dtype=torch.int32, device=device)
+    return ((words >> shifts).bitwise_and_(1).mul_(2).sub_(1)).view(-1)[:length]

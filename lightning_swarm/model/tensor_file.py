@@ -1,0 +1,83 @@
+"""A temporary file of tensors, for what does not fit into memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor is in a file."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class TensorFile:
+    """Writes tensors to a file that nobody else opens, one behind the other, and reads them again."""
+
+    # At places, and without a buffer: what could not be written does not come in the way of what was, and threads may
+    # read while another one writes.
+    def __init__(self) -> None:
+        self._file: IO[Any] | None = None
+        self._end = 0
+
+    def write(self, tensors: Sequence[Tensor]) -> list[TensorPlace]:
+        """Write tensors behind those that are there; raises OSError, and has none of them, if there is no room."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="lightning_swarm-", buffering=0)  # noqa: SIM115 - it lives on
+            weakref.finalize(self, _close, self._file)
+        number, end, places = self._file.fileno(), self._end, []
+        for tensor in tensors:
+            places.append(TensorPlace(end, tensor.dtype, tensor.shape))
+            left = _bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+            while left:
+                written = os.pwrite(number, left, end)
+                left, end = left[written:], end + written
+        self._end = end
+        return places
+
+    def read(self, places: Sequence[TensorPlace]) -> list[Tensor]:
+        """Read tensors that were written; raises OSError if that fails."""
+        assert self._file is not None
+        number, tensors = self._file.fileno(), []
+        for place in places:
+            tensor, begin = torch.empty(place.shape, dtype=place.dtype), place.begin
+            left = _bytes_of(tensor)
+            while left:
+                num_read = os.preadv(number, [left], begin)
+                if not num_read:
+                    raise OSError("a temporary file is shorter than what was written to it")
+                left, begin = left[num_read:], begin + num_read
+            tensors.append(tensor)
+        return tensors
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        if self._file is not None:
+            self._file.truncate(0)
+        self._end = 0
+
+    def close(self) -> None:
+        """Remove the file; the next write begins another one."""
+        file, self._file, self._end = self._file, None, 0
+        if file is not None:
+            _close(file)
+
+
+def _close(file: IO[Any]) -> None:
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
