@@ -10,7 +10,8 @@
     │   ├── StageLost        nobody was left of a stage, for too long
     │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
     │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
-    │   └── WentBack         the run rolls back to a snapshot, and this trainer with it
+    │   ├── WentBack         the run rolls back to a snapshot, and this trainer with it
+    │   └── FalseWorkCounted the lead is to roll the run back: work of a convicted server counted unaudited
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
@@ -23,6 +24,7 @@
         │   └── Uncertified  the peer wants to see the caller's certificate first
         ├── Untrusted        the peer shows no certificate of the run that permits it to answer; nothing was sent to it
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
+        ├── Unconfirmed      what a peer sent of a stage's state is not what other servers of the stage have
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         │   └── GradientGone likewise, for the gradient that a backward was to begin with
         ├── AdapterMissing   the peer does not have (any more) the adapter that a call names: send it
@@ -86,6 +88,19 @@ class WentBack(StepError):
     """The run rolls back to an earlier step, and this trainer's loop with it."""
 
 
+class FalseWorkCounted(StepError):
+    """Work of a convicted server counted in earlier steps, and nobody audited it. The lead takes the run back.
+
+    Args:
+        message: Says which server, and why.
+        sound: The newest version of the weights that has none of it, as far as is known.
+    """
+
+    def __init__(self, message: str, sound: int) -> None:
+        super().__init__(message)
+        self.sound = sound
+
+
 class LeaseRevoked(SwarmError):
     """A batch counts in no step and must run again: it was struck, or a former coordinator granted its lease."""
 
@@ -134,6 +149,10 @@ class Damaged(PeerError, ProtocolError):
     """A message's checksum is wrong: it was damaged on its way. It changed nothing and may be sent again."""
 
 
+class Unconfirmed(PeerError):
+    """What a peer sent of a stage's state is not what other servers of the stage have. Another one can be asked."""
+
+
 class TicketGone(PeerError):
     """The peer does not hold the tensor that a ticket names, or not any more."""
 
@@ -166,11 +185,11 @@ class NotCoordinator(PeerError):
     """The peer does not coordinate the run, or not any more. This is no fault: the coordinator can be asked."""
 
 
-# All but `LeftOut` and `WentBack`: a peer finds these out for itself, and no other one can tell it.
+# All but `LeftOut`, `WentBack` and `FalseWorkCounted`: a peer finds these out for itself, and no other one can tell it.
 _BY_NAME: dict[str, type[SwarmError]] = {
     name: kind
     for name, kind in list(vars().items())
-    if isinstance(kind, type) and issubclass(kind, SwarmError) and kind not in (LeftOut, WentBack)
+    if isinstance(kind, type) and issubclass(kind, SwarmError) and kind not in (LeftOut, WentBack, FalseWorkCounted)
 }
 
 

@@ -15,7 +15,8 @@ class Limits:
     Args:
         cache_bytes: Bytes that a server may keep of microbatches that wait for their backward. Beyond this the oldest
             are dropped and computed again when they are needed: slower, never different. A trainer may keep as much of
-            its microbatches until their step is decided; beyond it they go to a temporary file.
+            its microbatches until their step is decided, and in audited runs a server of its own; beyond it they go to
+            a temporary file.
         call_timeout: Seconds until a call to another peer, the wait for its input included, is given up.
         silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
             peer that computes gives signs of life. Where round trips are long, this grows by itself.
@@ -42,7 +43,8 @@ class Limits:
             has up to half. More wait. A larger message is the only one of its peer.
         snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
             died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
-            one server of another stage. None takes no snapshots, and such a run breaks off.
+            one server of another stage. None takes no snapshots, and such a run breaks off. In an audited run they are
+            also at least ``3 / audit_share`` steps apart.
         snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
             two snapshots of each of its own stages, and two of each stage that it was chosen to keep for others. All
             servers together keep, twice, at most one copy of a stage for each server that holds it, and one more.

@@ -15,9 +15,9 @@ class Role(enum.StrEnum):
     """A peer's role in a run. Each role has the rights of the roles that are listed before it."""
 
     OBSERVER = "observer"  # look
-    SERVER = "server"  # compute, average, vote and coordinate
-    TRAINER = "trainer"  # and read data, begin a run, and lead
-    KEEPER = "keeper"  # no more so far: the owner's own peers
+    SERVER = "server"  # compute, average, and, unless the run is audited, vote and coordinate
+    TRAINER = "trainer"  # and read data and, unless the run is audited, begin it and lead
+    KEEPER = "keeper"  # and decide in an audited run: the owner's own peers, and those that are trusted as they are
 
     def includes(self, other: Role) -> bool:
         """Return whether this role may do all that the other one may."""
@@ -93,10 +93,13 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("run.join", "run.meet", "run.ready", "run.listen", "run.drain", "run.leave", "run.break_off"),
             *("run.lead", "run.watch", "run.pull", "run.take_over", "run.inherit", "step.prepare", "step.propose"),
             *("step.settle", "step.freeze", "step.fence", "step.receipts", "step.average", "step.apply"),
+            *("step.project", "step.vector", "step.examine", "step.replace_mean"),
             *("stage.follow", "stage.piece", "stage.next", "ticket.wait", "ticket.fetch"),
+            *("stage.prove", "run.record_digest"),
             *("snapshot.held", "snapshot.keep", "snapshot.read"),
             *("session.step", "session.output", "session.failed", "model.card", "model.part", "model.stay"),
             *("trainer.leads", "trainer.report", "trainer.report_metrics", "trainer.replay"),
+            *("step.sketch", "trainer.audit", "trainer.results", "trainer.avoid", "audit.kept", "audit.findings"),
         ),
         Role.SERVER,
     ),
@@ -106,7 +109,7 @@ MAY: Final[Mapping[str, Role | None]] = {
             *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
             *("step.plan", "step.take_plan", "step.grant", "step.begin", "step.armed", "step.done", "step.record"),
             *("step.metrics", "step.take_metrics", "stage.forward", "stage.backward", "stage.cancel"),
-            *("session.replay", "session.close", "tune.adapter", "tune.forward", "tune.backward"),
+            *("audit.compute", "session.replay", "session.close", "tune.adapter", "tune.forward", "tune.backward"),
             *("stage.state", "stage.write", "stage.set_evaluation_weights", "snapshot.keep_loop", "trainer.loop"),
             *("server.admit", "server.load", "server.restart", "server.release"),
         ),
@@ -122,7 +125,8 @@ ANSWERS: Final[Mapping[str, Role]] = {
     **dict.fromkeys(
         (
             *("run.claim", "snapshot.keep_loop", "trainer.leads", "trainer.report", "trainer.report_metrics"),
-            *("trainer.replay", "trainer.loop", "session.output", "session.failed"),
+            *("trainer.replay", "trainer.loop", "trainer.audit", "trainer.results", "trainer.avoid"),
+            *("session.output", "session.failed"),
         ),
         Role.TRAINER,
     ),

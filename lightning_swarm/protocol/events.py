@@ -19,7 +19,12 @@ from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
 
-_WARNED: Final = frozenset({"strike", "round_repeated", "gone", "expelled", "takeover", "pause", "went_back"})
+_WARNED: Final = frozenset(
+    {
+        *("strike", "round_repeated", "gone", "convicted", "disputed", "expelled", "unconfirmed", "takeover", "pause"),
+        "went_back",
+    }
+)
 _MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})  # each of these kinds ends another one's effect for a peer
 _MAX_KEPT: Final = 256
 # Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come.
@@ -104,7 +109,7 @@ class EventLog:
         """Log and keep another peer's event unless it was noted here. The other peer counts it."""
         with self._lock:
             known = next((e.kind for e in reversed(self._kept) if e.peer == peer and e.kind in _MEMBERSHIP), None)
-        if known is not None and (kind == "joined") == (known == "joined"):
+        if kind in _MEMBERSHIP and known is not None and (kind == "joined") == (known == "joined"):
             return
         self._keep(Event(kind, peer, stage, step, reason))
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, TypeVar
 
+from msgspec import structs
+
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Damaged, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.reports import Greeting
-from lightning_swarm.protocol.messages.run import Member, RunView, Term, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import HeldSnapshot, Member, RunView, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import HELD, VIEW, WATCH
@@ -74,10 +76,20 @@ def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Se
     return max((v for v in _held_versions(held) if all(is_safe(v, i) for i in range(len(rosters)))), default=None)
 
 
-def newest_complete(held: Held, num_stages: int) -> int | None:
-    """Return the newest version of which servers hold every stage. Pure."""
+def newest_complete(held: Held, num_stages: int, sound: int | None = None) -> int | None:
+    """Return the newest version of which servers hold every stage, or the first as `in_turn` orders them. Pure."""
     complete = (v for v in _held_versions(held) if all(holders_of(held, v, index) for index in range(num_stages)))
-    return max(complete, default=None)
+    return next(iter(in_turn(complete, sound)), None)
+
+
+def in_turn(versions: Iterable[int], sound: int | None) -> list[int]:
+    """Order versions as a run goes back to them: the newest first. Pure.
+
+    Later ones than `sound`, if it is given, come last, and of these the oldest first: false work may be in them.
+    """
+    known = set(versions)
+    later = {one for one in known if sound is not None and one > sound}
+    return [*sorted(known - later, reverse=True), *sorted(later)]
 
 
 def version_to_keep(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
@@ -94,6 +106,15 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
         for peer, own in held.items()
         if any((snapshot.version, snapshot.stage_index) == (version, stage_index) for snapshot in own.snapshots)
     )
+
+
+def only_told(held: Held, told: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:
+    """Leave only snapshots that records tell. Pure."""
+    right = set(told)
+    return {
+        peer: structs.replace(own, snapshots=[one for one in own.snapshots if one in right])
+        for peer, own in held.items()
+    }
 
 
 def _held_versions(held: Held) -> set[int]:
@@ -154,7 +175,7 @@ async def find_promised(
 
     Voters that do not answer count as gone, so one voter's word is not enough while another one answers.
     """
-    above = sorted({term for term in heard if term > run.term}, reverse=True)
+    above = sorted({term for term in heard if term > run.term and run.decides(PeerId(term[1]))}, reverse=True)
     if not above:
         return None
 
@@ -170,7 +191,8 @@ async def find_promised(
         transport, run, electorate, lambda found: newest(found, len(electorate)) is not None, GRACE_S
     )
     if not answers:  # the voters that are known here may all be gone: then any server may know others
-        answers = await _ask_promised(transport, run, run.servers, lambda found: False, timeout)
+        others = [peer for peer in run.servers if run.decides(peer)]
+        answers = await _ask_promised(transport, run, others, lambda found: False, timeout)
     return newest(answers, len(answers))
 
 

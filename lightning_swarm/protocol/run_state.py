@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 
 from msgspec import UNSET, UnsetType, structs
@@ -20,6 +21,18 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import bans_after
 from lightning_swarm.protocol.invitations import check_invited, check_used, used_after
+from lightning_swarm.protocol.keepers import (
+    KEEPERS_REMEDY,
+    ONLY_KEEPERS,
+    check_convictions,
+    check_new_keepers,
+    check_not_convicted,
+    check_seated,
+    convicted_after,
+    convictions,
+    keepers_after,
+    may_decide,
+)
 from lightning_swarm.protocol.messages.calls import to_ranges
 from lightning_swarm.protocol.messages.run import (
     MAX_FORMER_LEADS,
@@ -34,7 +47,7 @@ from lightning_swarm.protocol.messages.run import (
     TiedTensors,
 )
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 
 
 def check_open(manifest: Manifest) -> None:
@@ -95,6 +108,8 @@ class RunState:
         self.scaling = manifest.scaling  # of losses in the open step
         self.invitations = manifest.invitations  # with the peers that ever came by each
         self.bans = manifest.bans
+        self.keepers = manifest.keepers  # also those that are gone; unset: all servers may decide
+        self.convicted = convicted_after({}, manifest.convicted)  # why, by peer
         self._heed_ban: Callable[[bytes], None] = lambda _: None
         self.snapshots: list[HeldSnapshot] = []  # as records know them, of the versions that are kept
         # The version of the newest snapshot that a record ordered, and the members that take it; None: not known here.
@@ -103,7 +118,9 @@ class RunState:
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
         self._counted: dict[int, tuple[range, ...]] = {}  # by step: the places of the batches that its record counts
+        self._digests: dict[int, bytes] = {}  # by step: of its record, in an audited run
         self.newest: Record | None = None  # the record that was applied last
+        self.sound_version: int | None = None  # see `sound_version_after`; None: no false work is known to have counted
         self._positions: dict[int, BatchNumber | None] = {}  # by version
         self.selection = manifest.selection  # what trains now; of a run that was only `from_view`: at its beginning
 
@@ -149,6 +166,8 @@ class RunState:
             invitations=self.invitations,
             bans=self.bans,
             snapshots=self.snapshots or UNSET,
+            keepers=self.keepers,
+            convicted=convictions(self.convicted),
         )
 
     def seats_at(self, version: int) -> SeatedMembers:
@@ -159,6 +178,7 @@ class RunState:
         """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
         self.scaling, self.invitations, self.snapshots = seats.scaling, seats.invitations, list(seats.snapshots or ())
+        self.keepers, self.convicted = seats.keepers, convicted_after({}, seats.convicted)
         if seats.bans != self.bans:
             self.bans = seats.bans
             self.heed_bans(self._heed_ban)
@@ -189,6 +209,8 @@ class RunState:
             invitations=invitations,
             bans=bans_after(self.bans, record.bans),
             snapshots=self._snapshots_after(record) or UNSET,
+            keepers=keepers_after(self.keepers, record.keepers),
+            convicted=convictions(convicted_after(self.convicted, record.convicted)),
         )
 
     def _snapshots_after(self, record: Record) -> list[HeldSnapshot]:
@@ -200,6 +222,12 @@ class RunState:
         """Return the digest of a stage's snapshot, if a record tells it."""
         found = (one.digest for one in self.snapshots if (one.stage_index, one.version) == (stage_index, version))
         return next(found, None)
+
+    def takers_of(self, stage_index: int, version: int) -> list[PeerId]:
+        """Return the servers that took a stage's snapshot of this version, if it is the newest that was ordered."""
+        if self.ordered_snapshot is None or self.ordered_snapshot[0] != version:
+            return []
+        return [member.peer_id for member in self.ordered_snapshot[1][stage_index]]
 
     def _rosters_after(self, record: Record) -> list[list[Member]]:
         if not record.left and not record.newcomers:
@@ -227,10 +255,16 @@ class RunState:
         self._counted[record.step] = to_ranges(record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
             del self._counted[next(iter(self._counted))]
+        if self.manifest.settings.is_audited:
+            self._digests[record.step] = record_digest(record)
+            if len(self._digests) > _MAX_REMEMBERED:
+                del self._digests[next(iter(self._digests))]
         self._positions[self.version] = record.position
         if len(self._positions) > _MAX_REMEMBERED:
             del self._positions[next(iter(self._positions))]
         self.newest = record
+        if record.goes_back:
+            self.sound_version = self.sound_version_after(record.step)
         if record.change.selection is not None:
             self.selection = record.change.selection
 
@@ -239,6 +273,11 @@ class RunState:
         if not self.manifest.settings.delay_optimizer_step:
             return step
         return max(step - 1, self.manifest.first_step)
+
+    def sound_version_after(self, step: int) -> int:
+        """Return the newest version that has no false work, as far as is known, of servers convicted in a step."""
+        num_steps = self.manifest.settings.steps_to_conviction
+        return self.manifest.first_step if num_steps is None else step + 1 - num_steps
 
     @property
     def open_steps(self) -> range:
@@ -256,6 +295,34 @@ class RunState:
             return False
         self.term = term
         return True
+
+    def decides(self, peer: PeerId) -> bool:
+        """Return whether a peer may vote, coordinate and lead: in an audited run a keeper, and else any server."""
+        return may_decide(peer, self.keepers)
+
+    @property
+    def believed(self) -> list[PeerId]:
+        """In an audited run, the peers that need nobody to confirm what they say of a stage; the first weighs most."""
+        if not self.manifest.settings.is_audited:
+            return []
+        return list(dict.fromkeys([self.coordinator, *(self.keepers or ())]))
+
+    @property
+    def keepers_remedy(self) -> str:
+        """What to add to an error where nobody is left to decide; empty where every server may."""
+        return "" if isinstance(self.keepers, UnsetType) else f"; {KEEPERS_REMEDY}"
+
+    def check_decides(self, peer: PeerId, does: str) -> None:
+        """Refuse what a peer `does` that may not decide."""
+        if not self.decides(peer):
+            raise ProtocolError(
+                f"{ONLY_KEEPERS}: {peer} is none, and must not {does}. If it should, have it join by an invitation "
+                "made with `lightning-swarm invite --role keeper`."
+            )
+
+    def check_not_convicted(self, peer: PeerId) -> None:
+        """Refuse a peer that was convicted, by `AccessDenied` with the reason."""
+        check_not_convicted(peer, self.convicted)
 
     def check_coordinator(self, caller: PeerId) -> None:
         """Refuse a caller that is not the coordinator: by `NotCoordinator` a server, which may have been it before."""
@@ -277,6 +344,7 @@ class RunState:
         self.set_members(request.seats)
         self.snapshots, self.ordered_snapshot = [], None  # of the generation before
         self._counted.clear()
+        self._digests.clear()
         self._positions.clear()
         self.newest, self.selection = None, request.selection
 
@@ -299,16 +367,23 @@ class RunState:
         """Refuse a record that would empty a stage, changes one that is not there, or lets in who is not invited."""
         if seats is None:
             check_invited(self.invitations, record)
-        self.check_seats(seats or self.members_after(record))
+            check_new_keepers(self.keepers, record)
+            check_convictions(record, self.manifest.settings)
+        after = seats or self.members_after(record)
+        self.check_seats(after, record.enlisted)
         changed = [left.stage_index for left in record.left] + [new.stage_index for new in record.newcomers]
         highest = max(changed, default=0)
         if highest >= len(self.rosters):
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
-    def check_seats(self, seats: SeatedMembers) -> None:
-        """Refuse members without the lead, with a stage too many, too few or empty, with a peer twice, or uninvited."""
+    def check_seats(self, seats: SeatedMembers, enlisted: Collection[PeerId] = ()) -> None:
+        """Refuse members without the lead, with a stage too many, too few or empty, with a peer twice, or uninvited.
+
+        And those that were convicted, also among trainers that were `enlisted` just now.
+        """
         check_used(seats.invitations)
         bans_after(UNSET, seats.bans)
+        check_seated(seats, enlisted)
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
                 f"the lead {self.manifest.lead} must be among the trainers, and nobody twice; they begin with "
@@ -365,6 +440,12 @@ class RunState:
         runs = self._counted.get(step)
         return runs is not None and all(any(first in places for places in runs) for first in firsts)
 
+    def decided(self, step: int) -> bytes:
+        """Return the digest of the record of a step; a `ProtocolError` if it is not known (any more)."""
+        if step not in self._digests:
+            raise ProtocolError(f"this peer is at version {self.version}, and does not know what step {step} came to")
+        return self._digests[step]
+
     def check_trainer(self, caller: PeerId) -> None:
         """Refuse a caller that does not train in this run; tell a former lead that it was replaced."""
         if caller in (self.manifest.former_leads or ()) and caller not in self.trainers:
@@ -379,6 +460,11 @@ class RunState:
         """Refuse work for a stage on a peer that is not in the stage's roster (yet), for it would not count."""
         if member not in self.rosters[stage_index]:
             raise NotMember(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
+
+
+def record_digest(record: Record) -> bytes:
+    """Return SHA-256 of a record."""
+    return hashlib.sha256(encode(record)).digest()
 
 
 def replaced_by(manifest: Manifest) -> str:

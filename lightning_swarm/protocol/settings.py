@@ -15,10 +15,13 @@ from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMes
 
 # Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs.
 Rebalancing = Literal["none", "paper", "gain"]
+RobustAveraging = Literal["none", "centered_clip"]
+OnConviction = Literal["go_on", "go_back"]
 CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "none": tensors travel as they are
 AveragingName = Literal[CodecName, "powersgd"]  # with matrices as products of thin ones
 
 MAX_RANK: Final = 1024
+AUDIT_SHARE: Final = 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,24 @@ class RunSettings(WithCompression, frozen=True):
     deterministic: bool = False  # gradients add up to the same bits, whichever server adds up which of them
     rebalancing: Rebalancing = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
+    audit_share: float | None = None  # of the servers' work of each step, computed again by others; None: nothing is
+    on_conviction: OnConviction = "go_back"  # what the run does when a server is convicted whose work counted unaudited
+    robust_averaging: RobustAveraging = "none"  # what takes the place of the mean
+
+    @property
+    def goes_back(self) -> bool:
+        """Return whether the run goes back to a snapshot where false work may have counted."""
+        return self.is_audited and self.on_conviction == "go_back"
+
+    @property
+    def steps_to_conviction(self) -> int | None:
+        """Return in how many steps 19 of 20 servers are found out that lie in each; None: nobody is drawn."""
+        return math.ceil(3 / self.audit_share) if self.audit_share else None
+
+    @property
+    def is_audited(self) -> bool:
+        """Return whether servers commit to their work, and others compute some of it again."""
+        return self.audit_share is not None
 
     def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
         """Name the first of these settings in which two records differ."""
@@ -156,8 +177,67 @@ class RunSettings(WithCompression, frozen=True):
                 "`deterministic` must be True or False (weights may differ in their last bits from run to run), got "
                 f"{self.deterministic!r}. `Trainer(deterministic=...)` sets what kernels do."
             )
+        check_choice(
+            "robust_averaging",
+            self.robust_averaging,
+            get_args(RobustAveraging),
+            "'centered_clip' (a mean that no server pulls far, and that is not the true one) or 'none'",
+        )
+        check_choice(
+            "on_conviction",
+            self.on_conviction,
+            get_args(OnConviction),
+            "'go_back' (to a snapshot, if earlier work of the server counted without an audit) or 'go_on' (the run "
+            "only does without the server from then on)",
+        )
+        if self.robust_averaging != "none":
+            self._check_robust()
         if self.deterministic:
             self._check_deterministic()
+        if self.audit_share is not None:
+            self._check_audited()
+
+    def _check_audited(self) -> None:
+        """Refuse a share that is none, and what no audit can look into."""
+        share: object = self.audit_share
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ConfigError(
+                f"`audit_share` must be a number of 0..1, the share of the servers' work that is computed again, got "
+                f"{share!r}. Leave it out to get 1/16."
+            )
+        if self.delay_optimizer_step:
+            raise ConfigError(
+                "with `trust='audited'` each step is decided before the next one begins, for audits compute on its "
+                "weights: got `delay_optimizer_step=True`. Leave it out."
+            )
+        if self.compression.averaging != "none":
+            raise ConfigError(
+                "with `trust='audited'` sums of gradients must travel as they are, because others check how they are "
+                f"averaged: got averaging {self.compression.averaging!r}. Write `compression=Compression("
+                "activations=..., gradients=...)`, which keep their codecs, or leave it out."
+            )
+        if self.rebalancing == "paper":
+            raise ConfigError(
+                "with `trust='audited'` a server moves only where the measured gain says so, for the paper's rule goes "
+                "by what servers say of themselves: got rebalancing 'paper'. Write `rebalancing='gain'` or 'none'."
+            )
+
+    def _check_robust(self) -> None:
+        """Refuse what a mean that is not the true one cannot keep."""
+        reasons = {
+            "`deterministic=True`": (self.deterministic, "its result depends on which servers compute what"),
+            "`trust='audited'`": (self.is_audited, "audits find liars out, and check that means are true"),
+            f"averaging {self.compression.averaging!r}": (
+                self.compression.averaging != "none",
+                "parts travel as they are",
+            ),
+        }
+        for given, (is_given, why) in reasons.items():
+            if is_given:
+                raise ConfigError(
+                    f"`robust_averaging={self.robust_averaging!r}` clips what single servers add to a mean: {why}, got "
+                    f"{given}. Leave one of them out."
+                )
 
     def _check_deterministic(self) -> None:
         """Refuse what makes the weights depend on which peers take part."""

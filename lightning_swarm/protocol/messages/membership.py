@@ -8,8 +8,8 @@ import msgspec
 
 from lightning_swarm.protocol.messages.run import NO_CHANGE, RunView, SeatedMembers, StepChange
 from lightning_swarm.protocol.messages.state import Snapshot
-from lightning_swarm.protocol.messages.step import Challenge, Closing, Record
-from lightning_swarm.protocol.messages.wire import Addresses, Count, Seconds, ShortText, WireMessage
+from lightning_swarm.protocol.messages.step import Closing, PartDigests, Record
+from lightning_swarm.protocol.messages.wire import Addresses, Challenge, Count, Seconds, ShortText, WireMessage
 
 
 class JoinRequest(WireMessage, frozen=True):
@@ -102,6 +102,7 @@ class ListenReply(WireMessage, frozen=True):
 
     boot_id: int
     version_hash: int  # of weights and optimizer state before the step, under the challenge
+    parts: PartDigests | msgspec.UnsetType = msgspec.UNSET  # in audited runs, of the parts of the mean that it holds
 
 
 class DrainRequest(WireMessage, frozen=True):

@@ -19,7 +19,10 @@ EventKind: TypeAlias = Literal[
     "gone",  # a peer died, or does not answer
     "left",  # a peer left by its own decision, or was left out of a roster
     "refused",  # a request of a peer whose certificate is missing, or does not permit it; told with each warning
+    "convicted",  # a server was found to lie about its work, and is out of the run
+    "disputed",  # what a server did could not be computed again, or two say different things of one transfer
     "expelled",  # the run's owner banned a peer, or all that came by an invitation
+    "unconfirmed",  # a server sent a stage's state that its other servers do not have
     "download",  # a joining server has downloaded its stage's state
     "joined",  # a peer is in a roster now
     "moves",  # a peer leaves its stage for another one

@@ -165,6 +165,29 @@ Bans = (
 )
 
 
+MAX_KEEPERS: Final = 64  # of a run: also those that are gone, which may come again
+
+# Peers that may vote, coordinate and lead; unset: all servers may.
+Keepers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_KEEPERS)] | msgspec.UnsetType
+
+
+MAX_REASON: Final = 100
+
+
+class Conviction(WireMessage, frozen=True):
+    """A peer whose work was found to be false. It takes no part in the run any more."""
+
+    peer: PeerId
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+
+
+# The newest, in all generations of a run, which names each twice where it is shown.
+MAX_CONVICTED: Final = 64
+
+# In the order in which they were convicted; unset: nobody.
+Convictions = Annotated[list[Conviction], msgspec.Meta(max_length=MAX_CONVICTED)] | msgspec.UnsetType
+
+
 class Selection(WireMessage, frozen=True):
     """The parameters that train, and the optimizer's group of each, by full names, as the user's code sets them."""
 
@@ -243,6 +266,8 @@ class Manifest(WireMessage, frozen=True):
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
     invitations: UsedInvitations = msgspec.UNSET  # those of the first members, and of older generations
     bans: Bans = msgspec.UNSET
+    keepers: Keepers = msgspec.UNSET  # the starter, and those first members whose certificates say so
+    convicted: Convictions = msgspec.UNSET  # in older generations
 
     @property
     def is_whole(self) -> bool:
@@ -250,12 +275,15 @@ class Manifest(WireMessage, frozen=True):
         return bool(self.stages) and all(stage.on_trainers for stage in self.stages)
 
 
+Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 class HeldSnapshot(WireMessage, frozen=True):
     """A copy of one stage at one version that a server keeps."""
 
     stage_index: Count
     version: Count
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the `Snapshot` and its tensors
+    digest: Sha256  # of the `Snapshot` and its tensors
 
 
 MAX_SNAPSHOTS: Final = 4096  # of one server, or that a record knows
@@ -272,6 +300,8 @@ class SeatedMembers(WireMessage, frozen=True):
     invitations: UsedInvitations = msgspec.UNSET
     bans: Bans = msgspec.UNSET
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # as in `Record`, of the versions that are kept
+    keepers: Keepers = msgspec.UNSET
+    convicted: Convictions = msgspec.UNSET
 
 
 class RunView(WireMessage, frozen=True):
@@ -368,6 +398,19 @@ class PullRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
+
+
+class RecordDigestRequest(WireMessage, frozen=True):
+    """A server that joins asks the coordinator which record was decided of a step, which its donor sent it."""
+
+    generation: Count
+    step: Count
+
+
+class RecordDigestReply(WireMessage, frozen=True):
+    """The coordinator tells which record was decided of a step."""
+
+    digest: Sha256  # of the record's encoding
 
 
 # Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each stage sums its own

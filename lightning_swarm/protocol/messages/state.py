@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Selection, SomeSnapshots
-from lightning_swarm.protocol.messages.wire import Count, ShortText, WireMessage
+from lightning_swarm.protocol.messages.run import Selection, Sha256, SomeSnapshots
+from lightning_swarm.protocol.messages.wire import Challenge, Count, ShortText, WireMessage
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class OrderedSnapshots:
 
 # The keys through nested mappings and lists that lead to a value.
 Path = Annotated[list[str | int], msgspec.Meta(min_length=1, max_length=64)]
+
+
+StateKind = Literal["weights", "optimizer"]  # weights with buffers; the optimizer's state
+STATE_KINDS: Final[tuple[StateKind, ...]] = get_args(StateKind)
 
 
 class WriteRequest(WireMessage, frozen=True):
@@ -62,6 +66,11 @@ class StateRequest(WireMessage, frozen=True):
     optimizer: bool  # False: weights and buffers. True: the optimizer's state
     generation: Count
 
+    @property
+    def kind(self) -> StateKind:
+        """What is asked for."""
+        return "optimizer" if self.optimizer else "weights"
+
 
 class StageState(WireMessage, frozen=True):
     """The head of a message with the tensors of a stage's state, from the lead to a server or from it to a trainer."""
@@ -72,6 +81,22 @@ class StageState(WireMessage, frozen=True):
     optimizer: bool
     names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
+
+
+class ProofRequest(WireMessage, frozen=True):
+    """A peer that another server sent a stage's state asks this one for a proof of what it has itself."""
+
+    stage_index: Count
+    step: Count  # the version of the state
+    generation: Count
+    kind: StateKind
+    challenge: Challenge
+
+
+class ProofReply(WireMessage, frozen=True):
+    """A server proves what it has of a stage's state."""
+
+    proof: Sha256  # of all that state, under the challenge
 
 
 class EvaluationWeights(WireMessage, frozen=True):

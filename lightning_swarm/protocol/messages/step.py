@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.audits import Claims
 from lightning_swarm.protocol.messages.calls import Origins, Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
     Bans,
     BatchNumber,
+    Convictions,
     InvitedBy,
+    Keepers,
     Member,
     SomeSnapshots,
     SomeTrainers,
@@ -20,7 +23,15 @@ from lightning_swarm.protocol.messages.run import (
     Term,
 )
 from lightning_swarm.protocol.messages.state import SnapshotOrder
-from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage
+from lightning_swarm.protocol.messages.wire import (
+    Addresses,
+    Challenge,
+    Count,
+    NotNegative,
+    Positive,
+    ShortText,
+    WireMessage,
+)
 
 
 class SettleRequest(WireMessage, frozen=True):
@@ -41,10 +52,6 @@ class NamedReceipts(WireMessage, frozen=True):
 
 Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 """Batches by their first positions."""
-
-
-CHALLENGE_BITS: Final = 62
-Challenge = Annotated[int, msgspec.Meta(ge=0, lt=1 << CHALLENGE_BITS)]
 
 
 class FreezeRequest(WireMessage, frozen=True):
@@ -96,6 +103,10 @@ class ReceiptsReply(WireMessage, frozen=True):
     stages: list[StageReceipts]
 
 
+SumDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+PartDigests = Annotated[list[SumDigest], msgspec.Meta(max_length=1 << 12)]
+
+
 class StageLedger(WireMessage, frozen=True):
     """A server's ledger of one stage: the receipts in its sum, and measurements of its work."""
 
@@ -109,6 +120,9 @@ class StageLedger(WireMessage, frozen=True):
     busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
     tensors: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of each tensor, if asked for
+    # Only in audited runs: what went into and came out of each microbatch, see `CLAIM_BYTES`, in order of the receipts.
+    claims: Claims | msgspec.UnsetType = msgspec.UNSET
+    sum_digest: SumDigest | msgspec.UnsetType = msgspec.UNSET  # likewise, BLAKE3 of the sum
 
 
 class FreezeReply(WireMessage, frozen=True):
@@ -119,6 +133,8 @@ class FreezeReply(WireMessage, frozen=True):
     noted: EventCounts  # by the server, so far
     bans: Bans = msgspec.UNSET  # that the server has heard of, and no record tells yet
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # of its own stages, that no record knows yet
+    # Servers that say the same here compute the same bits. Only in audited runs.
+    arithmetic: ShortText | msgspec.UnsetType = msgspec.UNSET
 
 
 class Replay(WireMessage, frozen=True):
@@ -240,6 +256,10 @@ class Record(WireMessage, frozen=True):
     bans: Bans = msgspec.UNSET  # new ones
     # Snapshots that earlier records ordered, as most servers of their stages took them; unset: no more are known.
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
+    keepers: Keepers = msgspec.UNSET  # of the newcomers, those that decide from now on, too; unset: none
+    convicted: Convictions = msgspec.UNSET  # by the audits of this step; unset: nobody
+    # Work of one of these counted in earlier steps, and nobody audited it: the lead takes the run back to before them.
+    goes_back: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def step(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterable
 from functools import reduce
 from operator import or_
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -21,7 +22,14 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Seconds = NotNegative
 Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]  # of one peer
+_CHALLENGE_BITS: Final = 62
+Challenge = Annotated[int, msgspec.Meta(ge=0, lt=1 << _CHALLENGE_BITS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=100)]
+
+
+def draw_challenge() -> int:
+    """Draw a number that nobody knew before."""
+    return secrets.randbits(_CHALLENGE_BITS)
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

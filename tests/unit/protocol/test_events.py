@@ -126,12 +126,14 @@ def test_what_others_say_is_kept_once_and_not_counted() -> None:
     events.note("joined", peer="c", stage=1, step=4)  # the coordinator is this peer
     events.log_only("joined", peer="b", stage=0, step=6)
     events.log_only("left", peer="b", step=9)
+    events.log_only("convicted", peer="b", step=9)  # no news of where it is
     events.log_only("went_back", step=9)
     assert [(event.kind, event.peer, event.step) for event in events.newest] == [
         ("gone", "b", 3),
         ("joined", "c", 4),
         ("joined", "b", 6),
         ("left", "b", 9),
+        ("convicted", "b", 9),
         ("went_back", None, 9),
     ]
     assert events.counts == {"gone": 1, "joined": 1}

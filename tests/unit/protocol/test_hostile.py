@@ -24,6 +24,7 @@ from lightning_swarm.network.certification import CERTIFY
 from lightning_swarm.network.transport import PING
 from lightning_swarm.protocol import methods, serialization
 from lightning_swarm.protocol import plain_values as values
+from lightning_swarm.protocol.messages.audits import AuditRequest, FindingsRequest, KeptWorkRequest, SketchRequest
 from lightning_swarm.protocol.messages.batches import (
     BatchArmed,
     BatchBegins,
@@ -42,6 +43,7 @@ from lightning_swarm.protocol.messages.batches import (
     RetireRequest,
 )
 from lightning_swarm.protocol.messages.calls import (
+    BackwardRequest,
     CallKey,
     CallReport,
     CancelRequest,
@@ -69,6 +71,7 @@ from lightning_swarm.protocol.messages.membership import (
     PieceRequest,
     ReadyRequest,
 )
+from lightning_swarm.protocol.messages.parts import MeanReplacement, ProjectRequest, VectorRequest
 from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
     NO_CHANGE,
@@ -79,6 +82,7 @@ from lightning_swarm.protocol.messages.run import (
     PlanRequest,
     PullRequest,
     RandomNumbers,
+    RecordDigestRequest,
     ReleaseRequest,
     RestartRequest,
     RunAborted,
@@ -90,6 +94,7 @@ from lightning_swarm.protocol.messages.run import (
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
     KeptLoop,
+    ProofRequest,
     SnapshotRequest,
     StageState,
     StateRequest,
@@ -114,6 +119,7 @@ from lightning_swarm.protocol.methods import (
     ADMIT,
     APPLY,
     ARMED,
+    AUDIT,
     AVERAGE,
     BACKWARD,
     BEGIN,
@@ -123,7 +129,9 @@ from lightning_swarm.protocol.methods import (
     DONE,
     DRAIN,
     ENLIST,
+    EXAMINE,
     FENCE,
+    FINDINGS,
     FOLLOW,
     FORWARD,
     FREEZE,
@@ -133,6 +141,7 @@ from lightning_swarm.protocol.methods import (
     JOIN,
     KEEP,
     KEEP_LOOP,
+    KEPT_WORK,
     LEAVE,
     LISTEN,
     LOAD,
@@ -142,14 +151,18 @@ from lightning_swarm.protocol.methods import (
     PIECE,
     PLAN,
     PREPARE,
+    PROJECT,
     PROPOSE,
+    PROVE,
     PULL,
     READY,
     RECEIPTS,
     RECORD,
+    RECORD_DIGEST,
     REGISTER,
     RELEASE,
     RENEW,
+    REPLACE_MEAN,
     RESTART,
     RETIRE,
     SESSION_CLOSE,
@@ -157,11 +170,13 @@ from lightning_swarm.protocol.methods import (
     SESSION_STEP,
     SET_EVALUATION_WEIGHTS,
     SETTLE,
+    SKETCH,
     SNAPSHOT,
     STATE,
     TAKE_METRICS,
     TAKE_OVER,
     TAKE_PLAN,
+    VECTOR,
     VIEW,
     WATCH,
     WRITE,
@@ -189,6 +204,9 @@ LOGGED = LoggedValue(
     name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
 )
 CALL, STREAM = "call", "stream"
+
+
+OF_AUDITS = (PROVE, RECORD_DIGEST, PROJECT, VECTOR, REPLACE_MEAN, SKETCH, KEPT_WORK, AUDIT, FINDINGS)
 
 
 @dataclass(frozen=True)
@@ -225,6 +243,7 @@ class Sample:
             target_batch_size=4 if self.method in (PLAN, TAKE_PLAN) or self._of_epoch else None,
             open_to_trainers=self.method in (ENLIST, RETIRE),
             trainers=f"{LEAD} a b" if self.method in (ENLIST, RETIRE) else "",
+            audit_share=0.0 if self.method in OF_AUDITS else None,
         )
         if self.method == REGISTER:  # as if another peer had coordinated before
             swarm.coordinator.generation.trainers._first_lease = 100
@@ -342,6 +361,11 @@ def averaging(swarm: Swarm, stage: int) -> AverageRequest:
     return AverageRequest(closing=closing(), named=[named])
 
 
+def another_mean(swarm: Swarm) -> Message:
+    mean = swarm.servers[B].steps.stage(1).next_sum.values.clone()
+    return Message(encode(MeanReplacement(closing=closing(), stage_index=1)), (mean,))
+
+
 def record(swarm: Swarm) -> Record:
     return Record(
         closing=closing(),
@@ -421,6 +445,23 @@ def momenta(swarm: Swarm) -> Message:
     structure, flat = serialization.flatten([{"momentum_buffer": tensor} for tensor in tensors.values()])
     state = StageState(stage_index=1, step=0, generation=0, optimizer=True, names=list(tensors), structure=structure)
     return Message(encode(state), tuple(flat))
+
+
+def auditing(swarm: Swarm) -> Message:
+    """Of a server that holds another stage, and so refuses what it is asked for."""
+    backward = decode(from_nothing(swarm).body, BackwardRequest)
+    structure, tensors = serialization.flatten(((None, {}), [rows(2)]))
+    request = AuditRequest(
+        key=key(),
+        stage_index=1,
+        mode=backward.mode,
+        weight=1.0,
+        audited=A,
+        order=3,
+        compare=False,
+        structure=structure,
+    )
+    return Message(encode(request), tuple(tensors))
 
 
 def from_nothing(swarm: Swarm) -> Message:
@@ -576,6 +617,11 @@ SAMPLES = [
             )
         ),
     ),
+    Sample(
+        CALL,
+        PROVE,
+        plain(lambda _: ProofRequest(stage_index=1, step=0, generation=0, kind="weights", challenge=5)),
+    ),
     Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, generation=0, optimizer=True))),
     Sample(
         CALL,
@@ -605,6 +651,41 @@ SAMPLES = [
         CALL, FREEZE, plain(lambda _: msgspec.structs.replace(FREEZING, expected=closing())), caller=A, phase="through"
     ),
     Sample(CALL, AVERAGE, plain(lambda s: averaging(s, 1)), caller=A, phase="frozen"),
+    Sample(
+        CALL,
+        SKETCH,
+        plain(lambda _: SketchRequest(generation=0, step=0, round=FREEZING.round, seed=7)),
+        caller=A,
+        phase="frozen",
+    ),
+    Sample(
+        STREAM,
+        KEPT_WORK,
+        plain(
+            lambda _: KeptWorkRequest(
+                generation=0, step=0, stage_index=1, receipt=COUNTED[0], input=True, gradients=True, results=True
+            )
+        ),
+        caller=A,
+        phase="frozen",
+    ),
+    Sample(STREAM, AUDIT, auditing, phase="through"),
+    Sample(
+        CALL,
+        FINDINGS,
+        plain(lambda _: FindingsRequest(generation=0, step=0, order=3, seed=7)),
+        caller=A,
+        phase="frozen",
+    ),
+    Sample(CALL, PROJECT, plain(lambda _: ProjectRequest(closing=closing(), seed=7)), caller=A, phase="averaged"),
+    Sample(
+        STREAM,
+        VECTOR,
+        plain(lambda _: VectorRequest(closing=closing(), stage_index=1, of="sum")),
+        caller=A,
+        phase="averaged",
+    ),
+    Sample(STREAM, REPLACE_MEAN, another_mean, caller=A, phase="averaged"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
     Sample(
         CALL,
@@ -645,6 +726,13 @@ SAMPLES = [
         phase="averaged",
     ),
     Sample(CALL, WATCH, plain(lambda _: WatchRequest(term=(1, A, 100), version=0, hold_s=0.0)), caller=A),
+    Sample(
+        CALL,
+        RECORD_DIGEST,
+        plain(lambda _: RecordDigestRequest(generation=0, step=0)),
+        caller=A,
+        phase="decided",
+    ),
     Sample(CALL, PULL, plain(lambda _: PullRequest(generation=0, step=0)), caller=A, phase="decided"),
     Sample(
         CALL,
@@ -682,8 +770,11 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
     transports = [server._transport for server in make_swarm("a", "b").servers.values()]
     calls = {(CALL, method) for one in transports for method in one._call_handlers}  # type: ignore[attr-defined]
     streams = {(STREAM, method) for one in transports for method in one._stream_handlers}  # type: ignore[attr-defined]
-    # In an open run this one takes nothing; `tests/unit/network/test_gatekeeper.py` has its samples.
-    assert (calls | streams) - {(CALL, CERTIFY)} == {(sample.kind, sample.method) for sample in SAMPLES}
+    # In an open run the first takes nothing, and the other only what its own server says; `test_gatekeeper.py` and
+    # `test_mean_checks.py` have their samples.
+    assert (calls | streams) - {(CALL, CERTIFY), (CALL, EXAMINE)} == {
+        (sample.kind, sample.method) for sample in SAMPLES
+    }
 
 
 @every_sample

@@ -1,0 +1,116 @@
+"""Who decides in an audited run, and who was convicted in it. Pure, but for what a certificate says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+
+from lightning_swarm.core.errors import AccessDenied, ProtocolError, Untrusted
+from lightning_swarm.core.readable import printable
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.access import Role
+from lightning_swarm.protocol.messages.run import (
+    MAX_CONVICTED,
+    MAX_REASON,
+    Conviction,
+    Convictions,
+    Keepers,
+    RunView,
+    SeatedMembers,
+)
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.settings import RunSettings
+
+ONLY_KEEPERS: Final = "in an audited run only keepers vote, coordinate and lead"
+
+KEEPERS_REMEDY: Final = (
+    f"{ONLY_KEEPERS}, and most of those that vote must live: have three or more of them, by `lightning-swarm invite "
+    "--role keeper`"
+)
+
+
+def may_decide(peer: PeerId, keepers: Keepers) -> bool:
+    """Return whether a peer may vote, coordinate and lead."""
+    return isinstance(keepers, UnsetType) or peer in keepers
+
+
+def is_certified_keeper(transport: Transport, peer: PeerId) -> bool | None:
+    """Return whether a peer's certificate is a keeper's; None: it has shown none, as in a run that takes any peer."""
+    permit = transport.permit_of(peer)
+    return None if permit is None else permit.role.includes(Role.KEEPER)
+
+
+def check_shown_by_keeper(transport: Transport, peer: PeerId, view: RunView) -> None:
+    """Refuse what a peer that decides nothing shows of an audited run: anybody may announce that it coordinates one."""
+    if not view.manifest.settings.is_audited:
+        return
+    if is_certified_keeper(transport, peer) is False or peer not in (view.seats.keepers or ()):
+        raise Untrusted(f"an audited run is shown to those that join by one of its keepers, and {peer} is none")
+
+
+def keepers_after(keepers: Keepers, new: Keepers) -> Keepers:
+    """Return the keepers after a record that lets in new ones."""
+    if isinstance(keepers, UnsetType) or isinstance(new, UnsetType):
+        return keepers
+    return [*keepers, *(peer for peer in new if peer not in keepers)]
+
+
+def convictions(convicted: Mapping[PeerId, str]) -> Convictions:
+    """Return convictions as a message carries them; unset: nobody is convicted."""
+    found = [Conviction(peer=peer, reason=reason[:MAX_REASON]) for peer, reason in convicted.items()]
+    return found or UNSET
+
+
+def convicted_after(known: Mapping[PeerId, str], new: Convictions) -> dict[PeerId, str]:
+    """Return the peers that were convicted, and why; the first reason of each stays. The newest are kept."""
+    reasons = dict(known)
+    for one in new or ():
+        reasons.setdefault(one.peer, one.reason)
+    return dict(list(reasons.items())[-MAX_CONVICTED:])
+
+
+def check_not_convicted(peer: PeerId, convicted: Mapping[PeerId, str]) -> None:
+    """Refuse a peer that was convicted, by `AccessDenied` with the reason."""
+    if (reason := convicted.get(peer)) is not None:
+        raise AccessDenied(
+            "who was convicted takes no part in the run any more, nor in what goes on from its checkpoints, and "
+            f"{peer} was: {printable(reason)}. If its machine computes wrongly, repair that, and ask the run's owner "
+            "for an invitation for another identity."
+        )
+
+
+def check_new_keepers(keepers: Keepers, record: Record) -> None:
+    """Refuse new keepers that are no newcomers."""
+    new = {one.member.peer_id for one in record.newcomers}
+    named = record.keepers or ()
+    if named and (isinstance(keepers, UnsetType) or not new.issuperset(named) or len(set(named)) != len(named)):
+        raise ProtocolError(
+            f"a record names those of its newcomers as keepers whose certificates say so, once, and only where keepers "
+            f"decide; record {record.step} names {named[:5]}"
+        )
+
+
+def check_convictions(record: Record, settings: RunSettings) -> None:
+    """Refuse convictions where nothing is audited, and going back because of none."""
+    convicted = [one.peer for one in record.convicted or ()]
+    if convicted and not settings.is_audited:
+        raise ProtocolError(f"only in an audited run is anybody convicted; record {record.step} has {convicted[:5]}")
+    if record.goes_back and not (convicted and settings.goes_back):
+        raise ProtocolError(
+            f"a run whose `on_conviction` is 'go_back' does so when it convicts somebody; this one's is "
+            f"{settings.on_conviction!r}, and record {record.step} convicts {convicted[:5]}"
+        )
+    if len(set(convicted)) != len(convicted):
+        raise ProtocolError(f"a record convicts each peer once; record {record.step} has {convicted[:5]}")
+
+
+def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:
+    """Refuse members of which one was convicted, or one of the `new` trainers; and keepers that were."""
+    convicted = {one.peer for one in seats.convicted or ()}
+    if wrong := sorted(convicted & {*(seats.keepers or ())}):
+        raise ProtocolError(f"keepers convict, and are not convicted, got {wrong[:5]}")
+    present = {member.peer_id for roster in seats.rosters for member in roster} | {*new}
+    if wrong := sorted(convicted & present):
+        raise ProtocolError(f"who was convicted takes no part in the run any more, got {wrong[:5]} among its members")
