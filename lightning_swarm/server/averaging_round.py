@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from lightning_swarm.server.averaging.averager import (
     PowerSGD,
     refuse,
 )
+from lightning_swarm.server.averaging.clipped import ClippedAverager
 from lightning_swarm.server.averaging.deterministic import DeterministicAverager
 from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
@@ -45,11 +47,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _HeldRound:
+class HeldRound:
+    """The result of a round at one server, by stage."""
+
     closing: Closing
     gradients: Mapping[int, Tensor]  # by stage
     carried: Mapping[int, AveragingState]  # likewise
+    given: Mapping[int, Sequence[bytes]]  # likewise, of audited runs: digests of what each member gave
 
+
+NOTHING_GIVEN: Final = MappingProxyType[int, Sequence[bytes]]({})
 
 _StageResults: TypeAlias = dict[int, AveragingResult]
 
@@ -66,7 +73,7 @@ class AveragingRounds:
         self._membership = context.membership
         self._me = context.me
         self._timeout = context.limits.call_timeout  # for one exchange of a round
-        self._held: _HeldRound | None = None
+        self._held: HeldRound | None = None
         self._running: tuple[Closing, asyncio.Task[_StageResults]] | None = None  # the newest round
         context.transport.handle_call(AVERAGE, self._handle_average)
 
@@ -97,19 +104,39 @@ class AveragingRounds:
             task.add_done_callback(_log_bug)
             self._running = (closing, task)
 
-    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, AveragingState]) -> None:
+    def hold(
+        self,
+        closing: Closing,
+        gradients: Mapping[int, Tensor],
+        carried: Mapping[int, AveragingState],
+        given: Mapping[int, Sequence[bytes]] = NOTHING_GIVEN,
+    ) -> None:
         """Keep a round's mean gradients until its record is decided, or those of a later round come.
 
-        Both mappings are by stage; `carried` is what goes on to the next step.
+        All mappings are by stage; `carried` is what goes on to the next step, `given` says what each
+        member gave of the parts that this server reduced.
         """
         before = self._held
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
             return  # a coordinator that was replaced had it averaged
-        self._held = _HeldRound(closing, gradients, carried)
+        if before is not None and before.closing == closing:
+            return  # a request that comes twice; its mean may have been replaced meanwhile
+        self._held = HeldRound(closing, gradients, carried, given)
 
     def holds(self, closing: Closing) -> bool:
         """Tell whether the round's mean gradients are held here."""
         return self._held is not None and self._held.closing == closing
+
+    def held(self, closing: Closing) -> HeldRound:
+        """The round's result; a `ProtocolError` if it is not held here."""
+        if self._held is None or self._held.closing != closing:
+            raise ProtocolError(f"no mean of round {closing.round} of step {closing.step} is held here")
+        return self._held
+
+    def replace_mean(self, closing: Closing, index: int, mean: Tensor) -> None:
+        """Hold another mean gradient of a stage, of the same length, in the place of the round's own."""
+        held = self.held(closing)
+        self._held = replace(held, gradients={**held.gradients, index: mean})
 
     def counted(self, record: Record) -> Mapping[int, Tensor]:
         """The mean gradients that a record counts, by stage; a `ProtocolError` if they are not held here."""
@@ -157,7 +184,8 @@ class AveragingRounds:
         self._sums.run.check_generation(closing.generation)
         self._sums.check_frozen(closing)
         carried = {index: result.carried for index, result in found.items()}
-        self.hold(closing, {index: result.mean for index, result in found.items()}, carried)
+        given = {index: result.given for index, result in found.items()}
+        self.hold(closing, {index: result.mean for index, result in found.items()}, carried, given)
         norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in found.items()]
         return encode(AverageReply(parts=norms))
 
@@ -234,7 +262,11 @@ class AveragingRounds:
         if scale == 1.0:
             return found
         # Not in place: it may be on its way to others still.
-        return AveragingResult(found.mean / scale, found.squared_norm / scale / scale, found.carried.times(1.0 / scale))
+        return found._replace(
+            mean=found.mean / scale,
+            squared_norm=found.squared_norm / scale / scale,
+            carried=found.carried.times(1.0 / scale),
+        )
 
     def _group(self, closing: Closing, index: int, roster: Sequence[Member]) -> Group:
         return Group(
@@ -243,6 +275,7 @@ class AveragingRounds:
             tickets=self._tickets,
             timeout=self._timeout,
             shares_with=self._membership.knows_server,
+            is_audited=self._sums.run.manifest.settings.is_audited,
         )
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
@@ -276,6 +309,10 @@ class AveragingRounds:
         codecs = stage.codecs
         if stage.exact:
             return DeterministicAverager(stage.next_sum.like, self._compute)
+        if self._sums.run.manifest.settings.robust_averaging != "none":
+            ledger = self._sums.ledgers[stage.index]
+            weight = sum(ledger.origins[first].weight for first, _, _ in ledger.held)
+            return ClippedAverager(weight, self._compute)
         if codecs.rank is None:
             return Butterfly(GroupParts(codecs.averaging, self._compute), codecs.error_feedback)
         shapes = [parameter.shape for parameter in stage.trainable]

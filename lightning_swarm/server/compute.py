@@ -404,6 +404,7 @@ class CachedForward:
     graph: SavedGraph | None = None
     graph_bytes: int = 0
     input_bytes: int = 0
+    output_digest: bytes = b""  # in audited runs
 
 
 # A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
@@ -16,6 +16,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.bans import bans_after, heed
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.invitations import check_used
+from lightning_swarm.protocol.keepers import check_seated, may_decide
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.tickets import TicketStore
@@ -110,6 +111,10 @@ class RunMembership:
         """Tell whether `peer` is a server of the run that this one is in."""
         return self.run_or_none is not None and peer in self.run_or_none.servers
 
+    def may_coordinate(self, peer: PeerId) -> bool:
+        """Tell whether `peer` is a server of the run, and may decide in it."""
+        return self.serves_with(peer) and self.run.decides(peer)
+
     def knows_server(self, peer: PeerId) -> bool:
         """Tell whether `peer` is a server of the run, or joins it: the record that lets it in may be late here."""
         return self.serves_with(peer) or peer in self.introduced
@@ -156,6 +161,8 @@ class RunMembership:
             raise ProtocolError(f"this peer is joining the run of {self.joining} already")
         check_used(manifest.invitations)
         bans_after(UNSET, manifest.bans)
+        check_seated(RunState(manifest).seats)
+        _check_begun_by_keepers(manifest)
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
         me = self.me
@@ -171,6 +178,7 @@ class RunMembership:
         leads = request.new_lead == run.manifest.lead and not run.is_rolling_back  # else it was named before
         if request.new_lead not in run.servers or leads:
             raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.new_lead}")
+        run.check_decides(request.new_lead, "lead")
 
     def check_lead(self, caller: PeerId, does: str) -> None:
         """Refuse any caller but the lead, who alone `does` what is asked."""
@@ -208,3 +216,14 @@ class RunMembership:
         trains = self.trains_in is not None and self.me.peer_id in self.trains_in.trainers
         run = self.run_or_none if self.is_member else self.trains_in if trains else None
         return None if run is None or caller == run.manifest.lead else run
+
+
+def _check_begun_by_keepers(manifest: Manifest) -> None:
+    """Refuse an audited run that does not name its keepers, or in which others coordinate, vote or lead."""
+    deciding = [manifest.lead, manifest.coordinator, *(voter.peer_id for voter in manifest.voters)]
+    others = [peer for peer in deciding if not may_decide(peer, manifest.keepers)]
+    if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.is_audited:
+        raise ProtocolError(
+            f"an audited run names its keepers, who alone decide, and no other run does; run {manifest.run_id!r} names "
+            f"{(manifest.keepers or [])[:5]}, and is to be decided by {others[:5]}, too"
+        )

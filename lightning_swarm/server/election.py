@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final
 
+from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.coordinator.consensus import Proposer, Voter, serve, slot_of
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
@@ -27,6 +28,7 @@ from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.role import RoleTransport
 from lightning_swarm.protocol.bans import unrecorded
+from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -50,6 +52,7 @@ class Leadership:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._membership = context.membership
+        self._audit_memory = AuditMemory()  # of the last time that this peer coordinated
         self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
@@ -76,7 +79,7 @@ class Leadership:
         serve(
             self.voter,
             transport,
-            self._membership.serves_with,
+            self._membership.may_coordinate,
             self._may_succeed,
             self._check_slot,
             self._check_proposed,
@@ -116,7 +119,9 @@ class Leadership:
         if run is None or self.coordinator is None:
             return
         others = [member.peer_id for member in run.voters if member != self._me]
-        others += [peer for peer in run.servers if peer not in others and peer != self._me.peer_id]
+        others += [
+            peer for peer in run.servers if peer not in others and peer != self._me.peer_id and run.decides(peer)
+        ]
         request = encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
         for peer in others:
             self._successor = peer
@@ -129,7 +134,7 @@ class Leadership:
                 self._successor = None
             if self.coordinator is None:
                 return
-        raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
+        raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}{run.keepers_remedy}")
 
     async def close(self) -> None:
         """The run is over. Raises what a task of the coordinator raised."""
@@ -146,6 +151,7 @@ class Leadership:
         run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
+        run.check_decides(caller, "coordinate")
         run.check_generation(leading.generation)
         if leading.term < run.term:
             raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {leading.term}")
@@ -163,6 +169,7 @@ class Leadership:
         run = self._membership.running
         run.check_generation(asked.generation)
         run.check_coordinator(caller)
+        run.check_decides(self._me.peer_id, "coordinate")
         if asked.term != run.term or asked.version != run.version:
             raise Busy(f"this server is at version {run.version} under the term {run.term}, not where {caller} is")
         await self._take_over(run, f"{caller} leaves")
@@ -256,6 +263,9 @@ class Leadership:
         check_record(run, record)
         for signed in unrecorded(run.bans, record.bans):
             self._transport.ban(signed)
+        for peer in record.keepers or ():
+            if is_certified_keeper(self._transport, peer) is False:  # None: it was not heard of here yet
+                raise ProtocolError(f"record {record.step} names {peer} as a keeper, and its certificate does not")
         if self._me.peer_id not in closing.absent and not self._steps.rounds.holds(closing):
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
 
@@ -431,7 +441,10 @@ class Leadership:
         def step_aside() -> None:
             self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate, and does not move: %s"))
 
-        context = CoordinatorContext(self._role, run, proposer, state, limits=self._limits, events=self._events)
+        memory = self._audit_memory = self._audit_memory.following()
+        context = CoordinatorContext(
+            self._role, run, proposer, state, limits=self._limits, events=self._events, audit_memory=memory
+        )
         coordinator = Coordinator(context, on_deposed=self._notify, step_aside=step_aside)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True

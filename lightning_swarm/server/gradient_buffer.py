@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.protocol.messages.calls import Origin, Receipt
+from lightning_swarm.server.audit.kept_work import KeptWorks
 from lightning_swarm.server.averaging import deterministic
 
 _NOTHING: Final = MappingProxyType[int, Origin]({})
@@ -22,12 +23,13 @@ _NOTHING: Final = MappingProxyType[int, Origin]({})
 class ReceiptLedger:
     """The receipts of one stage for one step."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, kept_bytes: int) -> None:
         self.step = step
         self._receipts: set[Receipt] = set()
         self._named: frozenset[Receipt] | None = None
         self.origins: dict[int, Origin] = {}  # of the batches that it holds something of, by their places
         self._granted: Mapping[int, Origin] = _NOTHING  # those of the named batches
+        self.kept = KeptWorks(kept_bytes)  # for audits, which only some runs have
 
     @property
     def final(self) -> bool:
@@ -91,6 +93,11 @@ class ReceiptLedger:
     def held(self) -> frozenset[Receipt]:
         """All receipts whose gradients are in the sum."""
         return frozenset(self._receipts)
+
+    @property
+    def claims(self) -> bytes:
+        """What is claimed of all microbatches in the sum, in their order."""
+        return b"".join(self.kept.claim(receipt) for receipt in sorted(self._receipts))
 
     def holds_any(self, batches: Collection[int]) -> bool:
         """Tell whether a microbatch of these batches, given by their places, is in the sum."""

@@ -33,6 +33,8 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.audit.arithmetic import arithmetic_of
+from lightning_swarm.server.audit.kept_work import KeptWork, sum_digest
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage
@@ -70,8 +72,9 @@ class _NextStep:
 class GradientSums:
     """The gradient sums of one server's stages, and the receipts of what is in them."""
 
-    def __init__(self, membership: RunMembership) -> None:
+    def __init__(self, membership: RunMembership, kept_bytes: int) -> None:
         self._membership = membership
+        self._kept_bytes = kept_bytes  # of work, in memory
         self._me = membership.me
         self.stages: dict[int, Stage] = {}  # by index
         self._open: dict[int, _OpenSums] = {}  # by step
@@ -86,7 +89,10 @@ class GradientSums:
         self.next = _NextStep()
 
     def _opened(self, step: int) -> _OpenSums:
-        return _OpenSums({index: ReceiptLedger(step) for index in self.stages})
+        return _OpenSums({index: self._ledger(step) for index in self.stages})
+
+    def _ledger(self, step: int) -> ReceiptLedger:
+        return ReceiptLedger(step, self._kept_bytes // max(1, len(self.stages)))
 
     # ------------------------------------------------------------------ the run
 
@@ -234,8 +240,9 @@ class GradientSums:
         gradients: Sequence[Tensor | None],
         origin: Origin,
         seen: Tensor | None = None,
+        work: KeptWork | None = None,
     ) -> bool:
-        """Enter the receipt and add gradients and what batch norms saw, once.
+        """Enter the receipt and add gradients and what batch norms saw, once; keep `work` with it for audits.
 
         True: the sum holds the microbatch, or something of its batch that another trainer sent.
         """
@@ -244,10 +251,28 @@ class GradientSums:
         index = self.stage(stage.index).index
         if key.step not in self._open:
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
-        if self._opened_step(key.step).ledgers[index].add(key.receipt, origin):
+        ledger = self._opened_step(key.step).ledgers[index]
+        if work is not None and not ledger.holds(key.receipt):
+            ledger.kept.keep(key.receipt, work)  # first, for no receipt may be without its work
+        if ledger.add(key.receipt, origin):
             stage.sum_of(key.step).add(gradients, origin.weight)
             stage.statistics.add(key, seen)
         return True
+
+    @property
+    def are_audited(self) -> bool:
+        """True if others may look into what is added here."""
+        run = self._membership.run_or_none
+        return run is not None and run.manifest.settings.is_audited
+
+    @property
+    def arithmetic(self) -> str:
+        """Tells what the bits of this server's results depend on; see `arithmetic_of`."""
+        devices = sorted({str(arithmetic_of(stage.device)) for stage in self.stages.values()})
+        return "; ".join(devices)[:100]
+
+    def _is_audited(self, stage: Stage) -> bool:
+        return self.are_audited and not stage.on_trainers
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Tell whether the sum holds the microbatch."""
@@ -292,9 +317,30 @@ class GradientSums:
                     busy_share=stage.load.busy_share(now_s=now_s),
                     tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
                     tensors=stage.fingerprints() if request.each_tensor else UNSET,
+                    claims=ledger.claims if self._is_audited(stage) else UNSET,
+                    sum_digest=sum_digest(stage.sum_of(request.step).values) if self._is_audited(stage) else UNSET,
                 )
             )
         return reports, stale
+
+    def kept_work(self, step: int, stage_index: int, receipt: Receipt) -> KeptWork:
+        """What is kept of a microbatch in an open step's sum; `ProtocolError` if it is in none here."""
+        ledger = self._opened_step(step).ledgers.get(stage_index)
+        if ledger is None or receipt not in ledger.kept:
+            raise ProtocolError(f"nothing is kept here of microbatch {receipt} of step {step} in stage {stage_index}")
+        return ledger.kept.get(receipt)
+
+    def check_is_frozen(self, step: int, stage_index: int) -> None:
+        """Refuse to show anything of a sum to which something may be added."""
+        ledger = self._opened_step(step).ledgers.get(stage_index)
+        if ledger is None or not ledger.final:
+            raise ProtocolError(f"the sum of stage {stage_index} in step {step} is not frozen here")
+
+    def check_round(self, step: int, round_: int) -> None:
+        """Refuse a round for which the sums are not frozen, or not any more."""
+        here = (self.version, self.next.round)
+        if (step, round_) != here or self.next.frozen_under != self.run.term:
+            raise ProtocolError(f"sums are frozen for step, round {here} here, got a call of {(step, round_)}")
 
     def _check_round(self, request: FreezeRequest) -> None:
         here = (self.version, self.next.round)
@@ -324,7 +370,7 @@ class GradientSums:
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and not ledger.agrees(*named)):
             stage.sum_of(step).clear()
-            ledger = ledgers[stage.index] = ReceiptLedger(step)
+            ledger = ledgers[stage.index] = self._ledger(step)
         if request.struck is not None:
             ledger.thaw()
             return []

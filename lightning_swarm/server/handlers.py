@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from lightning_swarm.protocol.messages.calls import (
     CallReport,
     CancelReply,
     CancelRequest,
+    ComputeMode,
     ForwardRequest,
     Origin,
     StageReport,
@@ -41,6 +43,8 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
+from lightning_swarm.server.audit.borrowed import BorrowedStages
+from lightning_swarm.server.audit.kept_work import KeptWork, output_digest
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
@@ -56,8 +60,9 @@ _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extra
 class ComputeHandlers:
     """Answers the trainers' forward and backward calls."""
 
-    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers, borrowed: BorrowedStages) -> None:
         transport, limits = context.transport, context.limits
+        self._borrowed = borrowed
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
@@ -101,36 +106,41 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         self._sums.check_own_batches(caller)
         request = decode(message.body, ForwardRequest)
-        stage = self._checked_stage(request.key, request.stage_index)
+        key, index = request.key, request.stage_index
+        stage = None if self._judges(key, index) else self._checked_stage(key, index)
         given = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
-        name = request.key.name(stage.index, "forward", caller)
+        name = key.name(index, "forward", caller)
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
             raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
         self.under_way.start(name, request.result_key, lambda: self._forward(name, stage, request, given))
         return Message()
 
-    async def _forward(self, name: str, stage: Stage, request: ForwardRequest, given: _Inputs) -> None:
+    async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, given: _Inputs) -> None:
         key = request.key
+        stage = stage or await self._borrowed.get(request.stage_index, self._computes_on(key))
         call, before = await self._forward_call(stage, request, request.source, given)
         version = self._computes_on(key)
         await self._steps.wait_for_version(version)
 
-        def compute() -> ForwardResult:
+        keep = request.mode.grad and request.keep
+
+        def compute() -> tuple[ForwardResult, bytes]:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
-                return stage.computation.forward(call)
+                result = stage.computation.forward(call)
+            return result, output_digest(result) if keep and self._sums.are_audited else b""
 
-        result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
+        (result, its_digest), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += call.num_samples
         if not any(result.requires_grad) and not key.evaluation:  # no backward comes
             stage.load.count_samples(call.num_samples, busy_s=busy_s, queued=self._executor.queued)
-        keep = request.mode.grad and request.keep
         if keep:
             input_bytes = num_bytes(serialization.flatten((call.inputs, call.extras))[1])
-            self.cache.keep(name, CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes))
+            kept = CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes, its_digest)
+            self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
         once = self.cache.full or not keep or key.evaluation
@@ -143,14 +153,12 @@ class ComputeHandlers:
         inputs, extras = given
         reports: tuple[StageReport, ...] = ()
         if source is None:
-            by_kind = map(serialization.is_differentiable, serialization.leaves(inputs))
-            wants_grad = [request.mode.input_grad and differentiable for differentiable in by_kind]
+            wants_grad = wanted_gradients(inputs, request.mode)
         else:
             output, wants_grad, reports = await self._fetch(source)
             inputs = (output,)
-        seed, key = self._membership.run.manifest.seed, request.key
-        draws = key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
-        return ForwardCall(inputs, extras, wants_grad, request.mode, draws, key.is_probe), reports
+        draws = draws_of(self._membership.run.manifest.seed, request.key, stage.index)
+        return ForwardCall(inputs, extras, wants_grad, request.mode, draws, request.key.is_probe), reports
 
     # ------------------------------------------------------------------ backward
 
@@ -205,11 +213,20 @@ class ComputeHandlers:
             nonlocal receipt
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
+            is_audited = request.accumulate and self._sums.are_audited
             with stage.at(version), stage.holding(key.weights):
-                graph = kept.graph or stage.computation.graph(kept.call)
+                graph, its_digest = kept.graph, kept.output_digest
+                if is_audited and not its_digest:  # another server computed the forward, or it was forgotten
+                    again = stage.computation.forward(kept.call)
+                    graph, its_digest = again.graph, output_digest(again)
+                graph = graph or stage.computation.graph(kept.call)
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
-                receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.seen)
+                work = None
+                if is_audited:
+                    is_first = stage.index == 0
+                    work = KeptWork.of(kept.call, its_digest, gradients, input_gradients, is_first=is_first)
+                receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.seen, work)
             synchronize(stage.device)  # so that the call is said to take as long as its kernels do
             return input_gradients
 
@@ -264,6 +281,14 @@ class ComputeHandlers:
 
     # ------------------------------------------------------------------ parts
 
+    def _judges(self, key: CallKey, stage_index: int) -> bool:
+        """Tell whether a probe comes for a stage that this server does not hold, since no other server is believed."""
+        run = self._membership.run
+        run.check_generation(key.generation)
+        is_asked = key.is_probe and not key.weights and stage_index < len(run.rosters)
+        is_judge = run.manifest.settings.is_audited and run.coordinator == self._transport.peer_id
+        return is_asked and is_judge and stage_index not in self._steps.stages
+
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
         if self._closed:
             raise NotMember("this peer has left")
@@ -303,15 +328,32 @@ class ComputeHandlers:
             raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
-        try:
+        with raising_stage_errors(stage.index, self._transport.peer_id):
             return await self._executor.submit(priority, run)
-        except SwarmError:
-            raise
-        except Exception as error:  # the model's code may raise anything; it goes to the trainer as text
-            raise stage_error(stage.index, self._transport.peer_id, error) from error
 
 
-def stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
+def wanted_gradients(inputs: serialization.Tree, mode: ComputeMode) -> list[bool]:
+    """Tell for each of the pipeline's own inputs whether the backward shall give its gradient."""
+    return [mode.input_grad and serialization.is_differentiable(leaf) for leaf in serialization.leaves(inputs)]
+
+
+def draws_of(seed: int, key: CallKey, stage_index: int) -> int:
+    """Return the seed of all random draws of a call: the same wherever it is computed."""
+    return key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage_index, int(key.evaluation))
+
+
+@contextlib.contextmanager
+def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
+    """Raise what the model's code raises inside, which may be anything, as an error that travels as text."""
+    try:
+        yield
+    except SwarmError:
+        raise
+    except Exception as error:
+        raise _stage_error(stage, peer, error) from error
+
+
+def _stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
     """Make the error that a trainer gets for one that the model's code raised here."""
     return StageError(
         f"stage {stage} raised {type(error).__name__} on peer {peer}: {error}\n"

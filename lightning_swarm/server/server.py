@@ -23,6 +23,9 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.audit.borrowed import BorrowedStages
+from lightning_swarm.server.audit.handlers import AuditHandlers
+from lightning_swarm.server.audit.mean_checks import MeanChecks
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import WrittenByStage
@@ -49,7 +52,10 @@ class Server:
         self.membership = context.membership
         self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
         self.admission = Admission(context, model, self.steps)
-        self.calls = ComputeHandlers(context, self.steps)
+        borrowed = BorrowedStages(context, self.steps, lambda: self.admission.model)
+        self.calls = ComputeHandlers(context, self.steps, borrowed)
+        AuditHandlers(context, self.steps, borrowed)
+        MeanChecks(context, self.steps)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
         self.sessions = SessionHandlers(
             context.transport,

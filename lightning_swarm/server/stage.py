@@ -17,9 +17,11 @@ from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.running_statistics import RunningStatistics
+from lightning_swarm.model.state_proof import StateDigests, parts_of_optimizer, parts_of_weights
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs
 from lightning_swarm.protocol.messages.run import Selection, trained_names
+from lightning_swarm.protocol.messages.state import STATE_KINDS, StateKind
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.averaging.averager import AveragingState
 from lightning_swarm.server.compute import Computation
@@ -142,6 +144,7 @@ class StageGeneration:
     carried: AveragingState = field(default_factory=AveragingState)  # from the last step's averaging to the next one's
     evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # with their number
     ahead: tuple[object, Fingerprint] | None = None  # of the weights after a step, and what it was begun for
+    digests: StateDigests | None = None  # likewise, in an audited run
 
 
 class Stage:
@@ -157,6 +160,7 @@ class Stage:
         codecs: Codecs = PLAIN,
         keeps_before: bool = False,
         exact: bool = False,
+        audited: bool = False,
     ) -> None:
         self.module = module
         self.index = module.spec.index
@@ -165,6 +169,7 @@ class Stage:
         self.version = version
         self.codecs = codecs
         self.exact = exact  # sums gradients so that their sums do not depend on the order
+        self._audited = audited  # proves what it has by BLAKE3, one pass a version
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
@@ -220,8 +225,12 @@ class Stage:
         sums = self.generation.sums
         if step not in sums:
             spare, self._spare = self._spare, None
-            sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
+            sums[step] = spare or self.new_sum()
         return sums[step]
+
+    def new_sum(self) -> GradientSum:
+        """Make an empty sum of gradients of what trains."""
+        return (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
 
     @property
     def next_sum(self) -> GradientSum:
@@ -289,6 +298,7 @@ class Stage:
             elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
             self._versions.turn(names if applies else (), elsewhere)
         sum_ = self.sum_of(record.step)
+        self.generation.digests = None  # which would keep tensors that the step replaces
         if applies:
             views = zip(names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
@@ -297,7 +307,10 @@ class Stage:
             for other in before:
                 self.optimizer.share(other.optimizer)
         self.version += 1
-        self.generation.ahead = self._begun_fingerprint()
+        if self._audited:
+            self.generation.digests = self._begun_digests()
+        else:
+            self.generation.ahead = self._begun_fingerprint()
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
@@ -305,10 +318,19 @@ class Stage:
 
     def fingerprint(self, challenge: int = 0) -> int:
         """A hash of weights, buffers and optimizer state at this version; under a challenge other than 0, a proof."""
+        if challenge and self._audited:
+            return int.from_bytes(self.proof(challenge, STATE_KINDS, self.selection)[:8], "little")
         if challenge:
             return proof(self._held(), challenge)
         before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
+
+    def proof(self, challenge: int, kinds: Collection[StateKind], more: Any = None) -> bytes:
+        """Prove under a challenge what this stage has, and `more`; see `StateDigests`."""
+        digests, begun = self.generation.digests, self._begun_digests()
+        if digests is None or digests.identity != begun.identity:
+            digests = self.generation.digests = begun
+        return digests.proof(challenge, kinds, more)
 
     def fingerprints(self) -> dict[str, int]:
         """A fingerprint of each weight and buffer, and of each parameter's optimizer state."""
@@ -319,6 +341,8 @@ class Stage:
 
     def look_ahead(self) -> bool:
         """Take a piece of the fingerprint after a step, while idle; returns whether more is left."""
+        if self._audited:
+            return self.generation.digests is not None and self.generation.digests.advance()
         ahead = self.generation.ahead
         return ahead is not None and ahead[1].advance()
 
@@ -326,6 +350,9 @@ class Stage:
         """Begin a fingerprint; returns also what changes if a tensor is replaced or written to."""
         held = self._held()
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
+
+    def _begun_digests(self) -> StateDigests:
+        return StateDigests([*parts_of_weights(self.weights()), *parts_of_optimizer(self.optimizer.state())])
 
     def _held(self) -> list[Tensor]:
         state = serialization.flatten(list(self.optimizer.state().values()))[1]

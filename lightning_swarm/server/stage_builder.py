@@ -145,6 +145,12 @@ class PeerModel:
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
+    def borrowed(self, manifest: Manifest, index: int) -> Stage:
+        """Build a stage that this peer does not serve, with tensors of its own; its weights are still to come."""
+        twin = self.twin()
+        twin._template = self._template
+        return twin.build(manifest, [index])[index]
+
     def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
         """Free the memory of the stages that are not served any more. On the compute thread."""
         self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
@@ -176,6 +182,7 @@ class PeerModel:
             codecs=Codecs.of(manifest.settings.compression),
             keeps_before=delays,
             exact=manifest.settings.deterministic,
+            audited=manifest.settings.is_audited,
         )
         if manifest.selection is not None:
             stage.select(manifest.selection)

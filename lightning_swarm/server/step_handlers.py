@@ -51,7 +51,7 @@ class StepHandlers:
         )
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # when this server came into the run; on the monotonic clock
-        self.sums = GradientSums(context.membership)
+        self.sums = GradientSums(context.membership, context.limits.cache_bytes)
         self.rounds = AveragingRounds(context, self.sums)
         context.executor.while_idle(self.sums.look_ahead)
         transport.handle_call(SETTLE, self._handle_settle)
@@ -206,8 +206,16 @@ class StepHandlers:
             self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
         noted, bans = self._events.report(), unrecorded(self.sums.run.bans, self._transport.bans) or UNSET
         snapshots = list(self.unrecorded_snapshots()) or UNSET
-        boot_id = self._me.boot_id
-        return encode(FreezeReply(boot_id=boot_id, ledgers=ledgers, noted=noted, bans=bans, snapshots=snapshots))
+        return encode(
+            FreezeReply(
+                boot_id=self._me.boot_id,
+                ledgers=ledgers,
+                noted=noted,
+                bans=bans,
+                snapshots=snapshots,
+                arithmetic=self.sums.arithmetic if self.sums.are_audited else UNSET,
+            )
+        )
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)
@@ -233,6 +241,8 @@ class StepHandlers:
         async with self._applied:
             if not self._membership.has_run or self.version > record.step:
                 return
+            for one in record.convicted or ():
+                self._events.log_only("convicted", peer=one.peer, step=record.step, reason=one.reason)
             self.rounds.carry(record)
             self.rounds.discard_round()
             written = self.sums.next.written

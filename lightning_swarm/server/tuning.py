@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError, SwarmError
+from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
@@ -30,7 +30,7 @@ from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_F
 from lightning_swarm.server.adapters import Adapter, AdapterStore, LayersOfStage, checked
 from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients
 from lightning_swarm.server.executor import Executor, Priority
-from lightning_swarm.server.handlers import checked_inputs, stage_error
+from lightning_swarm.server.handlers import checked_inputs, raising_stage_errors
 
 _MAX_KINDS: Final = 64  # of forwards, whose costs are known
 
@@ -178,14 +178,11 @@ class TuningHandlers:
     async def _compute(self, client: PeerId, stage: int, work: Callable[[], Any]) -> Any:
         """Compute in a client's turn, and charge it for the time."""
         future = self._executor.submit(self._turns.priority(client), work)
-        try:
-            found, busy_s = await future
-        except SwarmError:
-            raise
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise Busy(f"there is no memory for this call: {error}") from error
-        except Exception as error:
-            raise stage_error(stage, self._peer_id, error) from error
+        with raising_stage_errors(stage, self._peer_id):
+            try:
+                found, busy_s = await future
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise Busy(f"there is no memory for this call: {error}") from error
         self._turns.charge(client, busy_s)
         return found
 

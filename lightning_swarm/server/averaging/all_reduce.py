@@ -6,7 +6,6 @@ A round is complete or it raises: there are no partial results. The sums are onl
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,13 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import BufferPool
 from lightning_swarm.network.tensors import parse_spec, spec_of
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, from_message, to_message
 from lightning_swarm.protocol.messages.calls import Ticket
+from lightning_swarm.protocol.messages.parts import part_bounds
 from lightning_swarm.protocol.serialization import Encoded
 from lightning_swarm.protocol.tickets import Readers, TicketStore
 
@@ -109,6 +110,7 @@ class Group:
     tickets: TicketStore  # carry the parts
     timeout: float  # seconds for each exchange
     shares_with: Callable[[PeerId], bool] = lambda _: False  # whether another peer may have what the group finds
+    is_audited: bool = False  # note what each peer gave
 
     def offer(self, name: str, message: Message | Callable[[], Message], to: int | None = None) -> None:
         """Give something in this round: to the peer at one place of the roster, or to all that may have it."""
@@ -127,8 +129,7 @@ class Group:
 
     def bounds(self, length: int) -> list[slice]:
         """The bounds of a vector's parts; each peer reduces one."""
-        bounds = [length * i // len(self.roster) for i in range(len(self.roster) + 1)]
-        return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+        return part_bounds(length, len(self.roster))
 
 
 class GroupMean(NamedTuple):
@@ -137,6 +138,7 @@ class GroupMean(NamedTuple):
     mean: Tensor  # ``[n]``, the same bits on every peer
     squared_norm: float  # of the part that this peer reduced
     lost: Tensor | None = None  # ``[n]``, what a codec lost of the mean in what this peer sent; None: not asked for
+    given: Sequence[bytes] = ()  # digests of what each peer gave for that part; only in audited groups
 
 
 async def average(
@@ -170,6 +172,9 @@ async def average(
         lost /= total_weight
     pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
     pieces[place] = vector[bounds[place]]
+    given: Sequence[bytes] = ()
+    if group.is_audited:
+        given = await digests([[pieces[i]] for i in range(len(roster))], parts.compute)
     mean = _new(vector)
     reduced = mean[bounds[place]]
     norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
@@ -182,7 +187,21 @@ async def average(
 
     for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
         mean[bounds[i]] = part
-    return GroupMean(mean, norm, lost)
+    return GroupMean(mean, norm, lost, given)
+
+
+def part_digest(part: Sequence[Tensor]) -> bytes:
+    """BLAKE3 of a part of a sum or a mean."""
+    return digest(part, b"part;")
+
+
+async def digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> list[bytes]:
+    """Digest each part; by `compute`, where there is one."""
+
+    def run() -> list[bytes]:
+        return [part_digest(part) for part in parts]
+
+    return run() if compute is None else await compute(run)
 
 
 def for_joiners(part: Tensor) -> Message | Callable[[], Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class AveragingResult(NamedTuple):
     mean: Tensor  # ``[n]``, the same bits on every peer
     squared_norm: float  # of this peer's part of it
     carried: AveragingState  # to the next step
+    given: Sequence[bytes] = ()  # digests of what each peer gave for that part; only in audited groups
 
 
 class Averager(ABC):
@@ -48,10 +50,12 @@ class Averager(ABC):
         return await all_reduce.collect(like, group), AveragingState()
 
 
-async def _average_alone(vector: Tensor, total_weight: float, group: Group, carried: AveragingState) -> AveragingResult:
+async def _average_alone(
+    vector: Tensor, total_weight: float, group: Group, carried: AveragingState, compute: Compute | None
+) -> AveragingResult:
     own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
-    found = await all_reduce.average(own, total_weight, group, 0)
-    return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None))
+    found = await all_reduce.average(own, total_weight, group, 0, parts=GroupParts(None, compute))
+    return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None), found.given)
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,10 @@ class Butterfly(Averager):
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
         if len(group.roster) == 1:
-            return await _average_alone(vector, total_weight, group, carried)
+            return await _average_alone(vector, total_weight, group, carried, self.parts.compute)
         lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
         found = await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
-        return AveragingResult(found.mean, found.squared_norm, AveragingState(found.lost))
+        return AveragingResult(found.mean, found.squared_norm, AveragingState(found.lost), found.given)
 
     @override
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
@@ -92,7 +96,7 @@ class PowerSGD(Averager):
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
         if len(group.roster) == 1:
-            return await _average_alone(vector, total_weight, group, carried)
+            return await _average_alone(vector, total_weight, group, carried, self.compute)
         low_rank, left_group, right_group = self.low_rank, *_both(group)
         before = low_rank.initial_basis(vector) if carried.basis is None else carried.basis
 

@@ -16,7 +16,15 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, fetched, for_joiners, squared_norm, taken
+from lightning_swarm.server.averaging.all_reduce import (
+    Compute,
+    Group,
+    digests,
+    fetched,
+    for_joiners,
+    squared_norm,
+    taken,
+)
 from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 
 FINE: Final = 2.0**-56
@@ -95,6 +103,11 @@ class DeterministicAverager(Averager):
         own = vector[:, bounds[place]]
         read = partial(_read, length=own.shape[1])
         found = await gather(fetched(group, i, f"part{place}", read) for i in others)
+        given: Sequence[bytes] = ()
+        if group.is_audited:
+            parts: dict[int, Sequence[Tensor]] = dict(zip(others, found, strict=True))
+            parts[place] = (own[0], own[1], counts)
+            given = await digests([parts[i] for i in range(len(group.roster))], self.compute)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
         await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)
@@ -107,7 +120,7 @@ class DeterministicAverager(Averager):
             mean[bounds[i]] = part
         # With the first of the roster: norms of parts, added up, depend on how many there are.
         norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
-        return AveragingResult(mean, norm, AveragingState())
+        return AveragingResult(mean, norm, AveragingState(), given)
 
 
 async def _reduce(

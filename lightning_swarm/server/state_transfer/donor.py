@@ -14,10 +14,10 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.membership import FollowRequest, NextReply, NextRequest, PieceRequest
-from lightning_swarm.protocol.messages.run import SeatedMembers
+from lightning_swarm.protocol.messages.run import RecordDigestReply, RecordDigestRequest, SeatedMembers
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE
+from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE, RECORD_DIGEST
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.stage import Stage
@@ -109,6 +109,7 @@ class Donor:
         self._applied_s = 0.0  # when the newest record was applied
         self._interval_s = 0.0  # between it and the one before
         transport.handle_call(MEET, self._handle_meet)
+        transport.handle_call(RECORD_DIGEST, self._handle_record_digest)
         transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
         transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
         transport.handle_stream(NEXT, self._handle_next, max_bytes=0)
@@ -125,6 +126,10 @@ class Donor:
             self._end_download(peer)  # it may have got another copy's pieces, and not say so
             if peer in state.followers:
                 state.followers[peer].entered = True
+        for one in record.convicted or ():  # it may be about to come back
+            self._met.pop(one.peer, None)
+            state.followers.pop(one.peer, None)
+            self._end_download(one.peer)
         if state.followers:
             state.kept[record.step] = (record, gradients, written, self._membership.run.seats_before)
         self._give_up_stalled()
@@ -155,6 +160,17 @@ class Donor:
         for other in idle[: max(0, len(self._met) - _MAX_MET)]:
             del self._met[other]
         return b""
+
+    async def _handle_record_digest(self, caller: PeerId, body: bytes) -> bytes:
+        """Tell a joiner which record was decided, so that it need not believe its donor."""
+        request = decode(body, RecordDigestRequest)
+        run = self._membership.running
+        if not self._membership.knows_server(caller):
+            raise ProtocolError(f"records are told to servers and those that join, and {caller} is neither")
+        run.check_generation(request.generation)
+        await self._steps.wait_for_next(request.step + 1)  # the caller's donor may be quicker
+        run.check_generation(request.generation)
+        return encode(RecordDigestReply(digest=run.decided(request.step)))
 
     async def _handle_follow(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, FollowRequest)

@@ -14,13 +14,15 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
+    ProofReply,
+    ProofRequest,
     StageState,
     StateRequest,
     WriteReply,
     WriteRequest,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import LOAD, SET_EVALUATION_WEIGHTS, STATE, WRITE
+from lightning_swarm.protocol.methods import LOAD, PROVE, SET_EVALUATION_WEIGHTS, STATE, WRITE
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
@@ -46,6 +48,7 @@ class StateHandlers:
             SET_EVALUATION_WEIGHTS, self._handle_evaluation_weights, max_bytes=max_bytes, admit=self._check_brings
         )
         transport.handle_stream(STATE, self._handle_state, max_bytes=0)
+        transport.handle_call(PROVE, self._handle_prove)
         transport.handle_stream(WRITE, self._handle_write, max_bytes=0)
 
     # ------------------------------------------------------------------ what comes
@@ -88,9 +91,22 @@ class StateHandlers:
     # ------------------------------------------------------------------ what is read
 
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
-        self._membership.run.check_trainer(caller)
+        run = self._membership.run
+        if caller != run.coordinator or not run.manifest.settings.is_audited:  # which judges by it
+            run.check_trainer(caller)
         request = decode(message.body, StateRequest)
         return (await self._read(request, lambda stage: _state(stage, request)))[1]
+
+    async def _handle_prove(self, caller: PeerId, body: bytes) -> bytes:
+        """Prove what this server has of a stage, to a trainer or a judge that another server sent it."""
+        run = self._membership.run
+        if caller != run.coordinator:
+            run.check_trainer(caller)
+        request = decode(body, ProofRequest)
+        if not run.manifest.settings.is_audited:
+            raise ProtocolError("only in audited runs, servers vouch for what other servers send")
+        _, proof = await self._read(request, lambda stage: stage.proof(request.challenge, [request.kind]))
+        return encode(ProofReply(proof=proof))
 
     async def _handle_write(self, caller: PeerId, message: Message) -> Message:
         self._membership.check_lead(caller, "has checkpoints written")
@@ -109,7 +125,9 @@ class StateHandlers:
             raise SwarmError(f"stage {stage.index} cannot be written to {folder}: {error}") from error
         return Message(encode(WriteReply(here=True, written=written)))
 
-    async def _read(self, request: StateRequest | WriteRequest, read: Callable[[Stage], _T]) -> tuple[Stage, _T]:
+    async def _read(
+        self, request: StateRequest | WriteRequest | ProofRequest, read: Callable[[Stage], _T]
+    ) -> tuple[Stage, _T]:
         """Read a stage at a version of the running generation, as soon as it is there."""
         self._membership.run.check_generation(request.generation)
         await self._steps.wait_for_version(request.step)

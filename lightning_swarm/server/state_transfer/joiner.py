@@ -8,13 +8,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from torch import Tensor
 
-from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError
+from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError, Unconfirmed
 from lightning_swarm.core.tasks import first_found
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import queries
+from lightning_swarm.protocol.keepers import check_shown_by_keeper
 from lightning_swarm.protocol.messages.membership import (
     JoinReply,
     JoinRequest,
@@ -24,12 +26,20 @@ from lightning_swarm.protocol.messages.membership import (
     NextRequest,
     ReadyRequest,
 )
-from lightning_swarm.protocol.messages.run import NO_CHANGE, RunView, SeatedMembers
+from lightning_swarm.protocol.messages.run import (
+    NO_CHANGE,
+    RecordDigestReply,
+    RecordDigestRequest,
+    RunView,
+    SeatedMembers,
+)
+from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import JOIN, LISTEN, NEXT, READY, VIEW
-from lightning_swarm.protocol.run_state import RunState, check_protocol_version
+from lightning_swarm.protocol.methods import JOIN, LISTEN, NEXT, READY, RECORD_DIGEST, VIEW
+from lightning_swarm.protocol.run_state import RunState, check_protocol_version, record_digest
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.averaging.projection import part_digests
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageDownload
@@ -50,7 +60,7 @@ class Joiner:
     def __init__(self, context: ServerContext, admission: Admission, steps: StepHandlers) -> None:
         self._transport = context.transport
         self._compute = context.compute
-        self._limits = context.limits
+        self._limits, self._events = context.limits, context.events
         self._timeout = min(context.limits.call_timeout, 30.0)
         self._admission = admission
         self._membership = context.membership
@@ -60,6 +70,7 @@ class Joiner:
         self._target: int | None = None  # the stage that a record told this server to hold
         self._former: int | None = None  # the stage that it had before
         self._alone = False  # one replica shall send everything
+        self._unconfirmed: set[PeerId] = set()  # donors that sent what the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # of the peers that announce themselves
         context.transport.handle_call(LISTEN, self._handle_listen)
 
@@ -96,7 +107,9 @@ class Joiner:
                 handshake = await queries.greet(self._transport, announced, timeout=self._timeout)
                 there = handshake.greeting.protocol_version
                 if there == PROTOCOL_VERSION:  # else its answer may not be readable here
-                    return PeerId((await self._view(announced)).term[1])
+                    view = await self._view(announced)
+                    check_shown_by_keeper(self._transport, announced, view)
+                    return PeerId(view.term[1])
                 others.append(there)
             except SwarmError as error:
                 # Not an error of this peer: anyone may announce itself, and refuse.
@@ -165,15 +178,40 @@ class Joiner:
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners of one stage go round its replicas, and so do the attempts of one joiner: a replica may be gone.
         first = (self._membership.me.boot_id + attempt) % len(roster)
-        donor, version = await self._download([*roster[first:], *roster[:first]], self._stage)
-        self._joined_at = reply.view.version
-        await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
-        await self._follow(donor, self._stage)
+        donors = [*roster[first:], *roster[:first]]
+        is_audited = view.manifest.settings.is_audited
+        download = StageDownload(self._transport, self._stage, limits=self._limits)
+        # In an audited run one server sends all, so that it is known who sent what the coordinator does not confirm.
+        donors = self._confirmed(donors, coordinator) if is_audited else donors
+        try:
+            donor, version = await self._download(download, donors, self._stage, alone=self._alone or is_audited)
+            self._joined_at = reply.view.version
+            await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
+            await self._follow(donor, self._stage)
+        except SwarmError as error:
+            is_fault = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
+            if is_fault or not is_audited or download.donor in (None, coordinator):
+                raise
+            # Whatever it was: it may have been made to end this peer.
+            self._unconfirmed.add(download.donor)
+            self._events.note("unconfirmed", peer=download.donor, stage=self._stage.index, reason=str(error))
+            raise Unconfirmed(f"the state that {download.donor} sent is not confirmed: {error}") from error
 
-    async def _download(self, donors: Sequence[PeerId], stage: Stage) -> tuple[PeerId, int]:
+    def _confirmed(self, donors: Sequence[PeerId], coordinator: PeerId) -> list[PeerId]:
+        """The donors to ask in an audited run: after one lied, the coordinator before the others."""
+        left = [peer for peer in donors if peer not in self._unconfirmed]
+        if not left:
+            raise Unconfirmed(
+                f"a joiner needs a server of its stage whose state the coordinator confirms, and {len(donors)} sent "
+                "another one. Join when others hold the stage."
+            )
+        return sorted(left, key=lambda peer: peer != coordinator) if self._unconfirmed else left
+
+    async def _download(
+        self, download: StageDownload, donors: Sequence[PeerId], stage: Stage, *, alone: bool
+    ) -> tuple[PeerId, int]:
         """Take over the state of the replicas; returns the one to follow, and the version."""
-        download = StageDownload(self._transport, stage, limits=self._limits)
-        donor, incoming = await download.download(donors, alone=self._alone)
+        donor, incoming = await download.download(donors, alone=alone)
         snapshot = incoming.head.snapshot
         weights, state = incoming.values()
 
@@ -227,11 +265,40 @@ class Joiner:
                 await self._steps.follow_change(version, change, named(reply.names, behind))
                 hold_s = 0.0
             elif record is None:
-                await self._report_ready(generation, version)
-                hold_s = _HOLD_S
+                is_ready = await self._confirm_members(version) and not self._done
+                if is_ready:
+                    await self._report_ready(generation, version)
+                hold_s = _HOLD_S if is_ready else _POLL_S
             if record is not None and record.step >= self._steps.version:  # else the coordinator was quicker
+                await self._confirm_record(record)
                 await self._steps.commit(record, {stage.index: _gradient(gradient, stage)})
                 hold_s = 0.0
+
+    async def _confirm_record(self, record: Record) -> None:
+        """In an audited run, raise `Unconfirmed` if a donor's record is not the one that was decided."""
+        run = self._membership.run
+        if not run.manifest.settings.is_audited:
+            return
+        request = RecordDigestRequest(generation=run.manifest.generation, step=record.step)
+        try:
+            timeout = self._limits.call_timeout
+            answer = await self._transport.call(run.coordinator, RECORD_DIGEST, encode(request), timeout=timeout)
+        except ProtocolError as error:  # the run may have rolled back
+            raise PeerError(f"{run.coordinator} does not tell the record of step {record.step}: {error}") from error
+        if decode(answer, RecordDigestReply).digest != record_digest(record):
+            raise Unconfirmed(f"its record of step {record.step} is not the one that was decided")
+
+    async def _confirm_members(self, version: int) -> bool:
+        """In an audited run, take the run's members from the coordinator, not from a donor; False: not yet."""
+        run = self._membership.run
+        if not run.manifest.settings.is_audited:
+            return True
+        view = await self._view(run.coordinator)
+        if (view.manifest.generation, view.version) != (run.manifest.generation, version):
+            return False  # a record is on its way
+        if self._steps.version == version and not self._done:
+            self._seat(view.seats, version)
+        return True
 
     async def _report_ready(self, generation: int, version: int) -> None:
         coordinator = self._membership.run.coordinator
@@ -271,7 +338,12 @@ class Joiner:
         self._steps.sums.check(caller, closing.generation, closing.step)
         if not held:
             self._steps.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
-        return encode(ListenReply(boot_id=self._membership.me.boot_id, version_hash=version_hash))
+        parts: list[bytes] | UnsetType = UNSET
+        if self._membership.run.manifest.settings.is_audited:
+            gradient = self._steps.rounds.held(closing).gradients[stage.index]
+            parts = await self._compute(partial(part_digests, gradient, len(rosters[stage.index])))
+        boot_id = self._membership.me.boot_id
+        return encode(ListenReply(boot_id=boot_id, version_hash=version_hash, parts=parts))
 
 
 def _gradient(tensors: Sequence[Tensor], stage: Stage) -> Tensor:

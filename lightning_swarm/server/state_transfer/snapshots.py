@@ -172,6 +172,10 @@ class SnapshotStore:
         for key in [key for key in self._kept if key[0] != version]:
             self._drop(*key)
 
+    def discard(self, version: int, stage_index: int) -> None:
+        """Drop a snapshot, if it is kept."""
+        self._drop(version, stage_index)
+
     def _drop(self, version: int, stage_index: int) -> None:
         kept = self._kept.pop((version, stage_index), None)
         if kept is not None:
@@ -218,8 +222,11 @@ class Snapshots:
         self._compute = context.compute
         self._membership = context.membership
         self._steps = steps
-        self._limits = limits
+        self._limits, self._events = limits, context.events
+        self._spawn = context.tasks.spawn
         self._order: _SnapshotOrder | None = None  # the newest one
+        self._older: _SnapshotOrder | None = None  # that of the older version that is kept
+        self._senders: dict[tuple[int, int], PeerId] = {}  # by stage and version: who sent the copy that is kept here
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
         steps.unrecorded_snapshots = self._untold
@@ -230,7 +237,7 @@ class Snapshots:
 
     def discard(self) -> None:
         """Drop all: the run entered its next generation, or is over. A snapshot that is being written is not kept."""
-        self._order = None
+        self._order = self._older = None
         self.store.keep_only(None)
         self.loops.prune()
 
@@ -254,11 +261,15 @@ class Snapshots:
 
     def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
         """After a record, return the work of taking a snapshot, if the record orders one."""
+        if record.snapshots and self._membership.run.manifest.settings.is_audited:
+            self._spawn(self._replace_false(record.snapshots))
         if record.snapshot is None or not self._membership.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
         order = _SnapshotOrder(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
+        self._older = next((one for one in (self._order, self._older) if one and one.version == snapshot.keep), None)
         self._order = order
+        self._senders = {key: peer for key, peer in self._senders.items() if self._order_of(key[1]) is not None}
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         self.loops.prune()
         rosters = self._membership.run.rosters  # after the record
@@ -292,6 +303,41 @@ class Snapshots:
             return False
         return self._order is order
 
+    # ------------------------------------------------------------------ in audited runs
+
+    async def _replace_false(self, told: Sequence[HeldSnapshot]) -> None:
+        """Fetch the snapshots that this server keeps of others' stages, where what came is not what a record tells."""
+        mine = {(one.stage_index, one.version): one.digest for one in self.store.held}
+        for one in told:
+            if mine.get((one.stage_index, one.version), one.digest) != one.digest:
+                self.store.discard(one.version, one.stage_index)
+                await self._fetch(one)
+
+    async def _fetch(self, told: HeldSnapshot) -> None:
+        """Fetch from one of the servers that took it what another one sent falsely."""
+        index, version, order = told.stage_index, told.version, self._order_of(told.version)
+        if order is None or index >= len(order.keepers) or order.keepers[index] != self._transport.peer_id:
+            return
+        sender = self._senders.pop((index, version), None)
+        if sender is not None:
+            reason = "the snapshot that it sent is not what its stage's servers took"
+            self._events.note("unconfirmed", peer=sender, stage=index, step=version, reason=reason)
+        request = Message(encode(SnapshotRequest(stage_index=index, version=version)))
+        timeout, max_bytes = self._limits.join_timeout, self._limits.max_message_bytes
+        for peer in [one.peer_id for one in self._membership.run.rosters[index] if one.peer_id != sender]:
+            try:
+                message = await self._transport.stream(peer, SNAPSHOT, request, timeout=timeout, max_bytes=max_bytes)
+                head = decode(message.body, Snapshot)
+                if await asyncio.to_thread(digest, message.tensors, encode(head)) == told.digest:
+                    await self.store.put(head, message.tensors, wanted=lambda: self._order_of(version) is order)
+                    return
+            except (SwarmError, OSError) as error:
+                _log.info("%s gives no snapshot of stage %d: %s", peer, index, error)
+
+    def _order_of(self, version: int) -> _SnapshotOrder | None:
+        """The order for the snapshots of a version that are kept."""
+        return next((one for one in (self._order, self._older) if one is not None and one.version == version), None)
+
     # ------------------------------------------------------------------ calls of other peers
 
     async def _handle_held(self, caller: PeerId, body: bytes) -> bytes:
@@ -313,11 +359,16 @@ class Snapshots:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
         told = self._membership.run.digest_of(head.stage_index, head.version)
         if told is not None and await asyncio.to_thread(digest, message.tensors, encode(head)) != told:
+            held = any(one.digest == told for one in self.store.held)
+            if self._membership.run.manifest.settings.is_audited and not held:
+                self._senders[head.stage_index, head.version] = caller
+                self._spawn(self._fetch(HeldSnapshot(stage_index=head.stage_index, version=head.version, digest=told)))
             raise ProtocolError(
-                f"a record tells the SHA-256 of stage {head.stage_index} at version {head.version}, and this copy has "
-                "another one"
+                f"a record tells the BLAKE3 digest of stage {head.stage_index} at version {head.version}, and this "
+                "copy has another one"
             )
         order = self._check_ordered(caller, head)  # there may be a newer one by now
+        self._senders[head.stage_index, head.version] = caller
         if not await self._put(head, message.tensors, order):
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
         return Message()
@@ -341,7 +392,10 @@ class Snapshots:
         return order
 
     async def _handle_snapshot(self, caller: PeerId, message: Message) -> Message:
-        self._membership.run.check_trainer(caller)
         request = decode(message.body, SnapshotRequest)
+        order = self._order_of(request.version)
+        keepers = order.keepers if order is not None else ()
+        if request.stage_index >= len(keepers) or keepers[request.stage_index] != caller:
+            self._membership.run.check_trainer(caller)
         head, tensors = await self.store.get(request.stage_index, request.version)
         return Message(encode(head), tuple(tensors))

@@ -141,6 +141,7 @@ class StageDownload:
         self._limits = limits
         self._missing: dict[int, int] = {}  # the end of each missing piece, by its begin
         self._asked: dict[int, set[PeerId]] = {}  # the peers that were asked for a piece, by its begin
+        self.donor: PeerId | None = None  # the replica that was asked last to send a copy, and all records after it
         self.helpers: set[PeerId] = set()  # peers that sent a piece beside the donor
         self._copied: list[PeerId] = []  # peers that hold a copy for this one beside the donor
 
@@ -171,6 +172,7 @@ class StageDownload:
         hold_s = 0.0
         while True:
             for donor in donors:
+                self.donor = donor
                 try:
                     return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:

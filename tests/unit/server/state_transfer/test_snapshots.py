@@ -12,22 +12,24 @@ import torch
 from msgspec.structs import replace as replaced
 from torch import Tensor
 
-from lightning_swarm.client.model_state import ModelState, gather_snapshots
+from lightning_swarm.client.model_state import ModelState, gather_snapshots, taken_alike
 from lightning_swarm.coordinator.commit import agreed_snapshots, choose_keepers
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import ConfigError, ProtocolError, TicketGone, Unreachable
+from lightning_swarm.core.errors import ConfigError, NotEnlisted, ProtocolError, TicketGone, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.fingerprint import digest, fingerprint
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import HeldSnapshot, Member
 from lightning_swarm.protocol.messages.state import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
-from lightning_swarm.protocol.queries import newest_complete, newest_safe, version_to_keep
+from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_told, version_to_keep
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
 from tests.unit.conftest import MakeSwarm, needs_full_disk, on_a_full_disk
-from tests.unit.swarm import Swarm, make_module, rows
+from tests.unit.model.forged import forged
+from tests.unit.swarm import LEAD, Swarm, make_module, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 INTERVAL_S = 1000.0
@@ -449,7 +451,7 @@ def test_what_a_record_tells_is_kept_whatever_a_member_sends_later(make_swarm: M
     assert told in [one.digest for one in store.held]
     tensors = tuple(tensor + 1 for tensor in message.tensors)
     head = replaced(decode(message.body, Snapshot), version_hash=fingerprint(tensors))
-    with pytest.raises(ProtocolError, match="a record tells the SHA-256 of stage 1 at version 1"):
+    with pytest.raises(ProtocolError, match="a record tells the BLAKE3 digest of stage 1 at version 1"):
         swarm.run(swarm.servers[B]._transport.stream(A, KEEP, Message(encode(head), tensors), timeout=1.0))
     swarm.run(swarm.servers[B]._transport.stream(A, KEEP, message, timeout=1.0))
     assert told in [one.digest for one in store.held]
@@ -469,6 +471,114 @@ def test_where_the_newest_was_made_up_the_one_before_is_loaded(make_swarm: MakeS
     assert found.version == 2, "then the word of those that keep it is all there is"
     swarm.steps.run.snapshots = [*held, *(snapshot(index, 2, 7) for index in (0, 1))]
     assert_equal(gathered(swarm, 1, 2), 1, expected)
+
+
+# ---------------------------------------------------------------------- in audited runs
+
+
+def test_the_snapshot_is_what_the_coordinators_server_took_if_it_took_one() -> None:
+    own = rosters("a b c", "d e", "f")
+    taken = {PeerId(peer): [snapshot(0, 4, 1)] for peer in "bc"} | {A: [snapshot(0, 4)]}
+    assert agreed_snapshots(own, taken, [], version=4) == [snapshot(0, 4, 1)]
+    assert agreed_snapshots(own, taken, [], version=4, right=[A]) == [snapshot(0, 4)]
+    del taken[A]
+    assert agreed_snapshots(own, taken, [], version=4, right=[A]) == [], "it has not said so yet"
+    assert agreed_snapshots(own, taken, [], version=4, right=[PeerId("d")]) == [snapshot(0, 4, 1)]
+
+
+def test_as_long_as_no_record_tells_most_takers_do() -> None:
+    claimed = {PeerId(peer): bytes([number]) for peer, number in {"a": 0, "b": 1, "c": 1, "k": 1}.items()}
+    assert taken_alike(claimed, [A, B, C], right=[PeerId("d")]) == b"\1"
+    assert taken_alike(claimed, [A, B, C], right=[A]) == b"\0"
+    assert taken_alike(claimed, [A, B], right=[PeerId("d")]) is None
+    assert taken_alike(claimed, [], right=[A]) is None, "who keeps it for others did not take it"
+    assert taken_alike({B: b"1"}, [A, B], right=[A]) is None
+
+
+def test_copies_count_if_records_tell_them() -> None:
+    held = holding(a=[(1, 0), (1, 1), (2, 0)], b=[(1, 0)])
+    left = only_told(held, [snapshot(0, 1), snapshot(1, 1, 7)])
+    assert [(one.version, one.stage_index) for one in left[A].snapshots] == [(1, 0)]
+    assert left[B] == held[B]
+
+
+def forged_copy(swarm: Swarm, peer: PeerId, stage_index: int) -> Message:
+    """What a server sends in the place of its stage's snapshot, with the same fingerprint."""
+    message = copied(swarm.servers[peer].steps.stage(stage_index), 0)
+    tensors = tuple(forged(message.tensors))
+    assert not all(map(torch.equal, tensors, message.tensors))
+    assert fingerprint(tensors) == fingerprint(message.tensors)
+    return Message(message.body, tensors)
+
+
+def unconfirmed(events: EventLog) -> list[str | None]:
+    return [event.peer for event in events.newest if event.kind == "unconfirmed"]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["before", "after the record"])
+def test_a_keeper_that_was_sent_a_false_copy_gets_another_ones(make_swarm: MakeSwarm, told: bool) -> None:
+    swarm = make_swarm("a", "b c", limits=LIMITS, audit_share=0.0)
+    store = swarm.servers[A].snapshots.store
+    swarm.run(steps(swarm, 1))
+    expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+    false = forged_copy(swarm, B, 1)
+    if told:
+        store.discard(1, 1)  # as if it had not come yet
+        swarm.run(steps(swarm, 2))
+        with pytest.raises(ProtocolError, match="a record tells the BLAKE3 digest of stage 1"):
+            swarm.run(swarm.servers[B]._transport.stream(A, KEEP, false, timeout=1.0))
+        swarm.run(asyncio.sleep(1.0))
+    else:
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, false, timeout=1.0))
+        swarm.run(steps(swarm, 2))
+    assert swarm.steps.run.digest_of(1, 1) in [one.digest for one in store.held]
+    assert unconfirmed(swarm.servers[A].events) == ["b"]
+    for peer in (B, C):
+        swarm.network.kill(peer)
+    assert_equal(gathered(swarm, 1), 1, expected)
+
+
+def test_of_a_lost_stage_nothing_is_read_that_no_record_tells(make_swarm: MakeSwarm) -> None:
+    limits = Limits(call_timeout=30.0, snapshot_interval=0.001)
+    swarm = make_swarm("a", "b c", limits=limits, audit_share=0.0)
+    swarm.run(steps(swarm, 1))
+    expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+    swarm.run(steps(swarm, 2))
+    swarm.run(swarm.servers[B]._transport.stream(A, KEEP, forged_copy(swarm, B, 1), timeout=1.0))
+    for peer in (B, C):
+        swarm.network.kill(peer)
+    assert [one.version for one in swarm.steps.run.snapshots] == [1, 1], "no record tells yet what the newest is"
+    assert_equal(gathered(swarm, 1, 2), 1, expected)
+    with pytest.raises(Unreachable, match="no record tells what stage 1 is at version 2"):
+        gathered(swarm, 2)
+
+
+def test_while_its_takers_live_a_snapshot_is_read_that_no_record_tells(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c", limits=LIMITS, audit_share=0.0)
+    swarm.run(steps(swarm, 1))
+    expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+    assert_equal(gathered(swarm, 1), 1, expected)
+
+
+def test_who_keeps_another_copy_than_a_record_tells_is_told_of(make_swarm: MakeSwarm) -> None:
+    swarm, events = make_swarm("a", "b c", limits=LIMITS, audit_share=0.0), EventLog()
+    swarm.run(steps(swarm, 1, 2))
+    poisoned(swarm, A, 1, 1)
+    for peer in (B, C):
+        swarm.network.kill(peer)
+    run = swarm.steps.run
+    with pytest.raises(Unreachable, match="the snapshot of stage 1 at version 1 could not be had from"):
+        swarm.run(gather_snapshots(swarm.trainer, run, [1], timeout=5.0, max_bytes=1 << 20, events=events))
+    assert unconfirmed(events) == ["a"]
+
+
+def test_who_is_no_keeper_of_a_stage_reads_no_snapshot_of_it(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c", limits=LIMITS, audit_share=0.0, trainers=LEAD)
+    swarm.run(steps(swarm, 1))
+    request = Message(encode(SnapshotRequest(stage_index=1, version=1)))
+    assert swarm.run(swarm.servers[A]._transport.stream(B, SNAPSHOT, request, timeout=1.0)).tensors
+    with pytest.raises(NotEnlisted):
+        swarm.run(swarm.servers[C]._transport.stream(B, SNAPSHOT, request, timeout=1.0))
 
 
 def test_an_interval_is_a_time_or_nothing() -> None:

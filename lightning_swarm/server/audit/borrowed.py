@@ -1,0 +1,86 @@
+"""Stages that a server does not hold, with the weights of those that do: a keeper judges by them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_swarm.core.errors import PeerError, SwarmError
+from lightning_swarm.model.confirmation import Confirmation
+from lightning_swarm.model.state_proof import parts_of_weights
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.messages.state import StageState, StateRequest
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import STATE
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.serialization import named
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.step_handlers import StepHandlers
+
+_log = logging.getLogger(__name__)
+
+
+class BorrowedStages:
+    """Builds stages of the run that other servers hold, and fetches their weights."""
+
+    def __init__(self, context: ServerContext, steps: StepHandlers, model: Callable[[], PeerModel]) -> None:
+        self._context, self._transport, self._events = context, context.transport, context.events
+        self._steps, self._model = steps, model
+        # By index, with the generation and the version whose weights they have.
+        self._stages: dict[int, tuple[tuple[int, int], Stage]] = {}
+        self._borrowing = asyncio.Lock()
+
+    async def get(self, index: int, version: int) -> Stage:
+        """Return a stage with the weights of a version: this server's own, or a borrowed one.
+
+        Raises `PeerError` if nobody gives its weights, or nobody's are those that most servers of the stage have.
+        """
+        if index in self._steps.stages:
+            return self._steps.stage(index)
+        async with self._borrowing:
+            run = self._context.membership.run
+            wanted = (run.manifest.generation, version)
+            at, stage = self._stages.get(index, (None, None))
+            if stage is None:
+                stage = await self._context.compute(lambda: self._model().borrowed(run.manifest, index))
+            if at != wanted:
+                await self._fetch(run, stage, version)
+                self._stages = {index: (wanted, stage)}  # one at a time: each takes as much memory as a server's
+            return stage
+
+    async def _fetch(self, run: RunState, stage: Stage, version: int) -> None:
+        """Bring a borrowed stage to a version."""
+        self._stages.pop(stage.index, None)  # it is of no version meanwhile
+        request = StateRequest(
+            stage_index=stage.index, step=version, generation=run.manifest.generation, optimizer=False
+        )
+        for member in run.rosters[stage.index]:
+            try:
+                weights = await self._read(member.peer_id, request)
+            except SwarmError as error:
+                _log.info("%s does not give the weights of stage %d: %s", member.peer_id, stage.index, error)
+                continue
+
+            def load(found: dict[str, Tensor] = weights) -> None:
+                stage.enter_generation(version, run.selection)
+                stage.load_weights(found)
+
+            await self._context.compute(load)
+            return
+        raise PeerError(f"no server gives the weights of stage {stage.index} at version {version}")
+
+    async def _read(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
+        limits = self._context.limits
+        message = await self._transport.stream(
+            peer, STATE, Message(encode(request)), timeout=limits.call_timeout, max_bytes=limits.max_message_bytes
+        )
+        weights = named(decode(message.body, StageState).names, message.tensors)
+        # Or a liar's weights would convict whoever computes with the right ones.
+        confirmation = Confirmation(self._transport, self._context.membership.run, limits.call_timeout, self._events)
+        await confirmation.check(peer, request, lambda: parts_of_weights(weights))
+        return weights

@@ -1,0 +1,198 @@
+"""Compares the sums and means of a stage's members with what they answered, and with what they committed to.
+
+Nobody is convicted on another member's word. A member contradicts itself, or its commitment, or the mean that it holds
+of its own part is not that of what it says that it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.tensors import DTYPES
+from lightning_swarm.protocol.mean_projections import StageScale, check_shape, num_buckets, same_numbers
+from lightning_swarm.protocol.messages.parts import Contradiction, ExamineReply, ExamineRequest, ToldSketch
+from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
+from lightning_swarm.server.averaging import deterministic
+from lightning_swarm.server.averaging.all_reduce import part_digest, squared_norm
+from lightning_swarm.server.averaging.projection import bucket_norms, project_parts, sum_parts
+
+_SAME: Final = 1e-9  # how far sketches in float64 of one vector may be apart that two machines make
+
+
+@dataclass(frozen=True)
+class _MeanNumbers:
+    """What follows from one mean."""
+
+    means: Sequence[float]  # its projections
+    norms: Sequence[float]  # of the elements in each of them
+    squared_norm: float
+    wrong: Sequence[bool]  # for each part, whether rounding does not explain how it differs from the true mean
+
+
+class Examination:
+    """The vectors of one stage in one round, which come one after the other, in the roster's order."""
+
+    def __init__(self, request: ExamineRequest, members: Sequence[PeerId], *, exact: bool) -> None:
+        if {*members} != request.answers.keys():
+            raise ProtocolError(f"the members are {members}, got answers of {sorted(request.answers)}")
+        for answer in request.answers.values():
+            check_shape(answer, len(members))
+        closing = request.closing
+        self.members = members
+        self.lies: dict[PeerId, str] = {}
+        self.contradictions: list[Contradiction] = []
+        self._weight, self._gradient_scale, self._exact = closing.total_weight, closing.gradient_scale, exact
+        self._scale = StageScale(request.length, request.dtype, self._weight * self._gradient_scale)
+        self._seed, self._answers, self._commitments = request.seed, request.answers, request.commitments
+        self._told = request.told
+        self._dtype = DTYPES[request.dtype]
+        self._bounds, self._size = self._scale.bounds(len(members)), num_buckets(len(members))
+        self._given: dict[PeerId, list[bytes]] = {}  # digests of the parts of each member's sum
+        self._total: Tensor | None = None
+        self._sizes: Tensor | None = None  # the sum of the sizes of what is added up
+        self._known: dict[tuple[bytes, ...], _MeanNumbers] = {}  # by the digests of a mean's parts
+        self.mean: Tensor = torch.empty(0)  # the true one, once `reduce` was called
+
+    def kind(self, of: Literal["sum", "mean"]) -> Tensor:
+        """Return a vector without values, of the shape and dtype of what members hold."""
+        length = self._scale.length
+        if of == "sum" and self._exact:
+            return torch.empty(2, length + 1, dtype=torch.int64, device="meta")
+        return torch.empty(length, dtype=self._dtype, device="meta")
+
+    # ------------------------------------------------------------------ sums
+
+    def take_sum(self, peer: PeerId, values: Tensor | None) -> None:
+        """Compare a member's sum with its commitment and its projections; None: it sent no such vector."""
+        if values is None or sum_digest(values) != self._commitments.get(peer):
+            self.lies[peer] = f"{peer} shows another sum of gradients than it committed to"
+            return
+        answer, parts = self._answers[peer], sum_parts(values, len(self.members))
+        sums = project_parts(parts, self._seed, num_buckets=self._size)
+        norms = bucket_norms(parts, num_buckets=self._size)
+        if not (same_numbers(answer.sums, sums, norms) and same_numbers(answer.norms, norms)):
+            self.lies[peer] = f"{peer} answers projections that are not those of its sum of gradients"
+            return
+        if not all(self._is_sketch(told, values) for told in self._told.get(peer, ())):
+            self.lies[peer] = f"{peer} answered sketches, when it was audited, that are not those of its sum"
+            return
+        self._given[peer] = [part_digest(self._part(values, bounds)) for bounds in self._bounds]
+        if self._total is None or self._sizes is None:
+            self._total = values.clone()
+            self._sizes = torch.zeros(0) if self._exact else values.abs()
+            return
+        self._total += values
+        if not self._exact:
+            self._sizes += values.abs()
+
+    def _is_sketch(self, told: ToldSketch, values: Tensor) -> bool:
+        """Tell whether a sketch is that of a sum."""
+        found = sketch_of(0, values, told.seed, exact=self._exact)
+        if found.exact != told.exact:
+            return False
+        if not all(map(math.isfinite, found.values)):
+            return not all(map(math.isfinite, told.values))
+        return math.dist(told.values, found.values) <= _SAME * math.hypot(*found.values)
+
+    def _part(self, values: Tensor, bounds: slice) -> list[Tensor]:
+        """Return a part of a sum as members give it."""
+        return [values[0, bounds], values[1, bounds], values[:, -1]] if self._exact else [values[bounds]]
+
+    # ------------------------------------------------------------------ means
+
+    def reduce(self) -> None:
+        """Make the mean of all sums, to the same bits as members on a CPU do."""
+        assert self._total is not None
+        if not self._exact:
+            self.mean = torch.div(self._total, self._weight)
+        elif deterministic.is_whole(self._total[:, -1]):
+            self.mean = deterministic.quotient(self._total[:, :-1], self._weight).to(self._dtype)
+        else:
+            self.mean = torch.full((self._scale.length,), math.nan, dtype=self._dtype)
+        if self._gradient_scale != 1.0:
+            self.mean = self.mean / self._gradient_scale
+        self._learn(self.mean)
+
+    def needs_mean(self, peer: PeerId) -> bool:
+        """Tell whether a member holds a mean that was not seen yet."""
+        return tuple(self._answers[peer].parts) not in self._known
+
+    def take_mean(self, peer: PeerId, mean: Tensor | None) -> None:
+        """Compare a member's mean with its digests; None: it sent no such vector."""
+        if mean is None or self._learn(mean) != tuple(self._answers[peer].parts):
+            self.lies[peer] = f"{peer} shows another mean than it answered for"
+
+    def _learn(self, mean: Tensor) -> tuple[bytes, ...]:
+        parts = [mean[bounds] for bounds in self._bounds]
+        digests = tuple(part_digest([part]) for part in parts)
+        self._known[digests] = _MeanNumbers(
+            project_parts(parts, self._seed, num_buckets=self._size),
+            bucket_norms(parts, num_buckets=self._size),
+            squared_norm(mean),
+            [self._is_wrong(part, bounds) for part, bounds in zip(parts, self._bounds, strict=True)],
+        )
+        return digests
+
+    def _is_wrong(self, part: Tensor, bounds: slice) -> bool:
+        true = self.mean[bounds]
+        equal = (part == true) | (part.isnan() & true.isnan())
+        if self._exact:  # any device makes the same bits of whole numbers
+            return not bool(equal.all())
+        assert self._sizes is not None
+        rounding = self._scale.rounding(len(self.members)) / self._scale.divisor
+        allowed = self._sizes[bounds].to(torch.float64).mul_(rounding).add_(self._scale.smallest)
+        return not bool((equal | ((part.to(torch.float64) - true).abs() <= allowed)).all())
+
+    # ------------------------------------------------------------------ verdict
+
+    def judge(self) -> None:
+        """Find who contradicts itself, and who contradicts whom, once all sums and means are there."""
+        for peer in self.members:
+            answer, known = self._answers[peer], self._mean_of(peer)
+            if known is None:  # it lies, as was found
+                continue
+            right = same_numbers(answer.means, known.means, known.norms)
+            if not right or not same_numbers([answer.squared_norm], [known.squared_norm]):
+                self.lies[peer] = f"{peer} answers projections, or a norm, that are not those of the mean that it holds"
+        for place, reducer in enumerate(self.members):
+            if reducer not in self.lies:
+                self._judge_reducer(place, reducer)
+
+    def _mean_of(self, peer: PeerId) -> _MeanNumbers | None:
+        return self._known.get(tuple(self._answers[peer].parts)) if peer not in self.lies else None
+
+    def _judge_reducer(self, place: int, reducer: PeerId) -> None:
+        own, answer = self._mean_of(reducer), self._answers[reducer]
+        if own is not None and own.wrong[place]:
+            said = dict(zip(self.members, answer.given, strict=True))
+            others = [peer for peer, digest in said.items() if digest != self._given[peer][place]]
+            if not others or reducer in others:
+                self.lies[reducer] = f"{reducer} made another mean than that of the sums that it was given"
+                return
+            for peer in others:
+                self._note(reducer, peer, f"{reducer} was not given part {place} of the sum of {peer}, as it says")
+        for peer in self.members:
+            if peer not in self.lies and self._answers[peer].parts[place] != answer.parts[place]:
+                self._note(
+                    reducer, peer, f"{peer} holds another part {place} of the mean than {reducer}, which made it"
+                )
+
+    def _note(self, reducer: PeerId, other: PeerId, reason: str) -> None:
+        self.contradictions.append(Contradiction(reducer=reducer, other=other, reason=reason))
+
+    def reply(self) -> ExamineReply:
+        """Say what was found."""
+        norm = None
+        if self._known and not self.lies:
+            # Where members contradict each other, all get the mean that was made here, which is the first one known.
+            known = next(iter(self._known.values())) if self.contradictions else self._mean_of(self.members[0])
+            norm = known.squared_norm if known is not None else None
+        return ExamineReply(lies=self.lies, contradictions=self.contradictions, unreached={}, squared_norm=norm)

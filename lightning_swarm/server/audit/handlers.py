@@ -1,0 +1,371 @@
+"""Answers what audits ask of a server: sketches of its sums, the work that it kept, and others' work done again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import torch
+from msgspec import UNSET
+from torch import Tensor
+
+from lightning_swarm.core.errors import Busy, Damaged, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.model.fingerprint import tree_digest
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import decoded
+from lightning_swarm.protocol.messages.audits import (
+    AuditFinding,
+    AuditRequest,
+    FindingsReply,
+    FindingsRequest,
+    KeptWorkReply,
+    KeptWorkRequest,
+    SketchReply,
+    SketchRequest,
+)
+from lightning_swarm.protocol.messages.calls import Receipt, pack
+from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
+from lightning_swarm.protocol.methods import AUDIT, FINDINGS, KEPT_WORK, SKETCH
+from lightning_swarm.server.audit.arithmetic import precision_of
+from lightning_swarm.server.audit.borrowed import BorrowedStages
+from lightning_swarm.server.audit.kept_work import KeptWork, output_digest, sketch_of
+from lightning_swarm.server.compute import ForwardCall
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.executor import Priority
+from lightning_swarm.server.gradient_buffer import GradientSum
+from lightning_swarm.server.handlers import checked_inputs, draws_of, raising_stage_errors, wanted_gradients
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.step_handlers import StepHandlers
+
+_LAST: Final[Priority] = (2,)  # after all microbatches that wait
+_MAX_ORDERS: Final = 8  # of which sums are kept
+_FARTHEST: Final = sys.float_info.max  # the most that a message holds
+_MAX_OVERFLOWING: Final = 1e-3  # share of a tensor's elements
+
+_T = TypeVar("_T")
+_Order = tuple[int, int, int]  # generation, step, number
+
+
+@dataclass(eq=False)
+class _Recomputed:
+    """What this server computed again of another one's work in one stage."""
+
+    stage: Stage
+    total: GradientSum
+    claims: dict[Receipt, bytes] = field(default_factory=dict)
+    refused: set[Receipt] = field(default_factory=set)
+    unheard: set[Receipt] = field(default_factory=set)
+    magnitude: float = 0.0
+    precision: str = ""
+    distance: float | None = None
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a microbatch is computed from once more, and the results to compare with."""
+
+    call: ForwardCall
+    gradients: serialization.Tree
+    # The output, which of its tensors require grad, and the input's gradient, to be compared with.
+    results: tuple[serialization.Tree, Sequence[bool], serialization.Tree] | None = None
+
+
+class AuditHandlers:
+    """Answers the calls of audits in a run."""
+
+    def __init__(self, context: ServerContext, steps: StepHandlers, borrowed: BorrowedStages) -> None:
+        self._context, self._transport = context, context.transport
+        self._membership, self._sums = context.membership, steps.sums
+        self._borrowed = borrowed
+        self._timeout = context.limits.call_timeout
+        self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # by order: whose work, of which stage
+        max_bytes, membership = context.limits.max_message_bytes, self._membership
+        context.transport.handle_call(SKETCH, self._handle_sketch)
+        context.transport.handle_call(FINDINGS, self._handle_findings)
+        context.transport.handle_stream(KEPT_WORK, self._handle_kept, max_bytes=0, admit=membership.check_server)
+        context.transport.handle_stream(AUDIT, self._handle_audit, max_bytes=max_bytes, admit=membership.check_trainer)
+
+    # ------------------------------------------------------------------ this server's own work
+
+    async def _handle_sketch(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, SketchRequest)
+        self._sums.check(caller, request.generation, request.step)
+
+        def compute() -> SketchReply:
+            self._sums.check_round(request.step, request.round)
+            stages = [stage for _, stage in sorted(self._sums.stages.items()) if not stage.on_trainers]
+            found = [
+                sketch_of(stage.index, stage.sum_of(request.step).values, request.seed, exact=stage.exact)
+                for stage in stages
+            ]
+            return SketchReply(stages=found)
+
+        return encode(await self._context.compute(compute))
+
+    async def _handle_kept(self, caller: PeerId, message: Message) -> Message:
+        self._membership.check_server(caller)
+        request = decode(message.body, KeptWorkRequest)
+        run = self._membership.run
+        run.check_generation(request.generation)
+        # Who holds another stage sees nothing of this one's, and nobody before all is settled.
+        in_stage = request.stage_index < len(run.rosters) and any(
+            member.peer_id == caller for member in run.rosters[request.stage_index]
+        )
+        if caller != run.coordinator and not in_stage:
+            raise ProtocolError(f"{caller} holds no copy of stage {request.stage_index}, and audits nothing of it")
+        self._sums.check_is_frozen(request.step, request.stage_index)
+        read = partial(self._sums.kept_work, request.step, request.stage_index, request.receipt)
+        try:
+            work = await asyncio.to_thread(read)  # perhaps from a file
+        except OSError as error:  # who refuses is convicted, and a disk that breaks is no lie
+            raise Busy(f"what was kept of {request.receipt} cannot be read: {error}") from error
+        its_input = work.call.inputs if request.stage_index == 0 else work.call.inputs[0]
+        output, requires_grad, input_gradients = None, list[bool](), None
+        if request.results:
+            stage = self._sums.stage(request.stage_index)
+            version = self._membership.run.weights_version(request.step)
+            results = await self._submit(stage, version, lambda: _recompute(stage, _Inputs(work.call, work.gradients)))
+            output, requires_grad, input_gradients = results.output, results.requires_grad, results.input_gradients
+        structure, tensors = serialization.flatten(
+            (
+                its_input if request.input else None,
+                work.gradients if request.gradients else None,
+                output,
+                input_gradients,
+            )
+        )
+        reply = KeptWorkReply(structure=structure, wants_grad=list(work.call.wants_grad), requires_grad=requires_grad)
+        return Message(encode(reply), tuple(tensors))
+
+    # ------------------------------------------------------------------ others' work
+
+    async def _handle_audit(self, caller: PeerId, message: Message) -> Message:
+        self._membership.run.check_trainer(caller)
+        request = decode(message.body, AuditRequest)
+        run, key = self._membership.run, request.key
+        run.check_generation(key.generation)
+        if (
+            key.step not in run.open_steps
+            or not key.adds
+            or not request.mode.grad
+            or not run.manifest.settings.is_audited
+        ):
+            raise ProtocolError(f"an audit looks into a microbatch of an open step of an audited run, got {key}")
+        stage = await self._stage_for(request)
+        found = self._recomputed((key.generation, key.step, request.order), request.audited, stage)
+        if key.receipt in found.claims:
+            return Message()  # it came twice
+        try:
+            inputs = await self._inputs(stage, request, message)
+        except _UNHEARD:  # that proves nothing: it is not there, or the link is slow
+            found.unheard.add(key.receipt)
+            raise
+        if inputs is None:
+            found.refused.add(key.receipt)
+            return Message()
+        try:
+            await self._submit(stage, run.weights_version(key.step), lambda: _enter(found, request, stage, inputs))
+        except SwarmError:  # what the audited server gave cannot be computed
+            found.refused.add(key.receipt)
+        return Message()
+
+    async def _stage_for(self, request: AuditRequest) -> Stage:
+        """The stage to compute with; only the coordinator borrows one, to judge."""
+        run = self._membership.run
+        if run.coordinator != self._transport.peer_id:
+            return self._sums.stage(request.stage_index)
+        return await self._borrowed.get(request.stage_index, run.weights_version(request.key.step))
+
+    def _recomputed(self, order: _Order, audited: PeerId, stage: Stage) -> _Recomputed:
+        newest = (self._membership.run.manifest.generation, self._sums.version)
+        self._found = {one: found for one, found in self._found.items() if one[:2] >= newest}
+        if order not in self._found and len(self._found) >= _MAX_ORDERS:
+            del self._found[next(iter(self._found))]  # what it found was asked for long ago
+        units = self._found.setdefault(order, {})
+        if (audited, stage.index) not in units:
+            units[audited, stage.index] = _Recomputed(stage, stage.new_sum())
+        return units[audited, stage.index]
+
+    async def _inputs(self, stage: Stage, request: AuditRequest, message: Message) -> _Inputs | None:
+        """Collect what the microbatch is computed from; None: the audited server does not give what it has to keep."""
+        brought = serialization.unflatten(request.structure, message.tensors)
+        if not isinstance(brought, tuple) or len(brought) != 2:
+            raise ProtocolError("an audit brings a pair: inputs with extras, and gradients")
+        own, extras = checked_inputs(brought[0], None if stage.index == 0 else _ELSEWHERE)
+        gradients = brought[1]
+        run, key = self._membership.run, request.key
+        wants_grad, results = wanted_gradients(own, request.mode) if own is not None else [], None
+        if own is None or gradients is None or request.compare:
+            try:
+                reply, tree = await self._ask_kept(request, wants_input=own is None, wants_gradients=gradients is None)
+            except _UNHEARD:
+                raise
+            except SwarmError:
+                return None
+            if own is None:
+                own, wants_grad = (tree[0],), reply.wants_grad
+            gradients = tree[1] if gradients is None else gradients
+            if request.compare:
+                results = tree[2], reply.requires_grad, tree[3]
+        draws = draws_of(run.manifest.seed, key, stage.index)
+        return _Inputs(ForwardCall(own, extras, wants_grad, request.mode, draws), gradients, results)
+
+    async def _ask_kept(
+        self, request: AuditRequest, *, wants_input: bool, wants_gradients: bool
+    ) -> tuple[KeptWorkReply, tuple[Any, ...]]:
+        key = request.key
+        asked = KeptWorkRequest(
+            generation=key.generation,
+            step=key.step,
+            stage_index=request.stage_index,
+            receipt=key.receipt,
+            input=wants_input,
+            gradients=wants_gradients,
+            results=request.compare,
+        )
+        max_bytes = self._context.limits.max_message_bytes
+        message = await self._transport.stream(
+            request.audited, KEPT_WORK, Message(encode(asked)), timeout=self._timeout, max_bytes=max_bytes
+        )
+        reply = decode(message.body, KeptWorkReply)
+        tree = serialization.unflatten(reply.structure, message.tensors)
+        if not isinstance(tree, tuple) or len(tree) != 4 or (wants_gradients and not isinstance(tree[1], list)):
+            raise ProtocolError("kept work is an input, a list of gradients, an output and a list of gradients")
+        return reply, tree
+
+    async def _submit(self, stage: Stage, version: int, compute: Callable[[], _T]) -> _T:
+        def at_version() -> _T:
+            with stage.at(version):
+                return compute()
+
+        with raising_stage_errors(stage.index, self._transport.peer_id):
+            return (await self._context.executor.submit(_LAST, at_version))[0]
+
+    async def _handle_findings(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, FindingsRequest)
+        self._sums.check(caller, request.generation, request.step)
+        units = self._found.get((request.generation, request.step, request.order), {})
+
+        def compute() -> FindingsReply:
+            return FindingsReply(
+                findings=[_finding(audited, found, request.seed) for (audited, _), found in sorted(units.items())]
+            )
+
+        return encode(await self._context.compute(compute))
+
+
+_UNHEARD: Final = (Unreachable, DeadlineExceeded, Busy, Damaged)  # errors of who gave no answer, or did not hear it
+_ELSEWHERE: Any = object()  # stands for a source: the input is at the audited server
+
+
+@dataclass(frozen=True)
+class _Results:
+    """A microbatch computed again."""
+
+    output: serialization.Tree
+    requires_grad: list[bool]
+    output_digest: bytes
+    input_gradients: serialization.Tree
+    parameter_gradients: list[Tensor | None]
+
+
+def _recompute(stage: Stage, inputs: _Inputs) -> _Results:
+    """Compute a microbatch forward and backward; on the compute thread."""
+    forward = stage.computation.forward(inputs.call)
+    if forward.graph is None:
+        raise ProtocolError("an audit is of a microbatch with gradients")
+    found, own = stage.computation.backward(forward.graph, inputs.gradients, inputs.call.mode)
+    return _Results(forward.output, forward.requires_grad, output_digest(forward), found, own)
+
+
+def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inputs) -> None:
+    """Compute a microbatch again, and enter what came of it, once; on the compute thread."""
+    receipt = request.key.receipt
+    if receipt in found.claims:  # it came twice at once
+        return
+    again = _recompute(stage, inputs)
+    found.total.add(again.parameter_gradients, request.weight)
+    given = [gradient for gradient in again.parameter_gradients if gradient is not None]
+    norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in given]
+    magnitude = request.weight * math.hypot(*norms)
+    found.magnitude += magnitude if math.isfinite(magnitude) else 0.0  # of no numbers nothing is rounded
+    found.precision = request.mode.autocast or precision_of(found.total.like.dtype)
+    its_digest, input_gradients = again.output_digest, again.input_gradients
+    if inputs.results is not None:
+        output, requires_grad, input_gradients = inputs.results
+        its_digest = tree_digest(output, requires_grad)
+        distance = _distance(stage, again, output, input_gradients, precision=found.precision)
+        found.distance = max(distance, found.distance or 0.0)
+    work = KeptWork.of(inputs.call, its_digest, inputs.gradients, input_gradients, is_first=stage.index == 0)
+    found.claims[receipt] = work.claim
+
+
+def _distance(
+    stage: Stage,
+    again: _Results,
+    output: serialization.Tree,
+    input_gradients: serialization.Tree,
+    *,
+    precision: str,
+) -> float:
+    """Return how far the results of another server are from those that were computed again."""
+    pairs = [
+        (stage.codecs.activations, output, again.output),
+        (stage.codecs.gradients, input_gradients, again.input_gradients),
+    ]
+    return max(
+        relative_distance(
+            decoded(its, codec, stage.device),
+            decoded(own, codec, stage.device),
+            may_overflow=precision == "float16",
+        )
+        for codec, its, own in pairs
+    )
+
+
+def relative_distance(one: serialization.Tree, other: serialization.Tree, *, may_overflow: bool) -> float:
+    """Return the largest distance of two trees' tensors, relative to their norms; infinite if the trees differ."""
+    (structure, tensors), (expected, others) = serialization.flatten(one), serialization.flatten(other)
+    if structure != expected or [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in others]:
+        return math.inf
+    return max(
+        (_tensor_distance(*pair, may_overflow=may_overflow) for pair in zip(tensors, others, strict=True)), default=0.0
+    )
+
+
+def _tensor_distance(one: Tensor, other: Tensor, *, may_overflow: bool) -> float:
+    if not one.numel():
+        return 0.0
+    wide, its_wide = one.to(torch.float64), other.to(torch.float64)
+    # What overflows on one kind of machine may just not do so on another; but that is rare.
+    finite = wide.isfinite() & its_wide.isfinite()
+    if int((wide.isfinite() ^ its_wide.isfinite()).sum()) > (_MAX_OVERFLOWING * one.numel() if may_overflow else 0):
+        return math.inf
+    wide, its_wide = wide[finite], its_wide[finite]
+    norm, distance = float(its_wide.norm()), float((wide - its_wide).norm())
+    return distance / norm if norm else (math.inf if distance else 0.0)
+
+
+def _finding(audited: PeerId, found: _Recomputed, seed: int) -> AuditFinding:
+    stage = found.stage
+    sketch = sketch_of(stage.index, found.total.values, seed, exact=stage.exact)
+    return AuditFinding(
+        audited=audited,
+        stage_index=stage.index,
+        receipts=pack(found.claims),
+        claims=b"".join(claim for _, claim in sorted(found.claims.items())),
+        refused=pack(found.refused - found.claims.keys()),
+        unheard=pack(found.unheard - found.claims.keys() - found.refused),
+        values=sketch.values,
+        exact=sketch.exact,
+        magnitude=found.magnitude,
+        precision=found.precision,
+        touched=to_bitmap(found.total.touched),
+        distance=UNSET if found.distance is None else min(found.distance, _FARTHEST),
+    )

@@ -1,0 +1,126 @@
+"""What a server keeps of a microbatch until its step is decided, and what it claims of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from tempfile import gettempdir
+
+from torch import Tensor
+
+from lightning_swarm.model.fingerprint import digest, tree_digest
+from lightning_swarm.model.sketch import project, project_exactly
+from lightning_swarm.model.tensor_file import TensorFile, TensorPlace
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.audits import StageSketch
+from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.server.averaging import deterministic
+from lightning_swarm.server.compute import ForwardCall, ForwardResult
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptWork:
+    """A microbatch as a server computed it: enough to compute it again, and digests of all that came and went."""
+
+    call: ForwardCall
+    gradients: serialization.Tree  # of the outputs, as they came
+    claim: bytes  # see `CLAIM_BYTES`
+
+    @classmethod
+    def of(
+        cls,
+        call: ForwardCall,
+        output_digest: bytes,
+        gradients: serialization.Tree,
+        input_gradients: serialization.Tree,
+        *,
+        is_first: bool,  # the stage's input is the pipeline's own
+    ) -> KeptWork:
+        """Make it of a forward and a backward that are done."""
+        parts = [
+            tree_digest(call.inputs if is_first else call.inputs[0], call.wants_grad),
+            output_digest,
+            tree_digest(gradients),
+            tree_digest(input_gradients),
+        ]
+        return cls(call, gradients, b"".join(parts))
+
+
+@dataclass(frozen=True)
+class _SpilledWork:
+    """Kept work whose tensors are in the file."""
+
+    without_tensors: KeptWork
+    structure: serialization.Structure
+    places: Sequence[TensorPlace]
+
+
+class KeptWorks:
+    """Keeps the work of one stage in one step: up to `max_bytes` of tensors in memory, the rest in a file."""
+
+    # The compute thread keeps work, and other threads read what is kept.
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._works: dict[Receipt, KeptWork | _SpilledWork] = {}
+        self._file = TensorFile()
+        self.used_bytes = 0  # in memory
+
+    def __contains__(self, receipt: Receipt) -> bool:
+        return receipt in self._works
+
+    def keep(self, receipt: Receipt, work: KeptWork) -> None:
+        """Keep what a microbatch was computed from."""
+        structure, tensors = serialization.flatten((work.call.inputs, work.call.extras, work.gradients))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if self.used_bytes + num_bytes > self._max_bytes:
+            try:
+                places = self._file.write(tensors)
+            except OSError as error:
+                self._max_bytes = sys.maxsize  # who cannot show its work is left out of the step
+                _log.warning("No room in %s for what audits may ask for; it stays in memory: %s", gettempdir(), error)
+            else:
+                call = replace(work.call, inputs=(), extras={})
+                self._works[receipt] = _SpilledWork(KeptWork(call, (), work.claim), structure, places)
+                return
+        self.used_bytes += num_bytes
+        self._works[receipt] = work
+
+    def claim(self, receipt: Receipt) -> bytes:
+        """Return what is claimed of a microbatch."""
+        work = self._works[receipt]
+        return work.claim if isinstance(work, KeptWork) else work.without_tensors.claim
+
+    def get(self, receipt: Receipt) -> KeptWork:
+        """Return what a microbatch was computed from."""
+        work = self._works[receipt]
+        if isinstance(work, KeptWork):
+            return work
+        tensors = self._file.read(work.places)
+        inputs, extras, gradients = serialization.unflatten(work.structure, tensors)
+        own = work.without_tensors
+        return KeptWork(replace(own.call, inputs=inputs, extras=extras), gradients, own.claim)
+
+
+def output_digest(result: ForwardResult) -> bytes:
+    """Return the digest of a forward's output, as the next stage gets it."""
+    return tree_digest(result.output, result.requires_grad)
+
+
+def sum_digest(values: Tensor) -> bytes:
+    """BLAKE3 of a gradient sum, of whichever kind."""
+    return digest([values], b"sum;")
+
+
+def sketch_of(stage_index: int, values: Tensor, seed: int, *, exact: bool) -> StageSketch:
+    """Sketch a gradient sum; one in fixed point is also projected to the last bit."""
+    if not exact:
+        return StageSketch(stage_index=stage_index, values=project(values, seed).tolist())
+    found = project(deterministic.quotient(values[:, :-1], 1.0), seed)
+    if not deterministic.is_whole(values[:, -1]):  # a gradient that was no number is only noted
+        found.fill_(math.nan)
+    return StageSketch(stage_index=stage_index, values=found.tolist(), exact=project_exactly(values, seed))

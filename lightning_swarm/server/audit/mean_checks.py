@@ -1,0 +1,199 @@
+"""A server's part in checking the means of an audited run: it projects what it holds, and shows it when asked.
+
+Where projections do not agree, the coordinator's own server examines the sums and the means themselves.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_swarm.core.errors import Damaged, ProtocolError, SwarmError
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.compression import to_cpu
+from lightning_swarm.protocol.mean_projections import num_buckets
+from lightning_swarm.protocol.messages.parts import (
+    ExamineReply,
+    ExamineRequest,
+    MeanReplacement,
+    PartProjections,
+    ProjectReply,
+    ProjectRequest,
+    VectorRequest,
+)
+from lightning_swarm.protocol.messages.step import Closing
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
+from lightning_swarm.server.audit.examination import Examination
+from lightning_swarm.server.averaging.all_reduce import squared_norm
+from lightning_swarm.server.averaging.projection import (
+    bucket_norms,
+    part_digests,
+    parts_of,
+    project_parts,
+    sum_parts,
+)
+from lightning_swarm.server.averaging_round import HeldRound
+from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.step_handlers import StepHandlers
+
+_TRIES = 3  # of a vector that is damaged on its way
+
+
+class MeanChecks:
+    """Answers the coordinator's questions about a round's sums and means, and examines those of others for it."""
+
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
+        self._transport, self._compute = context.transport, context.compute
+        self._membership, self._me = context.membership, context.me.peer_id
+        self._timeout = context.limits.call_timeout
+        self._sums, self._rounds = steps.sums, steps.rounds
+        transport, max_bytes = context.transport, context.limits.max_message_bytes
+        transport.handle_call(PROJECT, self._handle_project)
+        transport.handle_call(EXAMINE, self._handle_examine)
+        transport.handle_stream(VECTOR, self._handle_vector, max_bytes=0)
+        transport.handle_stream(
+            REPLACE_MEAN, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator
+        )
+
+    # ------------------------------------------------------------------ what is held here
+
+    def _held(self, caller: PeerId, closing: Closing) -> HeldRound:
+        """Return the result of a round; refuse any caller but the coordinator, and a round that is not held here."""
+        self._sums.check(caller, closing.generation, closing.step)
+        self._sums.check_frozen(closing)
+        if not self._sums.run.manifest.settings.is_audited:
+            raise ProtocolError("the sums and means of this run are not checked: its `trust` is not 'audited'")
+        return self._rounds.held(closing)
+
+    def _check_coordinator(self, caller: PeerId) -> None:
+        self._sums.run.check_coordinator(caller)
+
+    async def _handle_project(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, ProjectRequest)
+        closing = request.closing
+        held, present = self._held(caller, closing), self._sums.run.present(closing.absent)
+        stages = sorted(self._sums.stages.items())
+        works = [
+            partial(_projection, stage, stage.sum_of(closing.step).values, held, len(present[index]), request.seed)
+            for index, stage in stages
+        ]
+        found = await self._compute(lambda: [work() for work in works])
+        self._held(caller, closing)  # else the step was decided, and the sums were used for another one
+        return encode(ProjectReply(stages=found))
+
+    async def _handle_vector(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, VectorRequest)
+        held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
+        vector = stage.sum_of(request.closing.step).values
+        if request.of == "mean":
+            vector = held.gradients[stage.index]
+        # Not copied: nobody adds to a frozen sum, and no record is decided while the coordinator waits for this.
+        return Message(b"", (to_cpu(vector),))
+
+    async def _handle_replacement(self, caller: PeerId, message: Message) -> Message:
+        """Hold the mean that the coordinator made of all sums, because members do not agree on theirs."""
+        request = decode(message.body, MeanReplacement)
+        held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
+        own = held.gradients[stage.index]
+        found = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
+        if found != [(own.dtype, own.shape)]:
+            raise ProtocolError(f"a mean of stage {stage.index} is {(own.dtype, own.shape)}, got {found}")
+        self._rounds.replace_mean(request.closing, stage.index, message.tensors[0].to(own.device))
+        return Message()
+
+    # ------------------------------------------------------------------ what others hold
+
+    async def _handle_examine(self, caller: PeerId, body: bytes) -> bytes:
+        """Compare the vectors of a stage's members with their answers; asked by the coordinator beside this server."""
+        request = decode(body, ExamineRequest)
+        closing = request.closing
+        if caller != self._me:
+            raise ProtocolError(f"{self._me} examines others for itself, while it coordinates, not for {caller}")
+        self._sums.check(caller, closing.generation, closing.step)
+        exact = self._sums.run.manifest.settings.deterministic
+        examination = Examination(request, self._members(closing, request.stage_index), exact=exact)
+        try:
+            await self._examine(request, examination)
+        except _Unreached as error:
+            return encode(
+                ExamineReply(lies={}, contradictions=[], unreached={error.peer: str(error)}, squared_norm=None)
+            )
+        return encode(examination.reply())
+
+    def _members(self, closing: Closing, index: int) -> list[PeerId]:
+        return [member.peer_id for member in self._sums.run.present(closing.absent)[index]]
+
+    async def _examine(self, request: ExamineRequest, examination: Examination) -> None:
+        """Fetch one vector after another, for each may take as much memory as the stage."""
+        for peer in examination.members:
+            if request.drawn is None or peer in request.drawn:
+                vector = await self._fetch(peer, request, "sum", examination)
+                await self._compute(partial(examination.take_sum, peer, vector))
+        if request.drawn is not None or examination.lies:
+            return
+        await self._compute(examination.reduce)
+        for peer in examination.members:
+            if examination.needs_mean(peer):
+                vector = await self._fetch(peer, request, "mean", examination)
+                await self._compute(partial(examination.take_mean, peer, vector))
+        await self._compute(examination.judge)
+        if examination.contradictions and not examination.lies:
+            mean = examination.mean
+            await gather(self._replace(peer, request, mean) for peer in examination.members)
+
+    async def _fetch(
+        self, peer: PeerId, request: ExamineRequest, of: Literal["sum", "mean"], examination: Examination
+    ) -> Tensor | None:
+        """Fetch a vector; None: what came is none of the right kind."""
+        asked = VectorRequest(closing=request.closing, stage_index=request.stage_index, of=of)
+        wanted = examination.kind(of)
+        max_bytes = wanted.numel() * wanted.itemsize
+        for left in reversed(range(_TRIES)):
+            try:
+                message = await self._transport.stream(
+                    peer, VECTOR, Message(encode(asked)), timeout=self._timeout, max_bytes=max_bytes
+                )
+                break
+            except Damaged as error:
+                if not left:
+                    raise _Unreached(peer, error) from error
+            except SwarmError as error:
+                raise _Unreached(peer, error) from error
+        found = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
+        return message.tensors[0] if found == [(wanted.dtype, wanted.shape)] else None
+
+    async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
+        body = encode(MeanReplacement(closing=request.closing, stage_index=request.stage_index))
+        try:
+            await self._transport.stream(peer, REPLACE_MEAN, Message(body, (mean,)), timeout=self._timeout, max_bytes=0)
+        except SwarmError as error:
+            raise _Unreached(peer, error) from error
+
+
+class _Unreached(SwarmError):
+    """A member did not give what was asked for."""
+
+    def __init__(self, peer: PeerId, error: SwarmError) -> None:
+        super().__init__(f"{peer} did not show what it holds: {error}")
+        self.peer = peer
+
+
+def _projection(stage: Stage, values: Tensor, held: HeldRound, num_members: int, seed: int) -> PartProjections:
+    """Project the sum and the mean of a stage, part by part."""
+    mean, size = held.gradients[stage.index], num_buckets(num_members)
+    means = parts_of(mean, num_members)
+    sums = sum_parts(values, num_members)
+    return PartProjections(
+        stage_index=stage.index,
+        sums=project_parts(sums, seed, num_buckets=size),
+        norms=bucket_norms(sums, num_buckets=size),
+        means=project_parts(means, seed, num_buckets=size),
+        parts=part_digests(mean, num_members),
+        given=list(held.given[stage.index]),
+        squared_norm=squared_norm(mean),
+    )

@@ -1,0 +1,89 @@
+"""CenteredClip: a mean that no peer pulls far, in place of the true one. It is not what one machine would compute.
+
+Source: Karimireddy et al. 2021, arXiv:2012.10333; per part of a butterfly: Gorbunov et al. 2022, arXiv:2106.11257.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.server.averaging import all_reduce
+from lightning_swarm.server.averaging.all_reduce import AS_THEY_ARE, Compute, Group, squared_norm
+from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
+
+_NUM_ITERATIONS: Final = 20
+
+
+def centered_clip(vectors: Sequence[Tensor]) -> Tensor:
+    """Return a point ``[n]`` near most of the vectors ``[n]``, whose distances from it count up to their median.
+
+    All vectors count alike. If they are equal, it is they.
+    """
+    stacked = torch.stack([torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in vectors])
+    center = stacked.median(dim=0).values
+    # Not measured again as the center moves: liars that draw it away would make it larger.
+    radius = _distances(stacked, center).sort().values[(len(vectors) - 1) // 2]
+    for _ in range(_NUM_ITERATIONS):
+        distances = _distances(stacked, center)
+        shares = torch.where(distances > radius, radius / distances, 1.0)
+        center = center + ((stacked - center) * shares.to(center.dtype)[:, None]).mean(dim=0)
+    return center
+
+
+def _distances(stacked: Tensor, center: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(stacked - center, dim=1, dtype=torch.float64)
+    return found
+
+
+@dataclass(frozen=True)
+class ClippedAverager(Averager):
+    """A butterfly whose reducers clip what is far from the center of a part.
+
+    A peer sends each part of its mean gradient, and behind it the weight of its microbatches. Those weights are its own
+    word: they say how gradients are scaled, and who holds nothing is left out.
+    """
+
+    weight: float  # of this peer's microbatches together; only ratios mean something
+    compute: Compute
+
+    @override
+    async def average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
+        roster, bounds = group.roster, group.bounds(len(vector))
+        weight = vector.new_tensor([self.weight])
+        own = await self.compute(lambda: vector / (self.weight or 1.0))
+        others = [i for i in range(len(roster)) if i != place]
+        for i in others:
+            group.offer(f"part{i}", await AS_THEY_ARE.to_message(torch.cat([own[bounds[i]], weight])), i)
+
+        async def take(i: int, name: str, length: int) -> Tensor:
+            return await all_reduce.taken(group, i, name, like=vector, length=length)
+
+        length = bounds[place].stop - bounds[place].start
+        pieces = list(await gather(take(i, f"part{place}", length + 1) for i in others))
+        pieces.append(torch.cat([own[bounds[place]], weight]))
+
+        def reduce() -> tuple[Tensor, float]:
+            held = [piece for piece in pieces if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
+            if not held:
+                return vector.new_zeros(length), 0.0
+            scale = sum(float(piece[-1]) for piece in held) / total_weight
+            part = centered_clip([piece[:-1] for piece in held]) * scale
+            return part, squared_norm(part)
+
+        reduced, norm = await self.compute(reduce)
+        group.offer(f"reduced{place}", all_reduce.for_joiners(reduced))
+        mean = torch.empty_like(vector)
+        mean[bounds[place]] = reduced
+        found = await gather(take(i, f"reduced{i}", bounds[i].stop - bounds[i].start) for i in others)
+        for i, part in zip(others, found, strict=True):
+            mean[bounds[i]] = part
+        return AveragingResult(mean, norm, carried)
