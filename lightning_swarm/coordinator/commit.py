@@ -9,6 +9,7 @@ another stage keeps a copy of its snapshots, too.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import Counter
@@ -18,9 +19,10 @@ from typing import Any, Final
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.coordinator.audit.parts import MeanAudit
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.moves import PlannedMoves
-from lightning_swarm.coordinator.membership.rosters import choose_voters, next_rosters
+from lightning_swarm.coordinator.membership.rosters import alone_in, choose_voters, next_rosters
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
@@ -29,14 +31,31 @@ from lightning_swarm.coordinator.step.replay_plan import choose_blamed
 from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, SwarmError
+from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol.bans import bans_in, unrecorded
-from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, Member, Selection, StepChange
+from lightning_swarm.protocol.keepers import convictions, is_certified_keeper, keepers_after
+from lightning_swarm.protocol.messages.run import (
+    MAX_KEEPERS,
+    NO_CHANGE,
+    HeldSnapshot,
+    Keepers,
+    Member,
+    Selection,
+    StepChange,
+)
 from lightning_swarm.protocol.messages.state import SnapshotOrder
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
-from lightning_swarm.protocol.queries import ASK_TIMEOUT_S, ask_held, newest_safe, version_to_keep
+from lightning_swarm.protocol.queries import (
+    ASK_TIMEOUT_S,
+    Held,
+    ask_held,
+    in_turn,
+    newest_safe,
+    only_told,
+    version_to_keep,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -79,18 +98,24 @@ def agreed_snapshots(
     known: Sequence[HeldSnapshot],
     *,
     version: int,
+    right: Sequence[PeerId] = (),
 ) -> list[HeldSnapshot]:
-    """Choose the snapshots of a version that most of a stage's `takers` took alike, and that no record knows. Pure."""
+    """Choose the snapshots of a version that most of a stage's `takers` took alike, and that no record knows. Pure.
+
+    If servers in `right` are among them, the snapshot is the one that the first of these took, whatever most say.
+    """
     told = {(one.stage_index, one.version) for one in known}
     agreed = []
     for index, members in enumerate(takers):
+        judge = next((peer for peer in right if any(member.peer_id == peer for member in members)), None)
+        deciding = [member for member in members if judge in (None, member.peer_id)]
         of_stage = Counter(
             one
-            for member in members
+            for member in deciding
             for one in set(taken.get(member.peer_id, ()))
             if (one.stage_index, one.version) == (index, version) not in told
         )
-        agreed += [one for one, number in of_stage.items() if 2 * number > len(members)]
+        agreed += [one for one, number in of_stage.items() if 2 * number > len(deciding)]
     return agreed
 
 
@@ -100,6 +125,9 @@ class SnapshotSchedule:
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run = context.transport, context.run
         self._interval_s = context.limits.snapshot_interval  # at least, between two snapshots; None: there are none
+        settings = context.run.manifest.settings
+        # The older of two is kept until the next is through, so a run can go back by that many steps at least.
+        self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # its version, and when it was ordered
         self.hosts: dict[PeerId, str] = {}  # machines of the servers, as far as they were asked
@@ -108,15 +136,24 @@ class SnapshotSchedule:
         """Return whether a snapshot should be taken soon."""
         if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
             return False
-        return self._last is None or now_s() >= self._last[1] + self._interval_s
+        if self._last is None:
+            return True
+        return self._run.version >= self._last[0] + self._num_steps - 1 and now_s() >= self._last[1] + self._interval_s
 
-    async def order(self, step: int, next_roster: Sequence[Sequence[Member]]) -> SnapshotOrder | None:
-        """Make the order for the record of `step`; None: the servers take no snapshot then."""
+    async def order(
+        self, step: int, next_roster: Sequence[Sequence[Member]], told: Collection[HeldSnapshot]
+    ) -> SnapshotOrder | None:
+        """Make the order for the record of `step`; None: the servers take no snapshot then.
+
+        `told` are the snapshots that records tell, this one, too.
+        """
         at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
         if self._interval_s is None or not self.is_due(servers):
             return None
-        held = await ask_held(self._transport, servers, timeout=self._timeout)
+        held: Held = await ask_held(self._transport, servers, timeout=self._timeout)
+        if self._run.manifest.settings.is_audited:
+            held = only_told(held, told)  # others may be what nobody took
         on_trainers = self._run.on_trainers
         through = newest_safe(held, next_roster, on_trainers)
         if self._last is not None and through != self._last[0]:
@@ -149,6 +186,7 @@ class StepCommit:
         self._servers = servers
         self._server_membership = server_membership
         self._snapshots = SnapshotSchedule(context)
+        self._means = MeanAudit(context, servers)
         self._moves = moves
         self._trainer_membership = trainers.membership
         self._lead = trainers.lead
@@ -183,8 +221,10 @@ class StepCommit:
         record = replaced(self._step_record(closed, squared_norm, hyperparameters), position=position)
         if not late:
             newcomers = await self._server_membership.newcomers(closed.closing)
-            record = await self._with_changes(record, change, newcomers, sums.step_servers.gone)
+            record = await self._with_changes(record, change, newcomers, sums.step_servers.gone, sums.convicted)
         await self._context.proposer.decide(record)
+        for one in record.convicted or ():
+            self._context.audit_memory.convicted.pop(one.peer, None)
         await self._servers.apply(record)
         if late:
             self._someone_gone = bool(sums.step_servers.gone)
@@ -214,7 +254,8 @@ class StepCommit:
             set(took) & set(present)
             for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
         ]
-        snapshots = agreed_snapshots(there, closed.snapshots, self._run.snapshots, version=version)
+        known, right = self._run.snapshots, self._run.believed
+        snapshots = agreed_snapshots(there, closed.snapshots, known, version=version, right=right)
         return Record(
             closing=closed.closing,
             touched=list(closed.touched),
@@ -239,9 +280,15 @@ class StepCommit:
         change: StepChange,
         newcomers: Sequence[Candidate],
         gone: Collection[PeerId],
+        convicted: Mapping[PeerId, str],
     ) -> Record:
         """Add to a record what changes of the run's membership."""
-        enlisted, retired = self._trainer_membership.changes()
+        # A keeper is trusted: what it computes is false where its machine is broken. It goes, and may come back.
+        spared = {*self._run.convicted, *(self._run.keepers or ())}
+        convicted = {peer: reason for peer, reason in convicted.items() if peer not in spared}
+        gone = {*gone, *convicted}
+        newcomers = [one for one in newcomers if one.member.peer_id not in convicted]
+        enlisted, retired = self._trainer_membership.changes(convicted)
         invited = self._context.invitations.of([*(one.member.peer_id for one in newcomers), *enlisted])
         if not isinstance(invited, UnsetType):
             newcomers = [one for one in newcomers if one.member.peer_id in invited]
@@ -250,18 +297,17 @@ class StepCommit:
         leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
         staying = {member for roster in next_roster for member in roster}
-        snapshot = await self._snapshots.order(record.step, next_roster)
+        told = [*self._run.snapshots, *(record.snapshots or ())]
+        snapshot = await self._snapshots.order(record.step, next_roster, told)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
-        voters = choose_voters(next_roster, self._run.on_trainers, self._run.voters, hosts)
+        keepers = self._new_keepers(newcomers)
+        voters = choose_voters(
+            next_roster, self._run.on_trainers, self._run.voters, hosts, keepers_after(self._run.keepers, keepers)
+        )
         return replaced(
             record,
             change=change,
-            left=[
-                Vacancy(member=member, stage_index=index)
-                for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
-                for member in before
-                if member not in after
-            ],
+            left=self._vacancies(next_roster),
             newcomers=list(newcomers),
             next_voters=None if voters == self._run.voters else voters,
             departures=[one for one in movers if one.member not in staying],
@@ -270,7 +316,35 @@ class StepCommit:
             retired=retired,
             invited=invited or UNSET,
             bans=self._new_bans() or UNSET,
+            keepers=keepers,
+            convicted=convictions(convicted),
+            goes_back=self._goes_back(record.step, convicted) or UNSET,
         )
+
+    def _vacancies(self, next_roster: Sequence[Sequence[Member]]) -> list[Vacancy]:
+        return [
+            Vacancy(member=member, stage_index=index)
+            for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
+            for member in before
+            if member not in after
+        ]
+
+    def _goes_back(self, step: int, convicted: Collection[PeerId]) -> bool:
+        """Tell whether the run goes back because of peers: it would undo something that nobody looked into."""
+        settings, standing = self._run.manifest.settings, self._context.audit_memory.standing
+        versions = {one.version for one in self._run.snapshots}
+        version = next(iter(in_turn(versions, self._run.sound_version_after(step))), 0)
+        known = {*self._run.convicted, *convicted}  # who was convicted before may have audited who is now, and so on
+        return (
+            settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)
+        )
+
+    def _new_keepers(self, newcomers: Sequence[Candidate]) -> Keepers:
+        """Return the newcomers that come by a keeper's certificate, and decide from the record on; unset: none."""
+        run, transport = self._run, self._context.transport
+        peers = [one.member.peer_id for one in newcomers if not run.decides(one.member.peer_id)]
+        room = MAX_KEEPERS - len(run.keepers or ())
+        return [peer for peer in peers if is_certified_keeper(transport, peer)][:room] or UNSET
 
     def _new_bans(self) -> list[bytes]:
         return unrecorded(self._run.bans, self._context.transport.bans)
@@ -299,6 +373,8 @@ class StepCommit:
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in answered.values()):
+            if self._run.manifest.settings.is_audited:
+                return await self._check_means(sums, closed, change.selection or self._run.selection, listening)
             await self._server_membership.heard(closing, listening, averaging_s=now_s() - closed.began_s)
             # Summed in one order, so that a repeated round gives the same record.
             parts = sorted(
@@ -308,6 +384,34 @@ class StepCommit:
         for task in listening:
             task.cancel()  # they missed nothing
         self._blame(sums.step_servers, closing, failed, answered)
+        return None
+
+    async def _check_means(
+        self,
+        sums: SumReconciliation,
+        closed: ReconciledStep,
+        selection: Selection | None,
+        listening: Sequence[asyncio.Task[None]],
+    ) -> float | None:
+        """Have the means of a round checked; returns what `_average` does, which goes by no server's own word."""
+        closing, checked = closed.closing, await self._means.check(closed, selection, sums.audits)
+        if checked.counts:
+            for peer in sorted(checked.accused.keys() - {self._servers.own}):
+                # Its sum counts: all see what it committed to. It stays where it has the only copy of a stage.
+                rosters = sums.step_servers.rosters
+                if not alone_in(rosters, peer, {member.peer_id for roster in rosters for member in roster}):
+                    sums.step_servers.lose(peer, StepError(checked.accused[peer]))
+            averaging_s = now_s() - closed.began_s
+            await self._server_membership.heard(closing, listening, averaging_s=averaging_s, parts=checked.parts)
+            return checked.squared_norm
+        for task in listening:
+            task.cancel()
+        for peer, reason in checked.convicted.items():
+            sums.convict(peer, reason)
+        if checked.convicted:
+            self._events.note("round_repeated", step=closing.step, reason="; ".join(checked.convicted.values()))
+        else:
+            self._blame(sums.step_servers, closing, checked.failed, {})
         return None
 
     def _blame(

@@ -291,7 +291,9 @@ def serve(
 
     async def check(caller: PeerId, term: Term) -> None:
         if not may_propose(caller):
-            raise ProtocolError(f"records are proposed by the run's servers, not by {caller}")
+            raise ProtocolError(
+                f"records are proposed by the run's servers, in an audited run by its keepers, not by {caller}"
+            )
         if term[1] != caller:
             raise ProtocolError(f"a term carries its proposer's id, got {term} from {caller}")
         if term > voter.term and not await may_succeed(caller):
@@ -423,7 +425,8 @@ class Proposer:
             if now_s() >= deadline_s:
                 raise StepError(
                     f"step {step}: a majority of its voters {[one.peer_id for one in ballot.voters]} must have {what} "
-                    f"to decide it, and has not within {self._patience_s:g} s. See that they run and can be reached."
+                    f"to decide it, and has not within {self._patience_s:g} s. See that they run and can be reached"
+                    f"{self._run.keepers_remedy}."
                 )
             if not paused:
                 self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.membership.invitations import InvitationUses
 from lightning_swarm.coordinator.step.data_order import DataOrder
@@ -164,6 +165,7 @@ class CoordinatorContext:
     step_state: StepState
     limits: Limits
     events: EventLog
+    audit_memory: AuditMemory = field(default_factory=AuditMemory)
     # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass
     # for something of the next generation.
     generation: int = field(init=False)
@@ -183,11 +185,15 @@ class CoordinatorContext:
         self.leases = itertools.count(first_lease(self.proposer.term))
         self.invitations = InvitationUses(self.transport, self.run)
         self.members = {*self.run.servers, *self.run.trainers}
+        if self.run.version > self.run.manifest.first_step:  # another one coordinated before, and knows what it audited
+            for peer in self.run.servers:
+                self.audit_memory.standing.note_counted(peer, self.run.version - 1, None)
 
     def next_generation(self) -> CoordinatorContext:
         """Make the context of the generation that the run has entered."""
         # `begun` is kept: trainers do not wait for the lead to begin once more.
-        after = replace(self, step_state=StepState.of(self.run, begun=self.step_state.begun))
+        state, memory = StepState.of(self.run, begun=self.step_state.begun), self.audit_memory.following()
+        after = replace(self, step_state=state, audit_memory=memory)
         # No lease has the number of an earlier one: trainers keep what they logged by lease in the state of their loop.
         after.leases, after.members, after.false_batches = self.leases, self.members, self.false_batches
         return after

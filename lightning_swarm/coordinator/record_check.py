@@ -60,10 +60,13 @@ def _check_servers(run: RunState, record: Record) -> None:
 
 
 def _check_voters(run: RunState, record: Record) -> None:
-    """Voters are members, an odd number, and go on voting as long as they are there."""
+    """Voters are members, an odd number, and go on voting as long as they are there; where keepers decide, keepers."""
+    after = run.members_after(record)
+    members = set(electorate(after.rosters, run.on_trainers, after.keepers))
+    if not members:
+        _refuse(record, "a keeper stays in the rosters, for only keepers vote", after.keepers)
     if record.next_voters is None:
         return
-    members = set(electorate(run.members_after(record).rosters, run.on_trainers))
     number = number_of_voters(len(members))
     kept = [voter for voter in run.voters if voter in members][:number]
     voters = record.next_voters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -19,6 +19,18 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.bans import heed
+from lightning_swarm.protocol.messages.audits import (
+    AuditOrder,
+    AuditOrderReply,
+    AvoidRequest,
+    FindingsReply,
+    FindingsRequest,
+    ResultsReply,
+    ResultsRequest,
+    SketchReply,
+    SketchRequest,
+)
+from lightning_swarm.protocol.messages.parts import ExamineReply, ExamineRequest, ProjectReply, ProjectRequest
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
@@ -33,7 +45,23 @@ from lightning_swarm.protocol.messages.step import (
     SettleRequest,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
+from lightning_swarm.protocol.methods import (
+    APPLY,
+    AVERAGE,
+    AVOID,
+    BREAK_OFF,
+    EXAMINE,
+    FINDINGS,
+    FREEZE,
+    LEAD,
+    LEAVE,
+    ORDER_AUDITS,
+    PROJECT,
+    REPLAY,
+    RESULTS,
+    SETTLE,
+    SKETCH,
+)
 from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
 
 
@@ -121,11 +149,51 @@ class ServerCalls:
         bodies = {peer: encode(request) for peer, request in requests.items()}
         return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
 
+    async def project(
+        self, request: ProjectRequest, peers: Sequence[PeerId]
+    ) -> dict[PeerId, ProjectReply | SwarmError]:
+        """Have servers project the sums and means of a round."""
+        return await self._ask_all(
+            PROJECT, dict.fromkeys(peers, encode(request)), lambda body: decode(body, ProjectReply)
+        )
+
+    async def examine(self, request: ExamineRequest) -> ExamineReply:
+        """Have the coordinator's own server compare what members hold with what they answered."""
+        # It asks each of them for a sum, then for a mean, one after the other.
+        timeout = self._timeout * 2 * (len(request.answers) + 1)
+        return decode(await self._call(self.own, EXAMINE, encode(request), timeout=timeout), ExamineReply)
+
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
         """Have a trainer send microbatches again; raise SwarmError if it did not."""
         # Not longer for more of them: what was added in the time stays, and the rest is asked for again.
         timeout = self._timeout * min(1 + len(request.work), _REPLAY_TIMEOUTS)
         return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
+
+    async def sketch(self, requests: Mapping[PeerId, SketchRequest]) -> dict[PeerId, SketchReply | SwarmError]:
+        """Have servers sketch their frozen sums."""
+        bodies = {peer: encode(request) for peer, request in requests.items()}
+        return await self._ask_all(SKETCH, bodies, lambda body: decode(body, SketchReply))
+
+    async def order_audits(self, trainer: PeerId, order: AuditOrder) -> AuditOrderReply:
+        """Have a trainer send microbatches to auditors; raise SwarmError if it did not."""
+        reply = await self._call(trainer, ORDER_AUDITS, encode(order), timeout=_ROUND_TIMEOUTS * self._timeout)
+        return decode(reply, AuditOrderReply)
+
+    async def results(
+        self, trainers: Iterable[PeerId], request: ResultsRequest
+    ) -> dict[PeerId, ResultsReply | SwarmError]:
+        """Ask trainers what servers gave them."""
+        bodies = dict.fromkeys(trainers, encode(request))
+        return await self._ask_all(RESULTS, bodies, lambda body: decode(body, ResultsReply))
+
+    async def findings(self, requests: Mapping[PeerId, FindingsRequest]) -> dict[PeerId, FindingsReply | SwarmError]:
+        """Ask auditors what they found."""
+        bodies = {peer: encode(request) for peer, request in requests.items()}
+        return await self._ask_all(FINDINGS, bodies, lambda body: decode(body, FindingsReply))
+
+    async def avoid(self, trainers: Iterable[PeerId], request: AvoidRequest) -> None:
+        """Tell trainers which servers take no part in a step any more; one that is gone is no error."""
+        await self._ask_all(AVOID, dict.fromkeys(trainers, encode(request)), lambda _: None)
 
     async def apply(self, record: Record) -> None:
         """Have all servers that averaged, and newcomers, apply a decided record; retry with those that do not answer.

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.batches import (
 from lightning_swarm.protocol.messages.run import InheritRequest, StepChange
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
-from lightning_swarm.protocol.queries import Held, ask_held, call_each, holders_of
+from lightning_swarm.protocol.queries import Held, ask_held, call_each, holders_of, in_turn
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -147,20 +147,22 @@ def _outcome(
 # of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
 # It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
 # Each message may be lost, and a coordinator may fall silent between two, so naming a peer again changes nothing.
-def choose_standby_lead(held: Held, candidates: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
-    """Choose who leads on from which version: the newest whole one, and the first that has its loop. Pure."""
+def choose_standby_lead(
+    held: Held, candidates: Sequence[PeerId], num_stages: int, sound: int | None = None
+) -> tuple[PeerId, int] | None:
+    """Choose who leads on from which version: the first whole one `in_turn`, and the first that has its loop. Pure."""
     loops = {peer: set(held[peer].loops or ()) for peer in candidates if peer in held}
-    for version in sorted(set().union(*loops.values()), reverse=True):
+    for version in in_turn(set().union(*loops.values()), sound):
         if all(holders_of(held, version, index) for index in range(num_stages)):
             return next(peer for peer, versions in loops.items() if version in versions), version
     return None
 
 
 def seniority(run: RunState) -> list[PeerId]:
-    """List a run's servers, the oldest first: newcomers are the last of their rosters. Pure."""
+    """List the servers that may lead a run, the oldest first: newcomers are the last of their rosters. Pure."""
     longest = max(map(len, run.rosters))
-    in_turn = (roster[place] for place in range(longest) for roster in run.rosters if place < len(roster))
-    return list(dict.fromkeys(member.peer_id for member in in_turn))
+    oldest_first = (roster[place] for place in range(longest) for roster in run.rosters if place < len(roster))
+    return list(dict.fromkeys(member.peer_id for member in oldest_first if run.decides(member.peer_id)))
 
 
 def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
@@ -182,13 +184,14 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
     for former in run.manifest.former_leads or ():
         held.pop(former, None)  # it would not hear that it was replaced
     num_stages = len(run.rosters)
-    chosen = choose_standby_lead(held, named, num_stages)
+    chosen = choose_standby_lead(held, named, num_stages, run.sound_version)
     if chosen is None and named and not is_last and await alive_among(transport, named, timeout=timeout):
         # Its report, or that of a snapshot's holder, may have been lost.
         return f"{named[0]}, which was named to take it over, lives, and what it needs was not all reported"
-    chosen = chosen or choose_standby_lead(held, seniority(run), num_stages)
+    chosen = chosen or choose_standby_lead(held, seniority(run), num_stages, run.sound_version)
     if chosen is None:
-        return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
+        found = "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
+        return f"{found}{run.keepers_remedy}"
     standby, version = chosen
     if not has_majority(run, list(held)):  # before anybody hears its name
         return _no_majority(run, standby)
@@ -203,4 +206,4 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
 
 
 def _no_majority(run: RunState, standby: PeerId) -> str:
-    return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over"
+    return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over{run.keepers_remedy}"

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.coordinator.audit.auditable import check_trains_from_the_start
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_hyperparameters
 from lightning_swarm.coordinator.membership.trainers import LeaseExpiry, TrainerMembership
@@ -110,6 +111,8 @@ class TrainerHandlers:
         request = decode(body, ChangeRequest)
         self._run.check_generation(request.generation)
         check_change(request.change, manifest.stages)
+        if manifest.settings.is_audited and request.change.selection is not None:
+            check_trains_from_the_start(request.change.selection, manifest.stages)
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             step = self._step_state.open

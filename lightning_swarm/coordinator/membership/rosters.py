@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from msgspec import UNSET
+
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import MAX_TRAINERS, Member
+from lightning_swarm.protocol.keepers import may_decide
+from lightning_swarm.protocol.messages.run import MAX_TRAINERS, Keepers, Member
 from lightning_swarm.protocol.messages.step import Candidate
 
 MAX_VOTERS: Final = 7  # more would make every decision slower and few of them safer
@@ -58,15 +61,18 @@ def trainer_changes(
     return [one for one in coming if one not in trainers][:room], retired
 
 
-def electorate(rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> list[Member]:
-    """Return the members that may vote: the pipeline's servers or, if nothing is cut, all."""
+def electorate(
+    rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], keepers: Keepers = UNSET
+) -> list[Member]:
+    """Return the members that may vote: the pipeline's servers or, if nothing is cut, all; of them, the keepers."""
     servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
-    return list(dict.fromkeys(member for roster in servers for member in roster))
+    members = dict.fromkeys(member for roster in servers for member in roster)
+    return [member for member in members if may_decide(member.peer_id, keepers)]
 
 
 def number_of_voters(num_members: int) -> int:
-    """Return how many of the members vote: an odd number."""
-    return (min(num_members, MAX_VOTERS) + 1) // 2 * 2 - 1
+    """Return how many of the members vote: an odd number, or none of none."""
+    return max(0, (min(num_members, MAX_VOTERS) + 1) // 2 * 2 - 1)
 
 
 def choose_voters(
@@ -74,9 +80,10 @@ def choose_voters(
     on_trainers: Sequence[bool],
     voters: Sequence[Member],
     hosts: Mapping[PeerId, str],
+    keepers: Keepers = UNSET,
 ) -> list[Member]:
     """Choose the voters on the next record: an odd number of the electorate."""
-    members = electorate(rosters, on_trainers)
+    members = electorate(rosters, on_trainers, keepers)
     number = number_of_voters(len(members))
     chosen = [voter for voter in voters if voter in members][:number]  # voters go on voting, as far as there is room
     others = [member for member in members if member not in chosen]  # whose hosts have the fewest votes come first

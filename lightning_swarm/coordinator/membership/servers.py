@@ -18,7 +18,7 @@ from lightning_swarm.coordinator.membership.rosters import alone_in, next_roster
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unconfirmed, Unreachable
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.membership import (
@@ -92,7 +92,9 @@ class _WaitingServer:
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last one it was asked to hold
     holds: _Round | None = None  # whose mean gradient it has
+    parts: Sequence[bytes] = ()  # digests of that mean's parts, in audited runs
     refusal: str | None = None  # the answer when it asks next
+    differs: bool = False  # because its weights are not those of its stage
 
     @property
     def may_enter(self) -> bool:
@@ -194,6 +196,7 @@ class ServerMembership:
     def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
+        self._run.check_not_convicted(caller)
         if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
             raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
         if manifest.selection is None:
@@ -270,6 +273,7 @@ class ServerMembership:
 
     async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReadyRequest)
+        self._run.check_not_convicted(caller)
         if caller in self._run.servers:
             return b""  # sent before the record that let it in came to it
         if request.generation != self._run.manifest.generation:
@@ -281,7 +285,7 @@ class ServerMembership:
             raise ProtocolError(f"step {self._run.version} is open; nobody can hold version {request.version}")
         if waiting.refusal is not None:
             del self._waiting[caller]
-            raise Busy(waiting.refusal)
+            raise (Unconfirmed if waiting.differs else Busy)(waiting.refusal)
         if not waiting.caught_up:
             stage = waiting.candidate.stage_index
             self._events.note("download", peer=caller, stage=stage, step=self._run.version)
@@ -351,12 +355,20 @@ class ServerMembership:
             waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
         elif reply.version_hash != round_.version_hashes[stage]:
             waiting.refusal = f"the weights of {member.peer_id} are not those of stage {stage}. Join again."
+            waiting.differs = True
         else:
-            waiting.holds = round_
+            waiting.holds, waiting.parts = round_, reply.parts or ()
             return
         _log.warning("A server did not get in: %s", waiting.refusal)
 
-    async def heard(self, closing: Closing, listening: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
+    async def heard(
+        self,
+        closing: Closing,
+        listening: Collection[asyncio.Task[None]],
+        *,
+        averaging_s: float,
+        parts: Sequence[Sequence[bytes]] | None = None,  # digests of each stage's mean that joiners must hold
+    ) -> None:
         """Wait a little for the last joiners that listen to a round, and go on without slower ones."""
         if not listening:
             return
@@ -366,6 +378,13 @@ class ServerMembership:
             asked = one.asked is not None and one.asked.request.closing is closing
             if asked and one.ready and one.holds is not one.asked and one.refusal is None:
                 self._miss(one, "it did not hold the round's result in time")
+            elif asked and one.holds is one.asked and parts is not None and not self._agrees(one, parts):
+                # A reducer may have given it another part than the members have.
+                one.holds = None
+                self._miss(one, "it holds another mean than the members of its stage")
+
+    def _agrees(self, one: _WaitingServer, parts: Sequence[Sequence[bytes]]) -> bool:
+        return list(one.parts) == list(parts[one.candidate.stage_index])
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
         """Return the joiners that still hold the round's result: they enter with its record, which is decided next."""
@@ -398,6 +417,8 @@ class ServerMembership:
         for peer in sorted(self._leaving.keys() - set(self._run.servers)):
             del self._leaving[peer]
             self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
+        for peer in self._waiting.keys() & self._run.convicted.keys():
+            del self._waiting[peer]
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
             self._misses.clear(candidate.member.peer_id)

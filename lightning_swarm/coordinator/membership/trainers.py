@@ -39,6 +39,7 @@ _LONGEST_LOOK_S: Final = 2.0
 _SILENT: Final = "it does not answer"
 _EXCLUDED: Final = "its batches had other weights than their leases, or were in no sum when it reported them"
 _BANNED: Final = "the run's owner banned it"
+_CONVICTED: Final = "it was convicted of false work"
 _ANEW: Final = "it was started again"
 
 
@@ -228,14 +229,15 @@ class TrainerMembership:
         """Give up the place of a peer that wanted to train and is gone."""
         self._asked_s.pop(peer, None)
 
-    def changes(self) -> tuple[list[PeerId], list[PeerId]]:
-        """Return the peers that begin to train with the next record, and those that end."""
+    def changes(self, convicted: Collection[PeerId] = ()) -> tuple[list[PeerId], list[PeerId]]:
+        """Return the peers that begin to train with the next record, and those that end, as the `convicted` do."""
         run = self._run
         if not run.manifest.open_to_trainers:
             return [], []
         going = {trainer for trainer in run.trainers if trainer in self._going or self._is_excluded(trainer)}
-        going |= self._banned(run.trainers)
-        return trainer_changes(run.trainers, lead=run.manifest.lead, going=going, coming=self.waiting)
+        going |= self._banned(run.trainers) | {trainer for trainer in run.trainers if trainer in convicted}
+        coming = [peer for peer in self.waiting if peer not in convicted]
+        return trainer_changes(run.trainers, lead=run.manifest.lead, going=going, coming=coming)
 
     def _banned(self, peers: Collection[PeerId]) -> set[PeerId]:
         return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)
@@ -249,8 +251,8 @@ class TrainerMembership:
         banned = self._banned(record.retired)
         for peer in record.retired:
             self._heard_s.pop(peer, None)
-            silent = _BANNED if peer in banned else _EXCLUDED if self._is_excluded(peer) else _SILENT
-            reason = self._going.pop(peer, silent)
+            ended = _CONVICTED if peer in self._run.convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
+            reason = self._going.pop(peer, _BANNED if peer in banned else ended)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
     async def look_after(self) -> None:
@@ -295,6 +297,7 @@ class TrainerMembership:
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         check_open(manifest)
+        self._run.check_not_convicted(caller)
         self._check_honest(caller)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(

@@ -13,6 +13,8 @@ from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, LoggedVal
 from lightning_swarm.protocol.messages.calls import PLACES, Origin, Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber
 
+_MAX_AGAIN = 48  # times that a step's places begin anew; then places follow those that were struck
+
 CLIP_EPSILON = 1e-6  # added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does
 
 
@@ -125,11 +127,15 @@ class OpenStep:
         self._settle_scale(gradient_scale)
         size, first = self.window.order.size(batch), self.window.place(batch)
         if batch in self._tried or self._next_first > 0:
-            # Servers may have been told to give up what goes by that name; random draws go by the place alone.
-            self._num_again += 1
-            first += ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
+            first += self._places_again()
         self._tried.add(batch)
         self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), number, batch=batch)
+
+    def _places_again(self) -> int:
+        """Return by how much a place is higher at which something is granted again."""
+        # Servers may have been told to give up what goes by the former name; random draws go by the place alone.
+        self._num_again += 1
+        return ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
 
     def _settle_scale(self, gradient_scale: float) -> None:
         """Refuse another scale than the step's, which is the first batch's where the run does not say."""
@@ -280,6 +286,11 @@ class OpenStep:
         self.given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
+
+    def begin_anew(self) -> None:
+        """Have batches that come as they like draw what the first ones drew, if none of these counts any more."""
+        if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
+            self.skip_to(self._places_again())
 
     def strike_others(self) -> None:
         """Strike batches of the next step that were taken because one was dropped, if nobody reports that any more."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_swarm.coordinator.audit.step_audits import StepAudits, Verdict
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
@@ -28,6 +28,7 @@ from lightning_swarm.coordinator.step.replay_plan import (
     read_ledger,
     replicas_differ,
     reported_loads,
+    sum_digests,
     touched_parameters,
     version_hash,
 )
@@ -43,16 +44,16 @@ from lightning_swarm.core.errors import (
     SwarmError,
 )
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.audits import AvoidRequest
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, to_runs
 from lightning_swarm.protocol.messages.run import HeldSnapshot, Member, Selection, first_trained, trained_names
 from lightning_swarm.protocol.messages.step import (
-    CHALLENGE_BITS,
     Closing,
     FreezeReply,
     FreezeRequest,
     NamedReceipts,
 )
-from lightning_swarm.protocol.messages.wire import from_bitmap
+from lightning_swarm.protocol.messages.wire import draw_challenge, from_bitmap
 
 _SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
 _MAX_DISCARDS: Final = 4  # of one server's sums in one step
@@ -71,8 +72,11 @@ class ReconciledStep:
     named: Mapping[PeerId, list[NamedReceipts]]  # what each server holds of it, for each of its stages
     # For each stage, of the weights that its replicas agree on. None: it has one replica, and nobody joined.
     version_hashes: Sequence[int | None]
-    challenge: int  # under which these are taken; 0: under none, so they prove nothing
+    # Under which these are taken; 0: under none, so they prove nothing. In an audited run always one.
+    challenge: int
     snapshots: Mapping[PeerId, Sequence[HeldSnapshot]]  # that each server took, and that no record knows yet
+    # In audited runs, BLAKE3 of each server's sums by stage: it committed to them as they were frozen.
+    sum_digests: Mapping[PeerId, Mapping[int, bytes]]
 
 
 class SumReconciliation:
@@ -95,6 +99,7 @@ class SumReconciliation:
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
+        self._is_audited = run.manifest.settings.is_audited
         self._fence = fence
         self._outage, self._false_batches = context.outage, context.false_batches
         # Nobody else counts rounds of this step from there.
@@ -107,8 +112,15 @@ class SumReconciliation:
         self._seen: set[Receipt] = set()  # all that some sum ever held
         self._informed: set[PeerId] = set()  # the servers that know the origins of all that they may add
         self._trained = trained_names(selection) if selection is not None else ()
+        self.audits = StepAudits(context, servers, step, self._trained) if self._is_audited else None
         self.step_servers = StepServers(context, servers, step.step)
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
+        self._arithmetic: dict[PeerId, str] = {}  # by server, see `FreezeReply`
+        # Servers that were found to lie, and what they did; a rollback before the record forgets none.
+        self.convicted = context.audit_memory.convicted
+        for peer in self.convicted.keys() - {*run.convicted, *(run.keepers or ())}:
+            self.step_servers.lose(peer, ProtocolError(self.convicted[peer]))
+        self._tainted: set[int] = set()  # places of batches that went through them
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
 
     def are_of(self, step: OpenStep) -> bool:
@@ -123,7 +135,8 @@ class SumReconciliation:
         """
         while True:
             round_, began_s = next(self._rounds), now_s()
-            challenge = secrets.randbits(CHALLENGE_BITS) if self._joining() else 0
+            # Whoever may lie is compared by what nobody can forge, and so is whoever joins.
+            challenge = draw_challenge() if self._is_audited or self._joining() else 0
             ledgers = await self._freeze(round_, challenge)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
@@ -134,24 +147,36 @@ class SumReconciliation:
                 # Ask again, to say in which tensors. For a server that does not answer now its first ledger stands.
                 named = await self._freeze(next(self._rounds), challenge, each_tensor=True)
                 ledgers = [{**stage, **again} for stage, again in zip(ledgers, named, strict=True)]
-                wrong = {peer: error for stage in ledgers for peer, error in outvoted(stage).items()}
+                right = self._run.believed
+                wrong = {peer: error for stage in ledgers for peer, error in outvoted(stage, right=right).items()}
+                if self.audits is not None and await self._follow(_poisoned(wrong, ledgers), ledgers):
+                    return None
                 for peer, error in wrong.items():
                     self.step_servers.lose(peer, error)
                 if wrong:
                     continue
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
-            check_tied(ledgers, step=self._step.step)
+            if self._run.ties:  # else what a server says of some is its own
+                check_tied(ledgers, step=self._step.step)
             spoilt = self._find_spoilt(ledgers)
             if self._informed & set[PeerId]().union(*spoilt):
                 continue
             self._replays.compare(ledgers)
             self._seen.update(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
+            if plan.done and self.audits is not None:
+                verdict = await self.audits.examine(ledgers, self._arithmetic, round_)
+                if not verdict.is_clean:
+                    if await self._follow(verdict, ledgers):
+                        return None
+                    continue
             if plan.done:
                 self.loads = reported_loads(ledgers)
                 touched = [touched_parameters(stage.values()) for stage in ledgers]
                 named_held, closing = named_receipts(ledgers), self._closing(round_)
-                return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge, self._snapshots)
+                return ReconciledStep(
+                    closing, began_s, touched, named_held, hashes, challenge, self._snapshots, sum_digests(ledgers)
+                )
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or self._never_corrected(plan)
@@ -164,6 +189,34 @@ class SumReconciliation:
             self._falsified |= self._never_seen(lost)
             if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
                 return None
+
+    async def _follow(self, verdict: Verdict, ledgers: Ledgers) -> bool:
+        """Go on without servers that lie or do not answer; return whether batches were struck, and come again."""
+        for peer, reason in verdict.convicted.items():
+            self.convict(peer, reason)
+        for peer, error in verdict.failed.items():
+            self.step_servers.lose(peer, error)
+        avoided = verdict.avoided | verdict.convicted.keys() | (verdict.failed.keys() if verdict.tainted else set())
+        if avoided:
+            request = AvoidRequest(
+                generation=self._generation,
+                step=self._step.step,
+                peers=sorted(avoided),
+                lost=sorted(self.step_servers.gone),
+                reason="its work of this step was found to be false, or is disputed",
+            )
+            await self._servers.avoid(self._run.trainers, request)
+        self._tainted |= verdict.tainted
+        lost = verdict.tainted & self._places
+        return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
+
+    def convict(self, peer: PeerId, reason: str) -> None:
+        """Go on without a server that lies, and have the step's record keep it out of the run."""
+        self._events.note("convicted", peer=peer, step=self._step.step, reason=reason)
+        self.convicted[peer] = reason
+        self.step_servers.lose(peer, ProtocolError(reason))
+        if self.audits is not None:
+            self.audits.watch_fellows(peer)
 
     # ------------------------------------------------------------------ freezing
 
@@ -191,7 +244,8 @@ class SumReconciliation:
     async def _freeze(self, round_: int, challenge: int, *, each_tensor: bool = False) -> Ledgers:
         """Freeze the sums and return what they hold. A server that does not answer is gone."""
         # If nothing is amiss, servers need not wait for the closing to average. A late step waits for an idle link.
-        expected = None if self._late or each_tensor else self._closing(round_)
+        # Where sums are audited first, nobody averages before.
+        expected = None if self._late or each_tensor or self.audits is not None else self._closing(round_)
         request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
@@ -202,6 +256,9 @@ class SumReconciliation:
                 try:
                     ledger = read_ledger(replies[member.peer_id], member, index)
                     from_bitmap(ledger.report.touched, len(self._run.ties.trainable(index, self._trained)))
+                    audited = self.audits is not None and not self._run.manifest.stages[index].on_trainers
+                    if audited and not ledger.report.sum_digest:
+                        raise ProtocolError(f"{member.peer_id} does not commit to its sum of stage {index}")
                     found[index][member] = ledger
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
@@ -214,6 +271,7 @@ class SumReconciliation:
                 self.step_servers.lose(peer, reply)
             else:
                 replies[peer] = reply
+                self._arithmetic[peer] = reply.arithmetic or ""
                 self._events.learn({peer: reply.noted})
         return replies
 
@@ -358,6 +416,8 @@ class SumReconciliation:
             if first in self._misweighed:
                 self._false_batches[trainer] += 1
                 reason += ": it came with another weight than its lease's"
+            elif first in self._tainted:
+                reason = f"the batch at {first} went through a server that gave something false"
             elif first in self._falsified and trainer != self._run.manifest.lead:
                 self._false_batches[trainer] += 1
                 reason += ": its trainer reported receipts, and no sum came to hold it"
@@ -371,6 +431,7 @@ class SumReconciliation:
             self._step.reopen()
             self._informed.clear()
         self._step.strike(firsts)
+        self._step.begin_anew()
         self._fence(self._step, sorted(firsts))
         return reopens
 
@@ -398,3 +459,9 @@ class SumReconciliation:
             self.step_servers.look_again(silent)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+def _poisoned(wrong: Mapping[PeerId, StepError], ledgers: Ledgers) -> Verdict:
+    """Do without servers with other weights than their stage's, and without the batches that these computed with."""
+    held = (one.batches for stage in ledgers for member, one in stage.items() if member.peer_id in wrong)
+    return Verdict(failed=dict(wrong), avoided=set(wrong), tainted=set[int]().union(*held))

@@ -11,6 +11,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from msgspec import UnsetType
+
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.network import PeerId
@@ -67,6 +69,16 @@ def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerL
     raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
 
 
+def sum_digests(ledgers: Ledgers) -> dict[PeerId, dict[int, bytes]]:
+    """Digests of the sums that servers committed to, by server and stage."""
+    found: dict[PeerId, dict[int, bytes]] = {}
+    for index, stage in enumerate(ledgers):
+        for member, ledger in stage.items():
+            if not isinstance(ledger.report.sum_digest, UnsetType):
+                found.setdefault(member.peer_id, {})[index] = ledger.report.sum_digest
+    return found
+
+
 def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: int) -> int | None:
     """Hash of the weights that a stage's replicas agree on. None: there is one replica, and nobody to compare it with.
 
@@ -98,24 +110,37 @@ def _in_what(ledgers: Collection[ServerLedger]) -> str:
 
 def replicas_differ(ledgers: Ledgers) -> bool:
     """Tell whether a stage's replicas have come to differ."""
-    return any(len({ledger.report.version_hash for ledger in stage.values()}) > 1 for stage in ledgers)
+    return any(len(set(map(_hashes, stage.values()))) > 1 for stage in ledgers)
 
 
-def outvoted(stage: Mapping[Member, ServerLedger]) -> dict[PeerId, StepError]:
-    """Find the servers whose weights are not those that most replicas of their stage have. Pure; none if all differ."""
-    hashes = Counter(ledger.report.version_hash for ledger in stage.values())
+def _hashes(ledger: ServerLedger) -> tuple[int | None, frozenset[tuple[str, int]]]:
+    """All that replicas of a stage report of its weights."""
+    return ledger.report.version_hash, frozenset((ledger.report.tied or {}).items())
+
+
+def outvoted(stage: Mapping[Member, ServerLedger], *, right: Sequence[PeerId] = ()) -> dict[PeerId, StepError]:
+    """Find the servers whose weights are not those that most replicas of their stage have. Pure; none if all differ.
+
+    If servers in `right` are there, they are those that the first of these has, whatever most say.
+    """
+    hashes = Counter(map(_hashes, stage.values()))
     most, number = hashes.most_common(1)[0]
-    if 2 * number <= len(stage):
+    whose = f"{number} of {len(stage)} replicas"
+    own = {member.peer_id: _hashes(ledger) for member, ledger in stage.items()}
+    judge = next((peer for peer in right if peer in own), None)
+    if judge is not None:
+        most, whose = own[judge], f"{judge}, which is right, and of {hashes[own[judge]]} of {len(stage)} replicas"
+    elif 2 * number <= len(stage):
         return {}
-    differing = [ledger for ledger in stage.values() if ledger.report.version_hash in (most, None)]
+    differing = [ledger for ledger in stage.values() if _hashes(ledger) == most or _hashes(ledger)[0] is None]
     return {
         member.peer_id: StepError(
-            f"the weights, buffers and optimizer state of {member.peer_id} are not those of {number} of {len(stage)} "
-            f"replicas{_in_what([ledger, *differing[:1]])}. Have the servers of a stage on machines of one kind, with "
+            f"the weights, buffers and optimizer state of {member.peer_id} are not those of {whose}"
+            f"{_in_what([ledger, *differing[:1]])}. Have the servers of a stage on machines of one kind, with "
             "one build of torch, and their blocks change nothing but their output."
         )
         for member, ledger in stage.items()
-        if ledger.report.version_hash != most
+        if _hashes(ledger) != most
     }
 
 

@@ -18,7 +18,8 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol import bans
 from lightning_swarm.protocol.bans import BAN, MAX_BANS, banned_among, bans_after, bans_in
 from lightning_swarm.protocol.invitations import MAX_COUNTED
-from lightning_swarm.protocol.messages.run import UsedInvitation
+from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_KEEPERS, Conviction, UsedInvitation
+from lightning_swarm.protocol.messages.run import MAX_REASON as MAX_WHY
 from lightning_swarm.protocol.messages.wire import encode as wire_bytes
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.trust.certificates import MAX_REASON, MAX_USES, ban
@@ -261,11 +262,10 @@ def test_the_longest_bans_and_all_invitations_fit_a_view(make_swarm: MakeSwarm) 
         UsedInvitation(number=bytes(16), uses=MAX_USES, peers=[PeerId(OWNER.key.peer_id)]) for _ in range(MAX_COUNTED)
     ]
     view = swarm.servers[A].membership.run.view()
-    full = replaced(
-        view,
-        manifest=replaced(view.manifest, invitations=used, bans=all_bans),
-        seats=replaced(view.seats, invitations=used, bans=all_bans),
-    )
+    keepers = MAX_KEEPERS * [PeerId(OWNER.key.peer_id)]
+    convicted = MAX_CONVICTED * [Conviction(peer=PeerId(OWNER.key.peer_id), reason="x" * MAX_WHY)]
+    counted: dict[str, Any] = {"invitations": used, "bans": all_bans, "keepers": keepers, "convicted": convicted}
+    full = replaced(view, manifest=replaced(view.manifest, **counted), seats=replaced(view.seats, **counted))
     assert len(wire_bytes(full)) < 0.95 * MAX_CALL_BYTES, "the rest is for servers, stages and trainers"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from lightning_swarm.core.errors import SwarmError
@@ -22,9 +23,12 @@ from lightning_swarm.protocol.messages.membership import (
     JoinRequest,
     ListenReply,
     ListenRequest,
+    NextReply,
     NextRequest,
     ReadyRequest,
 )
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.step import Candidate
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import APPLY, FOLLOW, JOIN, LISTEN, MEET, NEXT, READY
 from lightning_swarm.server.state_transfer import donor
@@ -155,6 +159,159 @@ def test_a_donor_that_sends_another_state_lets_nobody_in(
     assert members == ["abj", "c"]
     for name, tensor in swarm.servers[A].steps.stage(0).weights().items():
         assert torch.equal(swarm.servers[J].steps.stage(0).weights()[name], tensor)
+
+
+# ---------------------------------------------------------------------- in audited runs
+
+
+def altered(reply: NextReply, tensors: Sequence[Tensor], how: str) -> tuple[NextReply, Sequence[Tensor]]:
+    """What a donor makes of a record that it sends a joiner."""
+    record = reply.record
+    assert record is not None
+    false = {
+        "a gradient": record,
+        "a norm": replaced(record, squared_norm=7.0),
+        "voters": replaced(record, next_voters=[Member(peer_id=B, boot_id=101)]),
+        "a newcomer": replaced(
+            record,
+            newcomers=[Candidate(member=Member(peer_id=J, boot_id=104), stage_index=0, addresses=["memory/p2p/j"])],
+        ),
+        "nonsense": replaced(record, touched=[]),
+    }[how]
+    return replaced(reply, record=false), raised(tensors) if how == "a gradient" else tensors
+
+
+def joined_beside_a_liar(make_swarm: MakeSwarm, lie: Callable[[Swarm], list[Any]]) -> Swarm:
+    """A joiner asks the liar `b` first, and comes to hold what the run's servers hold."""
+    swarm = make_swarm("a b", "c", audit_share=0.0)
+    step(swarm, 0)
+    lies = lie(swarm)
+    swarm.add_server("k")  # so that the joiner, which goes by its boot id, begins with the second replica
+    task = enter_first_stage(swarm)
+    members: Sequence[str] = ()
+    for number in range(1, 12):
+        swarm.run(asyncio.sleep(3.0))
+        members = step(swarm, number)
+        if task.done():
+            break
+    assert lies, "it was asked"
+    assert members == ["abj", "c"]
+    joiner = swarm.servers[J]
+    for name, tensor in swarm.servers[A].steps.stage(0).weights().items():
+        assert torch.equal(joiner.steps.stage(0).weights()[name], tensor)
+    run = swarm.steps.run
+    swarm.run(asyncio.sleep(1.0))
+    assert joiner.membership.run.seats == swarm.servers[A].membership.run.seats
+    assert joiner.membership.run.voters == run.voters
+    step(swarm, 20)
+    assert swarm.names_after(swarm.run(swarm.step(rows(21)))) == ["abj", "c"], "it computes what they do"
+    return swarm
+
+
+def unconfirmed(swarm: Swarm, peer: PeerId) -> list[str | None]:
+    return [event.peer for event in swarm.events(peer) if event.kind == "unconfirmed"]
+
+
+@pytest.mark.parametrize("poison", [raised, forged], ids=["other weights", "the same fingerprint"])
+def test_after_a_donor_that_lied_the_coordinator_is_asked(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, poison: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> None:
+    honest = donor._shared_copy
+
+    def lie(swarm: Swarm) -> list[Any]:
+        lying, lies = swarm.servers[B].donor._state, list[Any]()
+
+        def shared_copy(state: Any, stage: Any, generation: int) -> StageCopy:
+            copy = honest(state, stage, generation)
+            if state is not lying:
+                return copy
+            lies.append(copy.version)
+            tensors = tuple(poison(copy.tensors))
+            assert not all(map(torch.equal, tensors, copy.tensors))
+            snapshot = replaced(copy.head.snapshot, version_hash=fingerprint(tensors))
+            return StageCopy(FollowReply(snapshot=snapshot, layouts=copy.head.layouts), tensors)
+
+        monkeypatch.setattr(donor, "_shared_copy", shared_copy)
+        return lies
+
+    swarm = joined_beside_a_liar(make_swarm, lie)
+    assert unconfirmed(swarm, J) == ["b"], "once: it is asked no more"
+
+
+def test_a_donor_whose_word_does_not_fit_what_it_sends_ends_no_joiner(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = donor._shared_copy
+
+    def lie(swarm: Swarm) -> list[Any]:
+        lying, lies = swarm.servers[B].donor._state, list[Any]()
+
+        def shared_copy(state: Any, stage: Any, generation: int) -> StageCopy:
+            copy = honest(state, stage, generation)
+            if state is not lying:
+                return copy
+            lies.append(copy.version)
+            head = FollowReply(snapshot=replaced(copy.head.snapshot, version_hash=1), layouts=copy.head.layouts)
+            return StageCopy(head, copy.tensors)
+
+        monkeypatch.setattr(donor, "_shared_copy", shared_copy)
+        return lies
+
+    swarm = joined_beside_a_liar(make_swarm, lie)
+    assert unconfirmed(swarm, J) == ["b"]
+
+
+@pytest.mark.parametrize("how", ["a gradient", "a norm", "voters", "a newcomer", "nonsense"])
+def test_records_that_were_not_decided_are_not_followed(make_swarm: MakeSwarm, how: str) -> None:
+    def lie(swarm: Swarm) -> list[Any]:
+        transport: Any = swarm.servers[B]._transport
+        handler, *bounds = transport._stream_handlers[NEXT]
+        lies = list[Any]()
+
+        async def answer(caller: PeerId, message: Message) -> Message:
+            reply = await handler(caller, message)
+            head = decode(reply.body, NextReply)
+            if head.record is None:
+                return Message(reply.body, reply.tensors)
+            lies.append(head.record.step)
+            false, tensors = altered(head, reply.tensors, how)
+            return Message(encode(false), tuple(tensors))
+
+        transport._stream_handlers[NEXT] = answer, *bounds
+        coordinator: Any = swarm.servers[A]._transport
+        ready = coordinator._call_handlers[READY]
+
+        async def later(caller: PeerId, body: bytes) -> bytes:
+            """Nobody hears that the joiner is ready before it has followed a record."""
+            answer: bytes = await ready(caller, body) if lies else b""
+            return answer
+
+        coordinator._call_handlers[READY] = later
+        return lies
+
+    swarm = joined_beside_a_liar(make_swarm, lie)
+    assert unconfirmed(swarm, J) == ["b"]
+
+
+def test_members_come_from_the_coordinator(make_swarm: MakeSwarm) -> None:
+    def lie(swarm: Swarm) -> list[Any]:
+        transport: Any = swarm.servers[B]._transport
+        handler, *bounds = transport._stream_handlers[NEXT]
+        lies = list[Any]()
+
+        async def answer(caller: PeerId, message: Message) -> Message:
+            reply = await handler(caller, message)
+            head = decode(reply.body, NextReply)
+            if head.seats is None:
+                return Message(reply.body, reply.tensors)
+            lies.append(head)
+            false = replaced(head.seats, voters=[Member(peer_id=B, boot_id=101)])
+            return Message(encode(replaced(head, seats=false)), reply.tensors)
+
+        transport._stream_handlers[NEXT] = answer, *bounds
+        return lies
+
+    joined_beside_a_liar(make_swarm, lie)
 
 
 @pytest.mark.parametrize("how", ["downloads for ever", "follows for ever", "begins again for ever"])

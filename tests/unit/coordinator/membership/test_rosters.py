@@ -161,6 +161,18 @@ def test_votes_go_to_different_hosts_first() -> None:
     assert voters("abc", hosts=hosts) == "abc"
 
 
+def test_of_the_members_keepers_vote_where_there_are_keepers() -> None:
+    def chosen(*rosters: str, keepers: str, before: str = "") -> str:
+        held = [members(roster) for roster in rosters]
+        found = choose_voters(held, [False] * len(held), members(before), {}, [PeerId(name) for name in keepers])
+        return "".join(member.peer_id for member in found)
+
+    assert chosen("abc", "de", keepers="bde") == "bde"
+    assert chosen("abc", "de", keepers="bdez", before="ea") == "ebd"
+    assert chosen("abc", "de", keepers="be", before="e") == "e"
+    assert chosen("abc", "de", keepers="z", before="a") == ""
+
+
 def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", admit=False)
     spec = RunSpec(

@@ -1,0 +1,192 @@
+"""Has the means of a round checked, each step, before its record is decided."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import UNSET
+
+from lightning_swarm.coordinator.audit.policy import Unit
+from lightning_swarm.coordinator.audit.step_audits import StepAudits
+from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.step.open_step import add_up
+from lightning_swarm.coordinator.step.reconcile import ReconciledStep
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.mean_projections import (
+    StageScale,
+    agreed_norm,
+    check_shape,
+    choose_accused,
+    is_sound,
+    sum_dtype,
+)
+from lightning_swarm.protocol.messages.parts import (
+    ExamineReply,
+    ExamineRequest,
+    ProjectReply,
+    ProjectRequest,
+    ToldSketch,
+)
+from lightning_swarm.protocol.messages.parts import PartProjections as Answer
+from lightning_swarm.protocol.messages.run import Selection, trained_names
+from lightning_swarm.protocol.messages.wire import draw_challenge
+
+_DRAWS: Final = secrets.SystemRandom()
+
+
+@dataclass(eq=False)
+class CheckedMeans:
+    """What came of checking a round. It counts if nobody failed, and nobody is convicted."""
+
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that did not answer
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # servers that lied, and how
+    accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and why
+    squared_norms: list[float] = field(default_factory=list)  # of the stages' means
+    parts: list[Sequence[bytes]] = field(default_factory=list)  # digests of each stage's mean; empty: it was replaced
+
+    @property
+    def counts(self) -> bool:
+        """Return whether a record may count the round."""
+        return not self.failed and not self.convicted
+
+    @property
+    def squared_norm(self) -> float:
+        """The squared norm of the mean gradient over all stages."""
+        return add_up(self.squared_norms)
+
+
+@dataclass(frozen=True)
+class _CheckedRound:
+    """A round whose means all servers hold."""
+
+    closed: ReconciledStep
+    seed: int  # of the projections
+    audits: StepAudits | None  # of its sums
+
+
+@dataclass(frozen=True)
+class _StageAnswers:
+    """What the members of one stage answered, in the roster's order."""
+
+    index: int
+    answers: Mapping[PeerId, Answer]
+    scale: StageScale
+
+
+class MeanAudit:
+    """Asks servers for projections of their sums and means, and has an examination where these do not agree."""
+
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls) -> None:
+        self._run, self._events, self._servers = context.run, context.events, servers
+
+    async def check(
+        self, closed: ReconciledStep, selection: Selection | None, audits: StepAudits | None
+    ) -> CheckedMeans:
+        """Check a round whose means all servers hold, and whose sums were audited."""
+        found, closing = CheckedMeans(), closed.closing
+        rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
+        request = ProjectRequest(closing=closing, seed=draw_challenge())
+        answers: list[dict[PeerId, Answer]] = [{} for _ in rosters]
+        for peer, reply in (await self._servers.project(request, sorted(set[PeerId]().union(*rosters)))).items():
+            try:
+                self._take(peer, reply, rosters, answers)
+            except SwarmError as error:
+                found.failed[peer] = error
+        if found.failed:
+            return found
+        scales = self._scales(closing.total_weight * closing.gradient_scale, selection)
+        round_ = _CheckedRound(closed, request.seed, audits)
+        for index, members in enumerate(rosters):
+            ordered = {peer: answers[index][peer] for peer in members}
+            await self._check_stage(_StageAnswers(index, ordered, scales[index]), round_, found)
+        return found
+
+    def _take(
+        self,
+        peer: PeerId,
+        reply: ProjectReply | SwarmError,
+        rosters: Sequence[Sequence[PeerId]],
+        answers: Sequence[dict[PeerId, Answer]],
+    ) -> None:
+        """Enter a server's answers by stage; raise SwarmError if it gave none, or other ones."""
+        if isinstance(reply, SwarmError):
+            raise reply
+        held = [index for index, members in enumerate(rosters) if peer in members]
+        if [answer.stage_index for answer in reply.stages] != held:
+            raise ProtocolError(f"{peer} holds the stages {held}, and answered for others")
+        for answer in reply.stages:
+            check_shape(answer, len(rosters[answer.stage_index]))
+            answers[answer.stage_index][peer] = answer
+
+    def _scales(self, divisor: float, selection: Selection | None) -> list[StageScale]:
+        """For each stage, how its mean follows from the sums."""
+        trained = trained_names(selection) if selection is not None else set[str]()
+        scales = []
+        for stage in self._run.manifest.stages:
+            length = sum(math.prod(shape) for name, shape, _ in stage.parameters if name in trained)
+            scales.append(StageScale(length, sum_dtype(stage, trained), divisor))
+        return scales
+
+    async def _check_stage(self, stage: _StageAnswers, round_: _CheckedRound, found: CheckedMeans) -> None:
+        """Have a stage examined if its projections do not agree, or the sums of members that are drawn."""
+        index, answers, manifest = stage.index, stage.answers, self._run.manifest
+        step = round_.closed.closing.step
+        # Trainers commit to nothing, and are trusted with what they hold.
+        sound = manifest.stages[index].on_trainers or is_sound([*answers.values()], stage.scale)
+        drawn = self._drawn(stage, round_.audits) if sound else None
+        norm, parts = agreed_norm([*answers.values()]), next(iter(answers.values())).parts
+        if drawn or drawn is None:
+            examined = await self._examine(stage, round_, drawn)
+            found.failed.update((peer, DeadlineExceeded(reason)) for peer, reason in examined.unreached.items())
+            found.convicted.update(examined.lies)
+            for one in examined.contradictions:
+                for peer in (one.reducer, one.other):
+                    self._events.note("disputed", peer=peer, stage=index, step=step, reason=one.reason)
+            found.accused.update(choose_accused(examined.contradictions, len(answers)))
+            norm = norm if examined.squared_norm is None else examined.squared_norm
+            parts = [] if examined.contradictions else parts
+        found.squared_norms.append(norm)
+        found.parts.append(parts)
+
+    def _drawn(self, stage: _StageAnswers, audits: StepAudits | None) -> list[PeerId]:
+        """Choose the members whose sums are fetched: nothing else binds what they say of them, here or before."""
+        index, answers, manifest = stage.index, stage.answers, self._run.manifest
+        if manifest.stages[index].on_trainers or audits is None:
+            return []
+        share, own = manifest.settings.audit_share or 0.0, self._servers.own
+        drawn = {peer for peer in answers if _DRAWS.random() < share or Unit(index, peer) in audits.audited}
+        # A sum that was screened, or audited, might not be the one that was averaged.
+        drawn |= audits.rescreen(index, {peer: answer.sums for peer, answer in answers.items()})
+        return sorted(drawn - {own})
+
+    async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, drawn: list[PeerId] | None) -> ExamineReply:
+        index, answers, closed = stage.index, stage.answers, round_.closed
+        commitments = {peer: closed.sum_digests[peer][index] for peer in answers}
+        return await self._servers.examine(
+            ExamineRequest(
+                closing=closed.closing,
+                seed=round_.seed,
+                stage_index=index,
+                length=stage.scale.length,
+                dtype=stage.scale.dtype,
+                answers=dict(answers),
+                commitments=commitments,
+                told={peer: _told(round_.audits, Unit(index, peer)) for peer in answers},
+                drawn=drawn,
+            )
+        )
+
+
+def _told(audits: StepAudits | None, unit: Unit) -> list[ToldSketch]:
+    """What a server said of its sum when that was audited."""
+    told = audits.told.get(unit, []) if audits is not None else []
+    return [
+        ToldSketch(seed=seed, values=list(one.values), exact=UNSET if one.exact is None else list(one.exact))
+        for seed, one in told
+    ]

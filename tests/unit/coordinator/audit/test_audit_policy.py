@@ -1,0 +1,249 @@
+"""Whose work is audited, and what follows from what auditors found."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.coordinator.audit.policy import (
+    PROBATION,
+    WATCHED_STEPS,
+    Screening,
+    StageHistory,
+    StageProjection,
+    Standing,
+    Unit,
+    WorkClaim,
+    disagreeing,
+    read_claims,
+    rounding_of,
+    screen,
+    share_of_step,
+    tolerance_between_machines,
+)
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.model.sketch import project, project_exactly
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.audits import CLAIM_BYTES
+from lightning_swarm.protocol.messages.calls import Receipt
+
+A, B, C, D = map(PeerId, "abcd")
+RECEIPTS: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
+
+
+def claim(*parts: str) -> WorkClaim:
+    return WorkClaim(*(part.encode() for part in parts))
+
+
+# ------------------------------------------------------------------ claims
+
+
+def test_claims_come_in_the_order_of_their_receipts() -> None:
+    packed = bytes(i for i in range(3) for _ in range(CLAIM_BYTES))
+    found = read_claims(packed, {*RECEIPTS})
+    assert [found[receipt].output[0] for receipt in RECEIPTS] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("length", [0, 3 * CLAIM_BYTES - 1, 4 * CLAIM_BYTES])
+def test_another_number_of_claims_is_refused(length: int) -> None:
+    with pytest.raises(ProtocolError, match="each of 3 microbatches has a claim"):
+        read_claims(bytes(length), {*RECEIPTS})
+
+
+def test_servers_that_say_different_things_of_a_transfer_are_found() -> None:
+    one, two, three = RECEIPTS
+    claims = {
+        Unit(0, A): {one: claim("x", "y", "gy", "gx"), two: claim("x", "y", "gy", "gx")},
+        Unit(0, B): {three: claim("x", "y", "gy", "gx")},
+        Unit(1, C): {one: claim("y", "z", "gz", "gy"), three: claim("other", "z", "gz", "gy")},
+        Unit(1, D): {two: claim("y", "z", "gz", "other")},
+    }
+    assert disagreeing(claims) == {
+        two: {Unit(0, A), Unit(1, D)},
+        three: {Unit(0, B), Unit(1, C)},
+    }
+
+
+# ------------------------------------------------------------------ the screen
+
+
+def sketches_of(number: int, rng: np.random.Generator, *, noise: float = 1.0) -> dict[PeerId, list[float]]:
+    signal = rng.normal(size=64)
+    return {PeerId(f"p{i:02}"): (signal + noise * rng.normal(size=64)).tolist() for i in range(number)}
+
+
+def like(sketches: dict[PeerId, list[float]]) -> StageHistory:
+    """A history of steps like this one."""
+    history = StageHistory()
+    for _ in range(5):
+        found = screen(sketches, dict.fromkeys(sketches, 1.0), history)
+        history.note(found.norm, found.spread)
+    return history
+
+
+def suspects(sketches: dict[PeerId, list[float]], shares: dict[PeerId, float] | None = None) -> frozenset[PeerId]:
+    rng = np.random.default_rng(0)
+    history = like(sketches_of(len(sketches), rng))
+    return screen(sketches, shares or dict.fromkeys(sketches, 1.0), history).suspects
+
+
+@pytest.mark.parametrize("number", [2, 4, 6, 16])
+def test_honest_servers_are_no_suspects(number: int) -> None:
+    rng = np.random.default_rng(number)
+    assert not any(suspects(sketches_of(number, rng)) for _ in range(100))
+
+
+@pytest.mark.parametrize("number", [6, 16])
+@pytest.mark.parametrize("factor", [-1000.0, 100.0, math.nan, math.inf, 1e200])
+def test_who_stands_out_is_a_suspect(number: int, factor: float) -> None:
+    sketches = sketches_of(number, np.random.default_rng(1))
+    liars = sorted(sketches)[: (number - 1) // 2]
+    for liar in liars:
+        sketches[liar] = [factor * value for value in sketches[liar]]
+    assert suspects(sketches) == {*liars}
+
+
+@pytest.mark.parametrize("factor", [-1000.0, 0.0])
+def test_in_a_small_stage_all_are_suspects(factor: float) -> None:
+    """Two of four: there is no telling which."""
+    sketches = sketches_of(4, np.random.default_rng(1))
+    for liar in sorted(sketches)[:2]:
+        sketches[liar] = [factor * value for value in sketches[liar]]
+    assert suspects(sketches) == {*sketches}
+
+
+def test_a_small_stage_without_a_history_is_audited_whole() -> None:
+    sketches = sketches_of(3, np.random.default_rng(1))
+    assert screen(sketches, dict.fromkeys(sketches, 1.0), StageHistory()).suspects == {*sketches}
+
+
+def test_where_most_lie_all_are_suspects() -> None:
+    sketches = sketches_of(16, np.random.default_rng(1))
+    for liar in sorted(sketches)[:11]:
+        sketches[liar] = [-1000.0 * value for value in sketches[liar]]
+    assert suspects(sketches) == {*sketches}
+
+
+def test_sums_of_fewer_samples_may_be_noisier() -> None:
+    rng = np.random.default_rng(3)
+    signal = rng.normal(size=64)
+    shares = {PeerId(f"p{i:02}"): (100.0 if i else 1.0) for i in range(12)}
+    sketches = {
+        peer: (share * (signal + rng.normal(size=64) * 3.0 / math.sqrt(share))).tolist()
+        for peer, share in shares.items()
+    }
+    assert not suspects(sketches, shares)
+
+
+def test_who_holds_nothing_is_not_screened() -> None:
+    sketches = sketches_of(7, np.random.default_rng(2))
+    shares = dict.fromkeys(sketches, 1.0)
+    idle = min(sketches)
+    sketches[idle], shares[idle] = [0.0] * 64, 0.0
+    assert not suspects(sketches, shares)
+    assert screen({idle: [0.0]}, {idle: 0.0}, StageHistory()) == Screening(frozenset(), 0.0, 0.0)
+
+
+# ------------------------------------------------------------------ lots
+
+
+def test_new_servers_are_audited_in_each_step() -> None:
+    standing = Standing()
+    for step in range(PROBATION):
+        assert standing.is_drawn(A, step, 0.0, lambda: 0.5)
+        standing.note_passed(A)
+    assert not standing.is_drawn(A, PROBATION, 0.0, lambda: 0.5)
+    assert standing.is_drawn(B, PROBATION, 0.0, lambda: 0.5)
+
+
+def test_fellows_of_a_liar_are_watched_for_a_while() -> None:
+    standing = Standing(passed={A: PROBATION})
+    standing.watch([A], 7)
+    assert standing.is_drawn(A, 7 + WATCHED_STEPS, 0.0, lambda: 0.5)
+    assert not standing.is_drawn(A, 8 + WATCHED_STEPS, 0.0, lambda: 0.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 16, 0.75, 1.0])
+def test_a_share_is_drawn(share: float) -> None:
+    rng, standing = random.Random(1), Standing(passed={A: PROBATION})
+    of_steps = [share_of_step(share, rng.random) for _ in range(16_000)]
+    number = sum(standing.is_drawn(A, step, of_step, rng.random) for step, of_step in enumerate(of_steps))
+    assert share * 16_000 - 150 <= number <= share * 16_000 + 150
+    assert sum(map(bool, of_steps)) <= 1.65 * share * 16_000, "the step waits in few steps"
+
+
+# ------------------------------------------------------------------ comparing
+
+
+def added_up(parts: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    return total
+
+
+def projection(values: Tensor) -> StageProjection:
+    return StageProjection(tuple(project(values, 5).tolist()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [2, 9, 64])
+def test_the_order_of_adding_up_is_no_difference(dtype: torch.dtype, number: int) -> None:
+    """Also where the parts are much larger than what is left of them."""
+    torch.manual_seed(number)
+    for scale in (0.0, 1.0, 1e6):
+        offset = scale * torch.randn(1000, dtype=dtype)
+        parts = [torch.randn(1000, dtype=dtype) + (offset if i % 2 else -offset) for i in range(number)]
+        magnitude = sum(float(part.norm()) for part in parts)
+        tolerance = rounding_of(magnitude, number, str(dtype).removeprefix("torch."))
+        whole = projection(added_up(parts))
+        assert whole.agrees(projection(added_up(parts[::-1])), tolerance=tolerance)
+        assert whole.agrees(projection(added_up(parts[1::2] + parts[::2])), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_changed_sum_is_a_difference(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    parts = [torch.randn(1000, dtype=dtype) for _ in range(8)]
+    tolerance = rounding_of(sum(float(part.norm()) for part in parts), 8, str(dtype).removeprefix("torch."))
+    total, changed = added_up(parts), added_up(parts)
+    changed[17] += 0.05
+    assert not projection(changed).agrees(projection(total), tolerance=tolerance)
+    changed[17] = math.nan
+    assert not projection(changed).agrees(projection(total), tolerance=tolerance)
+
+
+def test_sums_in_fixed_point_agree_to_the_last_bit() -> None:
+    parts = torch.randint(-(2**40), 2**40, (3, 2, 100))
+
+    def sketched(sums: Tensor) -> StageProjection:
+        return StageProjection((1.0,), tuple(project_exactly(sums, 3)))
+
+    total = sketched(parts[[2, 0, 1]].sum(dim=0))
+    assert sketched(parts.sum(dim=0)).agrees(total, tolerance=0.0)
+    parts[0, 1, 5] += 1
+    assert not sketched(parts.sum(dim=0)).agrees(total, tolerance=0.0)
+
+
+def test_sketches_of_other_lengths_are_of_other_sums() -> None:
+    assert not StageProjection((1.0,)).agrees(StageProjection((1.0, 2.0)), tolerance=1.0)
+
+
+def test_what_overflows_is_only_like_what_overflows() -> None:
+    infinite, number = StageProjection((math.inf, -math.inf)), StageProjection((1.0, 2.0))
+    assert StageProjection((math.nan, 1.0)).agrees(infinite, tolerance=0.0)
+    assert not number.agrees(infinite, tolerance=math.inf)
+    assert not infinite.agrees(number, tolerance=1e300)
+
+
+def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
+    """5.3e-4 is what AVX2 and AVX512 were apart by it, with outputs of a transformer's blocks."""
+    plain, of_16_bits, of_8_bits = (tolerance_between_machines("float32", bits) for bits in (None, 16.0, 8.0))
+    assert plain == 1e-4
+    assert plain < of_16_bits < 2e-4
+    assert 5.3e-4 < of_8_bits < 2e-2
