@@ -41,7 +41,7 @@ FILE PROGRAM`. What the roles may do:
     observer    look at the run
     server      and compute, average, vote and coordinate
     trainer     and read data, start the run, and lead it if the one who started it dies
-    keeper      the same as a trainer, so far
+    keeper      the same; in an audited run (`trust="audited"`) only keepers vote, coordinate, start and lead it
 """
 
 _UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 604800}

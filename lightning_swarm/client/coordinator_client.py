@@ -108,6 +108,7 @@ class CoordinatorCalls:
                     raise type(error)(
                         f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
                         f"within {patience.successor_s:g} s: {error}"
+                        f"{self._run.keepers_remedy}"
                     ) from error
                 _log.info("%s is asked for again: %s", method, error)
                 if await self._find():
@@ -149,7 +150,8 @@ class CoordinatorCalls:
         before = self._run.term
         answered = await self.find_coordinator()
         if self._run.term == before:
-            for peer in sorted(answered)[:1]:  # a server of another generation may have a lower term
+            # A server of another generation may have a lower term.
+            for peer in sorted(filter(self._run.decides, answered))[:1]:
                 await self._check_generation(peer)
             await asyncio.sleep(_RETRY_S)
         return bool(answered)

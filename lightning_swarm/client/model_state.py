@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from lightning_swarm.core.errors import PeerError, ProtocolError, SwarmError, Un
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model import sharded_format
+from lightning_swarm.model.confirmation import Confirmation
 from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.sharded_format import REST
+from lightning_swarm.model.state_proof import StatePart, parts_of_optimizer, parts_of_weights
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
@@ -57,40 +61,46 @@ class ModelState:
 
 
 async def gather_snapshots(
-    transport: Transport, run: RunState, versions: Collection[int], *, timeout: float, max_bytes: int
+    transport: Transport,
+    run: RunState,
+    versions: Collection[int],
+    *,
+    timeout: float,
+    max_bytes: int,
+    events: EventLog | None = None,
+    sound: int | None = None,
 ) -> ModelState | None:
-    """Fetch the newest of `versions` of which peers that answer keep all stages; None if there is none.
+    """Fetch the newest of `versions` of which peers that answer keep all stages, see `in_turn`; None: there is none.
 
-    Raises `Unreachable` if they do not send one that they keep, and no older one either.
+    Raises `Unreachable` if they do not send one that they keep, and none that comes after it.
     """
     answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
+    confirmation = Confirmation(transport, run, timeout, events)
     failure: Unreachable | None = None
     while True:
         held = {
             peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in left])
             for peer, reply in answers.items()
         }
-        version = newest_complete(held, len(run.rosters))
+        version = newest_complete(held, len(run.rosters), sound)
         if version is None:
             if failure is not None:
                 raise failure
             return None
         try:
-            return await _gather(transport, run, held, version, timeout=timeout, max_bytes=max_bytes)
+            return await _gather(confirmation, held, version, max_bytes=max_bytes)
         except Unreachable as error:  # a server may say that it keeps what it does not
             _log.warning("%s", error)
             failure = failure or error
             left.discard(version)
 
 
-async def _gather(
-    transport: Transport, run: RunState, held: Held, version: int, *, timeout: float, max_bytes: int
-) -> ModelState:
+async def _gather(confirmation: Confirmation, held: Held, version: int, *, max_bytes: int) -> ModelState:
     """Fetch the snapshots of all stages at a version."""
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for index in range(len(run.rosters)):  # one after the other: there may be no room for two
-        fetched = await _fetch(transport, run, held, version, index, timeout=timeout, max_bytes=max_bytes)
+    for index in range(len(confirmation.run.rosters)):  # one after the other: there may be no room for two
+        fetched = await _fetch(confirmation, held, version, index, max_bytes=max_bytes)
         try:
             own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
         except (OSError, RuntimeError) as error:  # torch's own, of a full disk
@@ -121,9 +131,8 @@ def no_room(error: Exception) -> SwarmError:
     )
 
 
-async def _fetch(
-    transport: Transport, run: RunState, held: Held, version: int, stage_index: int, *, timeout: float, max_bytes: int
-) -> _Tensors:
+async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_index: int, *, max_bytes: int) -> _Tensors:
+    transport, run = confirmation.transport, confirmation.run
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
     generation = run.manifest.generation  # an older one may have had the same version
@@ -134,17 +143,37 @@ async def _fetch(
         if (kept.version, kept.stage_index) == (version, stage_index)
     }
     told, number = run.digest_of(stage_index, version), Counter(claimed.values())
+    if told is None and confirmation.is_needed:
+        told = taken_alike(claimed, run.takers_of(stage_index, version), right=run.believed)
+        if told is None:
+            raise Unreachable(
+                f"no record tells what stage {stage_index} is at version {version}, and of the servers that took that "
+                "snapshot there are too few that say the same: in an audited run an older one is read."
+            )
     if told is None and len(number) > 1:
         _log.warning("No record says yet what stage %d is at version %d, and %s differ.", stage_index, version, holders)
     # This peer's own snapshot costs nothing. What no record tells as yet is what most of the holders say.
     for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -number[claimed[peer]])):
         try:
-            message = await transport.stream(peer, SNAPSHOT, request, timeout=timeout, max_bytes=max_bytes)
+            message = await transport.stream(peer, SNAPSHOT, request, timeout=confirmation.timeout, max_bytes=max_bytes)
             found = await asyncio.to_thread(digest, message.tensors, message.body)
+            if told is not None and found != told and confirmation.is_needed:
+                confirmation.note(peer, stage_index, version, "its snapshot is not what the stage's servers took")
             return _read(message, (generation, stage_index, version), found, told or claimed[peer])
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
     raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
+
+
+def taken_alike(
+    claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, right: Sequence[PeerId]
+) -> bytes | None:
+    """Return the digest that the first of `right` gives which took the snapshot, or else most takers do. Pure."""
+    judge = next((peer for peer in right if peer in takers), None)
+    if judge is not None:
+        return claimed.get(judge)
+    number = Counter(claimed[peer] for peer in takers if peer in claimed)
+    return next((found for found, count in number.most_common(1) if 2 * count > len(takers)), None)
 
 
 def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected: bytes) -> _Tensors:
@@ -167,12 +196,14 @@ async def gather_weights(
     timeout: float,  # seconds for each exchange
     max_bytes: int = MAX_STREAM_BYTES,  # for each stage
     stages: Collection[int] | None = None,
+    events: EventLog | None = None,
 ) -> dict[str, Tensor]:
     """Fetch stages' (or all) parameters and buffers at version `step`, by their names in the model's state dict."""
+    confirmation = Confirmation(transport, run, timeout, events)
     asked = range(len(run.rosters)) if stages is None else stages
     requests = [_request(run, index, step, optimizer=False) for index in asked]
     weights: dict[str, Tensor] = {}
-    for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
+    for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
         named = zip(state.names, tensors, strict=True)
         # What this process serves itself came without a copy, and goes on changing.
         weights.update((name, tensor.clone()) for name, tensor in named)
@@ -187,12 +218,14 @@ async def gather_optimizer(
     timeout: float,
     max_bytes: int = MAX_STREAM_BYTES,
     stages: Collection[int] | None = None,
+    events: EventLog | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Fetch optimizer state at version `step`, by parameter name: of the given stages, or of all."""
+    confirmation = Confirmation(transport, run, timeout, events)
     asked = range(len(run.rosters)) if stages is None else stages
     requests = [_request(run, index, step, optimizer=True) for index in asked]
     found: dict[str, dict[str, Any]] = {}
-    for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
+    for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
         found.update(zip(state.names, serialization.unflatten(state.structure, list(tensors)), strict=True))
     return found
 
@@ -307,24 +340,36 @@ def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateR
 
 
 async def _states(
-    transport: Transport, run: RunState, requests: Sequence[StateRequest], *, timeout: float, max_bytes: int
+    confirmation: Confirmation, requests: Sequence[StateRequest], *, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
+    transport, run = confirmation.transport, confirmation.run
+    # In an audited run nothing that a server answers keeps the others from being asked.
+    passing = SwarmError if confirmation.is_needed else PeerError
+
     async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
         # This peer's own copy costs nothing.
         members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
         for member in members:
             try:
                 message = await transport.stream(
-                    member.peer_id, STATE, Message(encode(request)), timeout=timeout, max_bytes=max_bytes
+                    member.peer_id, STATE, Message(encode(request)), timeout=confirmation.timeout, max_bytes=max_bytes
                 )
-                return decode(message.body, StageState), message.tensors
-            except PeerError as error:  # it may have died since the record
+                state = decode(message.body, StageState)
+                await confirmation.check(member.peer_id, request, partial(_parts, state, message.tensors))
+                return state, message.tensors
+            except passing as error:  # it may have died since the record
                 if member is members[-1]:
                     raise
                 _log.info("Stage %d is asked for at another of its peers: %s", request.stage_index, error)
         raise AssertionError("a stage has members")
 
     return await gather(map(fetch, requests))
+
+
+def _parts(state: StageState, tensors: Sequence[Tensor]) -> list[StatePart]:
+    if state.optimizer:
+        return parts_of_optimizer(named(state.names, serialization.unflatten(state.structure, list(tensors))))
+    return parts_of_weights(named(state.names, tensors))
 
 
 _State = Mapping[str, dict[str, Any]]
@@ -386,6 +431,7 @@ async def write_stages(
     as_saved: Callable[[_State], _State] | None,
     *,
     limits: Limits,
+    events: EventLog | None = None,
 ) -> list[WrittenValue]:
     """Have each stage written by one of its servers that sees the folder, or else by the lead, one stage at a time."""
     # No record is applied meanwhile, so all are at version `step`. `names` are for each stage the parameters and
@@ -393,6 +439,11 @@ async def write_stages(
     # the optimizer saves it; with None it is left out.
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
+    # In an audited run a file is written by a server that nobody doubts, or here, by what others confirm.
+    believed = {transport.peer_id, *run.believed} if run.believed else set(run.servers)
+
+    def writers(roster: Sequence[Member]) -> list[Member]:
+        return [member for member in roster if member.peer_id in believed]
 
     async def write(index: int) -> list[WrittenValue]:
         request = WriteRequest(
@@ -403,13 +454,14 @@ async def write_stages(
             optimizer=as_saved is not None,
             without=sorted(set().union(*names[:index])),
         )
-        written = await _by_server(transport, run.rosters[index], request, timeout=timeout)
+        written = await _by_server(transport, writers(run.rosters[index]), request, timeout=timeout)
         if written is not None:
             sharded_format.check(written, index, names[index])
             return written
         async with writing_here:
             _log.info("No server of stage %d sees %s: it is written here.", index, folder)
             options: dict[str, Any] = {"timeout": timeout, "max_bytes": limits.max_message_bytes, "stages": [index]}
+            options["events"] = events
             weights = await gather_weights(transport, run, step, **options)
             content: dict[str, Any] = {sharded_format.WEIGHTS: {name: weights[name] for name in names[index]}}
             if as_saved is not None:

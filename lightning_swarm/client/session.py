@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -101,6 +101,10 @@ class Session:
         self._runtime.run(self.pipeline.context.replay_buffer.clear())
         if self.local_layers is not None:
             self.local_layers.enter_generation()
+
+    def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
+        """At the lead: have the run go back where false work counted, if there is something to go back to."""
+        self._steps.can_go_back = can_go_back
 
     @property
     def newest_record(self) -> Record | None:

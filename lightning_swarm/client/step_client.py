@@ -12,7 +12,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.coordinator_client import CoordinatorCalls, CoordinatorTimeouts, EnlistedCalls
 from lightning_swarm.client.generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
-from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
+from lightning_swarm.core.errors import FalseWorkCounted, LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import methods
 from lightning_swarm.protocol.events import EventLog
@@ -84,6 +84,8 @@ class StepClient:
         # At the lead: tell what to step with, and which epoch its loop is in.
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
+        # Likewise: tell whether there is something to go back to, where false work counted. None: this is not the lead.
+        self.can_go_back: Callable[[], Awaitable[bool]] | None = None
         transport.handle_call(methods.LEADS, self._handle_leads)
         transport.handle_call(methods.REPORT, self._handle_report)
         transport.handle_stream(methods.REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
@@ -374,9 +376,20 @@ class StepClient:
         for lease in lost:
             generation.journal.withdrawn(record.step, lease.grant.lease)
             generation.lost.append(lease.grant.lease)
+        await self._go_back(record)  # then nothing else of it matters
         await self._confirm(unknown)
         for first in reply.measured:
             metrics += await self._fetch_metrics(record.step, first)
+
+    async def _go_back(self, record: Record) -> None:
+        """At the lead: raise what takes the run back because false work may have counted, if it can go back."""
+        if not record.goes_back or self.can_go_back is None:
+            return
+        reasons = [f"{one.peer} {one.reason}" for one in record.convicted or ()]
+        text = f"work counted unaudited of servers that were convicted: {'; '.join(reasons)}"
+        if await self.can_go_back():
+            raise FalseWorkCounted(text, self.run.sound_version_after(record.step))
+        _log.warning("The run goes on with what came of it, for there is no snapshot to go back to: %s.", text)
 
     async def _confirm(self, leases: Sequence[Lease]) -> None:
         """Ask whether batches that are through count still, by reporting them again."""

@@ -19,6 +19,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.bans import BAN, bans_in
+from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.queries import ask_view
 
@@ -36,6 +37,7 @@ class RunMember:
     uses: tuple[int, int]  # of that invitation: used, and in all
     parts: tuple[str, ...]  # that it has in the run now
     banned: str | None  # the reason; None: it is not
+    convicted: str | None = None  # likewise
 
 
 class Members:
@@ -61,7 +63,8 @@ class Members:
     @property
     def view(self) -> RunView | None:
         """The run, as one of its servers shows it; None: no peer that answers is in one."""
-        for one in self._sightings:
+        # In an audited run keepers are believed first.
+        for one in sorted(self._sightings, key=lambda one: not is_certified_keeper(self._transport, one.peer_id)):
             if one.report is not None and one.report.server is not None:
                 view = self._runtime.run(ask_view(self._transport, one.peer_id, timeout=self._timeout))
                 if view is not None:
@@ -123,6 +126,7 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
     """Return all peers that ever came to a run, those that are in it first, and all that were banned. Pure."""
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
+    convicted = {str(one.peer): printable(one.reason) for one in seats.convicted or ()}
     found, named = list[RunMember](), set[str]()
     for one in seats.invitations or ():
         number = one.number.hex()
@@ -130,10 +134,15 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
             named.add(peer)
             reason = banned.get(peer, banned.get(number))
             uses = (len(one.peers), one.uses)
-            found.append(RunMember(peer, roles.get(peer), number, uses, _parts(view, peer), reason))
+            found.append(
+                RunMember(peer, roles.get(peer), number, uses, _parts(view, peer), reason, convicted.get(peer))
+            )
     if isinstance(seats.invitations, UnsetType):
-        peers = {PeerId(member.peer_id) for roster in seats.rosters for member in roster} | {*seats.trainers}
-        found += [RunMember(peer, None, None, (0, 0), _parts(view, peer), None) for peer in sorted(peers)]
+        peers = {str(member.peer_id) for roster in seats.rosters for member in roster} | {*seats.trainers, *convicted}
+        found += [
+            RunMember(peer, None, None, (0, 0), _parts(view, PeerId(peer)), None, convicted.get(peer))
+            for peer in sorted(peers)
+        ]
     numbers = {one.invitation for one in found}
     found += [
         RunMember(subject, None, None, (0, 0), (), reason)
@@ -171,4 +180,6 @@ def table(run_id: str, members: Collection[RunMember]) -> str:
 def _state(member: RunMember) -> str:
     if member.banned is not None:
         return f"banned: {member.banned or 'no reason was given'}"
+    if member.convicted is not None:
+        return f"convicted: {member.convicted or 'no reason was given'}"
     return ", ".join(member.parts) or "gone"

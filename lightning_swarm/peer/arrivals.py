@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lightning_swarm.core.errors import AccessDenied, ConfigError, ProtocolError, SwarmError
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Permit, Role
@@ -29,7 +29,8 @@ from lightning_swarm.protocol.invitations import (
     is_full,
     used_after,
 )
-from lightning_swarm.protocol.messages.run import UsedInvitation, UsedInvitations
+from lightning_swarm.protocol.keepers import convicted_after, convictions, is_certified_keeper
+from lightning_swarm.protocol.messages.run import Convictions, UsedInvitation, UsedInvitations
 from lightning_swarm.protocol.messages.wire import WireMessage
 from lightning_swarm.protocol.run_state import RunState
 
@@ -39,17 +40,19 @@ _LOOK_S: Final = 3.0  # for which those that announced themselves, as anyone may
 
 
 class KnownPeers(WireMessage, frozen=True):
-    """The peers that a checkpoint remembers: those that came by each invitation, and those that the owner banned."""
+    """The peers that a checkpoint remembers: who came by each invitation, whom the owner banned, who was convicted."""
 
-    invitations: list[UsedInvitation]
     bans: list[bytes]
+    invitations: UsedInvitations = UNSET
+    convicted: Convictions = UNSET
 
 
 def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
     """Return what a checkpoint is to remember, in plain values; None if the run takes any peer."""
-    if isinstance(run.invitations, UnsetType):
+    if isinstance(run.invitations, UnsetType) and not run.convicted:
         return None
-    plain: dict[str, Any] = msgspec.to_builtins(KnownPeers(list(run.invitations), bans))
+    known = KnownPeers(bans, run.invitations, convictions(run.convicted))
+    plain: dict[str, Any] = msgspec.to_builtins(known)
     return plain
 
 
@@ -58,7 +61,10 @@ class Arrivals:
     """The peers that came to a run by each invitation, until its next generation begins."""
 
     _transport: Transport
+    named: Collection[PeerId] = ()  # keepers in a run without certificates
     used: Used = UNSET  # in older generations
+    keepers: Collection[PeerId] = ()  # likewise
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # likewise, and why
     _warned: set[PeerId] = field(default_factory=set)
     _wall_s: Callable[[], float] = time.time
 
@@ -70,20 +76,28 @@ class Arrivals:
         except (msgspec.ValidationError, ProtocolError) as error:
             raise ConfigError(
                 f"the checkpoint must tell the invitations of its run as they were saved: {error}. Take another "
-                "checkpoint, or remove its entry `swarm_peers`: then all invitations count anew, and nobody is banned."
+                "checkpoint, or remove its entry `swarm_peers`: then all invitations count anew, and nobody is banned "
+                "or convicted."
             ) from error
         self.used = found.invitations
+        self.convicted = convicted_after({}, found.convicted)
         for signed in found.bans:
             heed(self._transport, signed)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
-        """Return the servers whose certificates permit what they announce; all, if the run takes any peer."""
+        """Return the servers whose certificates permit what they announce, without those that were convicted.
+
+        All others, if the run takes any peer.
+        """
+        self._warned &= servers.keys()
+        for peer in sorted(servers.keys() & self.convicted.keys()):
+            self._warn(peer, f"it was convicted: {printable(self.convicted[peer])}")
+        servers = {peer: server for peer, server in servers.items() if peer not in self.convicted}
         own = self._transport.permit_of(self._transport.peer_id)
         if own is None:
             return dict(servers)
         used = self._after(self._transport.peer_id, own, () if isinstance(self.used, UnsetType) else self.used)
         asked = sorted(servers.keys() - {self._transport.peer_id})
-        self._warned &= servers.keys()
         permits = await gather(self._permit_of(peer, servers[peer]) for peer in asked)
         found = {peer: server for peer, server in servers.items() if peer == self._transport.peer_id}
         for peer, permit in zip(asked, permits, strict=True):
@@ -100,6 +114,25 @@ class Arrivals:
             used = self._after(peer, permit, used)
             found[peer] = servers[peer]
         return found
+
+    def note_end(self, run: RunState) -> None:
+        """Remember who came to a generation that ends, decided in it, and was convicted."""
+        self.used, self.convicted = run.invitations, dict(run.convicted)
+        self.keepers = run.keepers or ()
+
+    def keepers_among(self, me: PeerId, members: Iterable[PeerId]) -> list[PeerId]:
+        """Return the keepers of an audited run that begins: `me`, its starter, and first members that are certified.
+
+        Raises `ConfigError` where this peer's certificate is not a keeper's: later joiners believe keepers alone.
+        """
+        if is_certified_keeper(self._transport, me) is False:
+            raise ConfigError(
+                "an audited run is begun by a keeper, whom those that join later can know by its certificate; that of "
+                f"{me} is of another role. Start the run where its owner's key is, or with an invitation made with "
+                "`lightning-swarm invite --role keeper`."
+            )
+        new = [peer for peer in sorted(members) if peer in self.named or is_certified_keeper(self._transport, peer)]
+        return list(dict.fromkeys([me, *self.keepers, *new]))  # also those that are gone, for they may come again
 
     async def count(self, members: Iterable[PeerId]) -> UsedInvitations:
         """Count the first members of a generation, which are `invited`; unset: the run takes any peer."""

@@ -11,6 +11,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.settings import (
+    AUDIT_SHARE,
     Compression,
     RunSettings,
     check_choice,
@@ -24,11 +25,16 @@ __all__ = ["Compression", "PeerRole", "Preemption", "StateDictType", "SwarmConfi
 PeerRole = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
 StateDictType = Literal["full", "sharded"]
-Trust = Literal["open", "invited"]
+Trust = Literal["open", "invited", "audited"]
 
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
 _FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full")
+
+
+def audited_share(trust: Trust | None, share: float | None) -> float | None:
+    """Return the share of the servers' work that is audited, where a user may leave it out; None: nothing is."""
+    return AUDIT_SHARE if trust == "audited" and share is None else share
 
 
 def _nearest(split: str) -> str:
@@ -106,9 +112,23 @@ class SwarmConfig:
             "trust",
             self.trust,
             (None, *get_args(Trust)),
-            "'invited' (only peers with an invitation take part), 'open' (anyone who reaches a port does) or None "
-            "('invited' where other machines reach this one)",
+            "'invited' (only peers with an invitation take part), 'audited' (likewise, and their work is checked), "
+            "'open' (anyone who reaches a port does) or None ('invited' where other machines reach this one)",
         )
+        if self.settings.is_audited and self.trust != "audited":
+            raise ConfigError(
+                f"`audit_share` needs `trust='audited'`, got trust {self.trust!r}. Leave one of them out."
+            )
+        if self.settings.goes_back and self.limits.snapshot_interval is None:
+            raise ConfigError(
+                "a run with `trust='audited'` goes back to a snapshot where a liar's work counted, got "
+                "`Limits(snapshot_interval=None)`. Leave it out, or write `on_conviction='go_on'`."
+            )
+        if self.trust == "audited" and self.role == "both":
+            raise ConfigError(
+                "with `trust='audited'` one process brings the data, because nobody can check what a trainer reads: "
+                "got role 'both'. Use role 'auto', with only servers beside it."
+            )
         if self.invite is None:
             return
         check_is_file_name(self.invite)
@@ -134,7 +154,8 @@ class SwarmConfig:
     def leaves_whole(self, num_devices: int) -> bool:
         """Return whether this process, on so many devices, may begin a run of a model that is not cut."""
         # Whoever says how to cut wants a cut, and so does who has devices that bring no data.
-        says_how = (self.pipeline, self.boundary, self.settings.microbatch_size, self.shared or None)
+        settings = self.settings
+        says_how = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
         if any(one is not None for one in says_how) or self.split != "parameters":
             return False
         return (self.num_stages or num_devices) == 1 and (
@@ -161,7 +182,9 @@ class SwarmConfig:
     @property
     def is_invited(self) -> bool:
         """Return whether only peers with an invitation take part in the run."""
-        return self.trust == "invited" or (self.trust is None and (self.invite is not None or not self.is_local))
+        if self.trust is None:
+            return self.invite is not None or not self.is_local
+        return self.trust != "open"
 
     @property
     def only_serves(self) -> bool:

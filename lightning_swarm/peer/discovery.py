@@ -18,6 +18,7 @@ from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import Directory, Message, PeerId, Transport
+from lightning_swarm.network.access import Role
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest
 from lightning_swarm.protocol.messages.state import StageState
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
@@ -89,6 +90,7 @@ class RunDirectory:
     directory: Directory
     transport: Transport  # this peer's
     run_id: str
+    is_audited: bool = False  # only keepers are believed to coordinate a run
     # What was warned of: the same announcements are read again and again, also those of peers that are gone.
     _warned_of: set[tuple[PeerId, int | str]] = field(default_factory=set, init=False)
     _own: dict[str, bytes] = field(default_factory=dict, init=False)  # what this peer announced, by key
@@ -127,7 +129,24 @@ class RunDirectory:
         found = await self._read(f"{self.run_id}.run", RunAnnouncement)
         if found:
             await self.connect_all()
-        return sorted({run.coordinator for run in found.values()})
+        runs = sorted({run.coordinator for run in found.values()})
+        return await self._keepers_among(runs) if self.is_audited else runs
+
+    async def _keepers_among(self, peers: Sequence[PeerId]) -> list[PeerId]:
+        """Leave out those whose certificates are not keepers', or who show none."""
+        if self.transport.permit_of(self.transport.peer_id) is None:
+            return list(peers)
+
+        async def is_keeper(peer: PeerId) -> bool:
+            try:
+                permit = await self.transport.certify(peer)
+            except SwarmError as error:
+                self._warn_once("Ignored the run that %s is said to coordinate: %s", peer, "certificate", error)
+                return False
+            return permit is not None and permit.role.includes(Role.KEEPER)
+
+        found = await gather(map(is_keeper, peers))
+        return [peer for peer, is_one in zip(peers, found, strict=True) if is_one]
 
     async def announce(
         self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False, among: str = "servers"

@@ -44,7 +44,7 @@ CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
 
 @dataclass(eq=False)
 class StandbyLeads:
-    """The lead's view of the run's standbys, to which it sends the state of its loop."""
+    """The lead's view of the run's standbys, servers that may lead, to which it sends the state of its loop."""
 
     _transport: Transport
     _candidates: Callable[[], Awaitable[Collection[PeerId]]]  # peers that announced that they could take a run over
@@ -129,12 +129,14 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
     if empty:
         return f"nobody of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
     num_voters, num_left = len(run.voters), sum(voter.peer_id in alive for voter in run.voters)
-    return f"only {num_left} of {num_voters} voters answer" if num_left * 2 <= num_voters else ""
+    if num_left * 2 > num_voters:
+        return ""
+    return f"only {num_left} of {num_voters} voters answer{run.keepers_remedy}"
 
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
-    """The manifest of the run if another peer leads it by now, as its servers show it."""
-    others = [peer for peer in run.servers if peer != transport.peer_id]
+    """The manifest of the run if another peer leads it by now, as its servers that decide show it."""
+    others = [peer for peer in run.servers if peer != transport.peer_id and run.decides(peer)]
     views = await gather(ask_view(transport, peer, timeout=timeout) for peer in others)
     manifests = [view.manifest for view in views if view is not None]
     newest = max(manifests, key=lambda manifest: manifest.generation, default=None)

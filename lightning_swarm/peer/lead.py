@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.client.session import Session
+from lightning_swarm.coordinator.audit.auditable import check_auditable
 from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
@@ -31,11 +32,13 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
 from lightning_swarm.protocol.bans import heed
-from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest, Selection
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.keepers import convictions, may_decide
+from lightning_swarm.protocol.messages.run import Keepers, Manifest, Member, RestartRequest, Selection
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.methods import VIEW
-from lightning_swarm.protocol.queries import ask_held, newest_complete
+from lightning_swarm.protocol.queries import ask_held, holders_of, newest_complete, only_told
 from lightning_swarm.protocol.run_state import RunState, replaced_by
 from lightning_swarm.server.stage_builder import PeerModel
 
@@ -117,14 +120,24 @@ def make_manifest(
     servers: Sequence[Member],
     others: Sequence[Member],
     hosts: Mapping[PeerId, str],
+    keepers: Keepers = UNSET,
 ) -> Manifest:
-    """Record 0 of a run that `me`, the starter, leads, and in which `others` train; `hosts`: the servers' machines."""
-    # The starter's own server coordinates: its trainer's control calls then cross no network.
-    servers = sorted(servers, key=lambda member: member.peer_id != me.peer_id)
+    """Record 0 of a run that `me`, the starter, leads, and in which `others` train; `hosts`: the servers' machines.
+
+    Raises `ConfigError` where no server may coordinate.
+    """
+    # The starter's own server coordinates: its trainer's control calls then cross no network. Or another keeper.
+    servers = sorted(servers, key=lambda one: (one.peer_id != me.peer_id, not may_decide(one.peer_id, keepers)))
+    if not may_decide(servers[0].peer_id, keepers):
+        raise ConfigError(
+            "an audited run is coordinated by a keeper that holds a stage, and none of its first "
+            f"{len(servers)} servers is one: the starter, with `role={config.role!r}`, holds none. Leave `role` out, "
+            "so that it serves, too, or have a peer serve that comes by `lightning-swarm invite --role keeper`."
+        )
     trainers = [me, *(member for member in others if member != me)]
     rosters = discovery.assign(len(spec.ranges), servers)
     stages = model.describe(spec.ranges, [*rosters, trainers])
-    return Manifest(
+    manifest = Manifest(
         protocol_version=PROTOCOL_VERSION,
         run_id=config.run_id,
         generation=spec.generation,
@@ -133,7 +146,7 @@ def make_manifest(
         trainers=[member.peer_id for member in trainers],
         coordinator=servers[0].peer_id,
         voters=choose_voters(
-            [stage.roster for stage in stages], [stage.on_trainers for stage in stages], servers[:1], hosts
+            [stage.roster for stage in stages], [stage.on_trainers for stage in stages], servers[:1], hosts, keepers
         ),
         settings=config.settings,
         gradient_clip_norm=spec.gradient_clip_norm,
@@ -148,19 +161,31 @@ def make_manifest(
         # Layers around a pipeline are held by the trainers that the run began with.
         open_to_trainers=spec.open_to_trainers and (not rosters or not stages[-1].on_trainers),
         former_leads=list(spec.former_leads) or UNSET,
+        keepers=keepers,
     )
+    if config.settings.is_audited:
+        check_auditable(manifest)
+    return manifest
 
 
 class Lead:
     """A peer's part in runs that it leads: begins them, rolls them back, and ends them."""
 
     def __init__(
-        self, runtime: Runtime, directory: RunDirectory, config: SwarmConfig, *, is_over: Callable[[], bool]
+        self,
+        runtime: Runtime,
+        directory: RunDirectory,
+        config: SwarmConfig,
+        events: EventLog,
+        *,
+        is_over: Callable[[], bool],
+        keepers: Collection[PeerId] = (),
     ) -> None:
         self._runtime = runtime
         self._directory = directory
         self._transport = directory.transport
         self._config = config
+        self._events = events
         self._is_over = is_over  # whether this peer's server has heard that the run is over
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # of this peer's copy of the model
@@ -173,7 +198,7 @@ class Lead:
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
         self._released: set[PeerId] = set()  # from older generations; some may have missed the next one's beginning
-        self._arrivals = Arrivals(directory.transport)
+        self._arrivals = Arrivals(directory.transport, keepers)
         self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
 
     # ------------------------------------------------------------------ beginning a run
@@ -258,10 +283,14 @@ class Lead:
         announced = await self._directory.announced()
         trainers = [server for server in servers if server.peer_id in announced and announced[server.peer_id].trains]
         hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
-        manifest = make_manifest(spec, self._config, model, me, servers, trainers, hosts)
+        keepers: Keepers = UNSET
+        if self._config.settings.is_audited:
+            keepers = self._arrivals.keepers_among(me.peer_id, [server.peer_id for server in servers])
+        manifest = make_manifest(spec, self._config, model, me, servers, trainers, hosts, keepers)
         invitations = await self._arrivals.count([*(one.peer_id for one in servers), *manifest.trainers])
         bans = self._transport.bans or UNSET
-        manifest = structs.replace(manifest, invitations=invitations, bans=bans)
+        convicted = convictions(self._arrivals.convicted)
+        manifest = structs.replace(manifest, invitations=invitations, bans=bans, convicted=convicted)
         run = self.run = RunState(manifest)  # from here on a server may be in it, and must hear of its end
         run.heed_bans(partial(heed, self._transport))
         await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
@@ -313,11 +342,29 @@ class Lead:
             if lost and newest_complete(held, len(self.run.rosters)) is not None:
                 return lost
 
-    def gather_snapshots(self, versions: Collection[int]) -> ModelState | None:
-        """The state at the newest of these versions of which the servers together keep all."""
-        timeout, max_bytes = self._config.limits.join_timeout, self._config.limits.max_message_bytes
+    async def has_snapshot(self) -> bool:
+        """On the event loop: tell whether there is a complete snapshot that the trainer's loop can go on from."""
+        if self.run is None or not self.versions_kept():
+            return False
+        held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
+        if self.run.manifest.settings.is_audited:
+            held = only_told(held, self.run.snapshots)  # others may be what nobody took
+        stages = range(len(self.run.rosters))
+        return any(all(holders_of(held, version, index) for index in stages) for version in self.versions_kept())
+
+    def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
+        """The state at the newest of these versions of which the servers together keep all; see `in_turn`."""
+        limits = self._config.limits
         return self._runtime.run(
-            gather_snapshots(self._transport, self._current, versions, timeout=timeout, max_bytes=max_bytes)
+            gather_snapshots(
+                self._transport,
+                self._current,
+                versions,
+                timeout=limits.join_timeout,
+                max_bytes=limits.max_message_bytes,
+                events=self._events,
+                sound=sound,
+            )
         )
 
     def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
@@ -335,7 +382,8 @@ class Lead:
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:
-            self._former, self._arrivals.used = self.run.manifest, self.run.invitations
+            self._former = self.run.manifest
+            self._arrivals.note_end(self.run)
             self._released.update(self.run.servers)
             servers = self._runtime.run(failover.release(self._transport, self.run, first_step, timeout=timeout))
             if self._took_over and not has_majority(self.run, servers):

@@ -240,7 +240,8 @@ class MembershipLifecycle:
                 raise Unreachable(
                     f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
                     f"answered for {timeout:g} s. Start this peer again when the run goes on. In the place of its lead "
-                    "another peer goes on only where most of the voters live: of two servers one is too few."
+                    "another peer goes on only where most of the voters live: of two servers one is too few"
+                    f"{self._server.membership.run.keepers_remedy}."
                 )
 
     async def _is_left_out(self) -> bool:
@@ -256,18 +257,23 @@ class MembershipLifecycle:
         if not views:
             return False
         self._answered_s = now_s()
-        newest = max(views, key=lambda view: (view.manifest.generation, view.version))
+        believed = [view for peer, view in views.items() if run.decides(peer)]
+        if not believed:
+            return False
+        newest = max(believed, key=lambda view: (view.manifest.generation, view.version))
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False
         self._newest_view = newest
         return not any(self._server.membership.me in roster for roster in newest.seats.rosters)
 
-    async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
+    async def _views(self, peers: Sequence[PeerId]) -> dict[PeerId, RunView]:
         async def ask(peer: PeerId) -> RunView:
             return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
 
-        found = await gather(self._heard(peer, ask(peer)) for peer in peers[:_MAX_ASKED])
-        return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
+        asked = sorted(peers, key=self._server.membership.run.decides, reverse=True)[:_MAX_ASKED]
+        found = await gather(self._heard(peer, ask(peer)) for peer in asked)
+        views = {peer: view for peer, view in zip(asked, found, strict=True) if view is not None}
+        return {peer: view for peer, view in views.items() if view.manifest.run_id == self._run_id}
 
     async def _answers(self, peer: PeerId) -> bool:
         """True if a peer lives: a lead that holds no stage shows no run, but answers a handshake."""

@@ -7,7 +7,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import torch
@@ -54,11 +54,12 @@ class Peer:
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
         may_lead: bool = True,  # in the place of a lead that dies
+        keepers: Collection[PeerId] = (),  # of an audited run that this peer begins, where nobody has a certificate
         rng: random.Random,  # wires pipelines; draws the boot id of this life, so no other peer may have an equal one
     ) -> None:
         self.runtime = runtime
         self.transport = transport
-        self._directory = RunDirectory(directory, transport, config.run_id)
+        self._directory = RunDirectory(directory, transport, config.run_id, config.settings.is_audited)
         self._executor = executor
         self._config = config
         self._may_lead = may_lead
@@ -82,7 +83,7 @@ class Peer:
         )
         connect = self._directory.connect_all
         self._training = TrainerRole(transport, self._tickets, config, self.events, rng, connect)
-        self.lead = Lead(runtime, self._directory, config, is_over=self._is_over)
+        self.lead = Lead(runtime, self._directory, config, self.events, is_over=self._is_over, keepers=keepers)
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()
         self._sending_loop: asyncio.Task[None] | None = None  # to the standbys

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from lightning_swarm.client.coordinator_client import CoordinatorTimeouts
+from lightning_swarm.client.pipeline.audits import AuditSender
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.microbatch_run import Replayer
@@ -112,9 +113,17 @@ class TrainerRole:
                 router.set_peers(member.peer_id for member in roster)
                 routers.append(router)
         context = PipelineContext(
-            self._role, self._tickets, routers, limits.call_timeout, self._events, self._copies, limits.stage_timeout
+            self._role,
+            self._tickets,
+            routers,
+            limits.call_timeout,
+            self._events,
+            self._copies,
+            limits.stage_timeout,
+            judge=(lambda: run.coordinator) if run.manifest.settings.is_audited else None,
         )
         Replayer(context, run, max_in_flight=limits.max_in_flight)
+        AuditSender(context, run, max_in_flight=limits.max_in_flight)
         return context
 
     async def leave_run(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,6 +55,17 @@ _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
 
 # ---------------------------------------------------------------------- the Trainer and its callbacks
+
+
+@contextlib.contextmanager
+def refusing_several_optimizers() -> Iterator[None]:
+    """Say what to do where Lightning names a remedy for several optimizers that a swarm refuses."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" in str(error):
+            raise ConfigError.like(RuntimeError, ONE_OPTIMIZER.format("several")) from error
+        raise
 
 
 def check_callbacks(trainer: Trainer) -> None:

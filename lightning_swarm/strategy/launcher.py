@@ -101,7 +101,7 @@ class TrainerCall:
         try:
             return self.function(*self.args, **self.kwargs), None
         except (PeerError, StepError) as error:
-            path = self.strategy.prepare_rollback(self.trainer, error)
+            path = self.strategy._rollback.prepare(self.trainer, error)
             if path is None:
                 raise
         return None, path  # after the handler: the loop's old state is free by now

@@ -113,7 +113,12 @@ class ModuleAccess:
         session.renew()
         timeout = limits.call_timeout if timeout is None else timeout
         work = gather(
-            self._peer.transport, session.run, session.version, timeout=timeout, max_bytes=limits.max_message_bytes
+            self._peer.transport,
+            session.run,
+            session.version,
+            timeout=timeout,
+            max_bytes=limits.max_message_bytes,
+            events=self._peer.events,
         )
         return self._peer.runtime.run(work)
 

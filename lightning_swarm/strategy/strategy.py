@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_swarm.client.session import Session
 from lightning_swarm.client.status import SwarmStatus, status_of
-from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
@@ -34,9 +34,17 @@ from lightning_swarm.peer.config import (
     StateDictType,
     SwarmConfig,
     Trust,
+    audited_share,
 )
 from lightning_swarm.protocol.messages.run import Selection, StageManifest
-from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancing, RunSettings
+from lightning_swarm.protocol.settings import (
+    CodecName,
+    Compression,
+    OnConviction,
+    Rebalancing,
+    RobustAveraging,
+    RunSettings,
+)
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
@@ -99,11 +107,16 @@ class SwarmStrategy(extra_trainers.RankHooks):
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
             With it a restarted peer keeps its id. Further peers of this machine have files beside it, with their
             number at the end.
-        trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, the user who starts
-            the run; ``"open"``: anyone who reaches this peer's port. None: ``"invited"`` if other machines reach this
-            peer, by `listen` or `announce`, or if it has an invitation; otherwise nothing is checked.
+        trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, the user who starts it;
+            ``"audited"``: likewise, and what servers compute is checked; ``"open"``: anyone who reaches this peer.
+            None: ``"invited"`` if other machines reach it, by `listen` or `announce`, or if it has an invitation.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
             has been in the run needs none if its `identity_path` is the same, whatever has become of the file.
+        audit_share: With ``trust="audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
+        on_conviction: When audits convict a server of whose earlier work some counted unaudited: ``"go_back"`` to a
+            snapshot from before most of its lies, or ``"go_on"`` without it. Run-wide.
+        robust_averaging: ``"centered_clip"`` clips servers far from most others in the mean gradient: it limits liars,
+            finds none, and biases each step. ``"none"``: the mean is that of all. Run-wide.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
@@ -156,6 +169,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         identity_path: str | None = None,
         trust: Trust | None = None,
         invite: str | None = None,
+        audit_share: float | None = None,
+        on_conviction: OnConviction = "go_back",
+        robust_averaging: RobustAveraging = "none",
         gather_on_end: bool = True,
         state_dict_type: StateDictType = "full",
         offload_optimizer: bool = False,
@@ -199,6 +215,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
                 rebalancing=rebalancing,
                 rebalance_interval=rebalance_interval,
                 compression=Compression.parse(compression),
+                audit_share=audited_share(trust, audit_share),
+                on_conviction=on_conviction,
+                robust_averaging=robust_averaging,
             ),
             limits=limits,
         )
@@ -321,13 +340,6 @@ class SwarmStrategy(extra_trainers.RankHooks):
         """
         return startup.serve(self, trainer, datamodule, handed)
 
-    def prepare_rollback(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again after an error. None: the run cannot, or need not, roll back.
-
-        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run.
-        """
-        return self._rollback.prepare(trainer, error)
-
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
         if self._swarm_launcher is not None:
@@ -339,8 +351,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         # The first that is asked of a strategy once the module has brought its callbacks.
         if self.is_plain:
             checks.check_callback_imports(self._own_module.trainer)
-            compiled, self._compiled = self._compiled, {}  # Lightning's refusal is over
-            vars(self._own_module).update(compiled)
+            vars(self._own_module).update(self._compiled)  # Lightning's refusal is over
+            self._compiled = {}
         elif not self.config.only_serves:
             startup.check_brought_callbacks(self, self._own_module.trainer)
 
@@ -355,13 +367,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        try:
+        with contextlib.nullcontext() if self.is_plain else checks.refusing_several_optimizers():
             super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            # Lightning's remedy for it is one that a swarm refuses.
-            if "multiple optimizers" in str(error) and not self.is_plain:
-                raise ConfigError.like(RuntimeError, checks.ONE_OPTIMIZER.format("several")) from error
-            raise
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:

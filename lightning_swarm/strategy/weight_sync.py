@@ -111,7 +111,10 @@ class ModuleWeights:
             session.hold_still()
             session.renew()
             convert = as_saved if optimizer is not None else None
-            return self._call(model_state.write_stages, session.version, folder, names, convert, limits=self._limits)
+            limits, events = self._limits, self._peer.events
+            return self._call(
+                model_state.write_stages, session.version, folder, names, convert, limits=limits, events=events
+            )
 
         held = set().union(*names)
         saved = self._module.state_dict(keep_vars=True).keys()

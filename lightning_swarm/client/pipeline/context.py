@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +81,8 @@ class PipelineContext:
     events: EventLog
     replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
+    # Returns, in an audited run, the coordinator: its own computation decides where servers' answers are in doubt.
+    judge: Callable[[], PeerId] | None = None
     check: Callable[[], Awaitable[None]] = nothing  # raises what the run broke off with, if it did
     fault_counts: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
     # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
@@ -89,6 +91,8 @@ class PipelineContext:
     num_under_way: int = 0  # microbatches
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
+    _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage: avoided, or lost to the open step
+    _lost: set[PeerId] = field(default_factory=set)  # to the open step
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # peers not reached the last time, and why
 
     def __post_init__(self) -> None:
@@ -102,6 +106,8 @@ class PipelineContext:
         self.revokers.clear()
         rosters = [[member.peer_id for member in roster] for roster in members]
         self._note_changes(rosters, step=record.step + 1)
+        for one in record.convicted or ():
+            self.events.log_only("convicted", peer=one.peer, step=record.step, reason=one.reason)
         again = self._due_again(rosters)
         await gather(
             self._meet(candidate)
@@ -110,6 +116,8 @@ class PipelineContext:
         )
         present = {peer for roster in rosters for peer in roster}
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
+        self._set_aside.clear()
+        self._lost.clear()
         for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
         self._progress.set()
@@ -221,10 +229,38 @@ class PipelineContext:
         except (PeerError, TimeoutError) as error:
             _log.info("Nobody says whether the run goes on: %r", error)
 
+    def avoid(self, peers: Collection[PeerId], lost: Collection[PeerId], *, step: int, reason: str) -> None:
+        """Send nothing to servers that are lost, nor to `peers` if others are left, until a record says who is in."""
+        self._lost.update(lost)
+        for stage, router in enumerate(self.routers):
+            aside = self._set_aside.setdefault(stage, set())
+            known = {*router.peers, *aside}
+            left = known - self._lost
+            chosen = left - aside - {*peers} or left
+            if not chosen or chosen == {*router.peers}:
+                continue
+            for peer in sorted({*router.peers} - chosen):
+                self.events.note("ban", peer=peer, stage=stage, step=step, reason=reason)
+            aside.update(known - chosen)
+            aside -= chosen
+            router.set_peers(sorted(chosen))
+
+    def peers_of(self, stage: int) -> set[PeerId]:
+        """Return the servers of a stage that may get something in the open step, if no other does it."""
+        return {*self.routers[stage].peers, *self._set_aside.get(stage, ())} - self._lost
+
+    def _take_back(self, stage: int) -> None:
+        """Do not avoid a stage's servers any more if all others failed: those may have had the others avoided."""
+        router, aside = self.routers[stage], self._set_aside.get(stage, set())
+        if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
+            router.set_peers(sorted({*router.peers, *aside} - self._lost))
+            aside &= self._lost
+
     def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
         """Send nothing to a peer for a while, in whatever stage."""
         if isinstance(error, Unreachable):
             self._silent[peer] = error
         banned = [router.ban(peer, now_s=now_s()) for router in self.routers]
+        self._take_back(stage)
         if any(banned):
             self.events.note("ban", peer=peer, stage=stage, step=step, reason=str(error))

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec.structs import replace as replaced
+from torch import Tensor
 
-from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.context import PipelineContext, Refusal
 from lightning_swarm.client.pipeline.recovery import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -16,14 +17,23 @@ from lightning_swarm.client.pipeline.recovery import (
     ForwardRecovery,
     GradientHolderGone,
 )
-from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
+from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch, ReplayCopy
+from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, ProtocolError, SwarmError, TicketGone
+from lightning_swarm.core.errors import (
+    DeadlineExceeded,
+    LeaseRevoked,
+    PeerError,
+    ProtocolError,
+    SwarmError,
+    TicketGone,
+)
 from lightning_swarm.core.tasks import gather, gather_bounded, nothing
+from lightning_swarm.model.fingerprint import tree_digest
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import CallKey, Receipt, StageReport
+from lightning_swarm.protocol.messages.calls import CallKey, Direction, Receipt, StageReport
 from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import REPLAY
@@ -40,6 +50,7 @@ class MicrobatchRun:
         self.microbatch = microbatch
         self._calls = StageCalls(context, microbatch)
         self._num_backwards = 0
+        self._given: dict[Direction, GivenResult] = {}
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Return the output of the last stage, as it travels, and which of its tensors require grad."""
@@ -68,6 +79,7 @@ class MicrobatchRun:
                     context.note_answer(charge.peer, step=calls.step)
                 # After a failure it is not certain which peers these reports are of.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
+                await self._note_given("forward", calls.last_stage, result[0], result[1])
                 return result
             except StageCallFailed as failure:
                 await recovery.mend(failure)
@@ -97,9 +109,34 @@ class MicrobatchRun:
             finally:
                 calls.release()
         if adds and calls.gradient_end <= calls.last_stage:
-            route = [charge.peer for charge in calls.route]
-            await context.replay_buffer.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
+            if wants_input_gradient:
+                await self._note_given("backward", 0, found)
+            await context.replay_buffer.keep(
+                ReplayCopy(
+                    microbatch=self.microbatch,
+                    gradients=gradients,
+                    route=[charge.peer for charge in calls.route],
+                    given=self._given,
+                    replaced=frozenset(self._calls.replaced),
+                )
+            )
         return found
+
+    async def _note_given(
+        self, direction: Direction, stage: int, result: serialization.Tree, flags: Sequence[bool] = ()
+    ) -> None:
+        """Note which server gave what. Nobody else claims to have got that, so the trainer is asked."""
+        if self.context.judge is not None and self.microbatch.key.adds:
+            server = self._calls.peer(stage)
+            digest = await asyncio.to_thread(tree_digest, result, flags)
+            self._given[direction] = GivenResult(server, digest)
+
+    async def forward_anew(self, error: PeerError) -> tuple[serialization.Tree, list[bool]]:
+        """Compute the output once more, by another route: one of its servers gave something wrong."""
+        self._calls.release()
+        for stage, charge in enumerate(self._calls.route):
+            self.context.ban(stage, charge.peer, self.microbatch.key.step, error)
+        return await self.forward()
 
     def want_no_gradient(self) -> None:
         """Compute once more for what the forward changes, whether it had a graph or not."""
@@ -120,6 +157,31 @@ class MicrobatchRun:
             self.context.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
         else:
             self._calls.settle(stage, report)
+
+
+def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
+    """Tell whether there is a gradient or None for each input, with its shape and dtype if both travel as they are."""
+    leaves = serialization.leaves(inputs)
+    if not isinstance(gradients, list) or len(gradients) != len(leaves):
+        return False
+    pairs = zip(gradients, leaves, strict=True)
+    plain = [(one, leaf) for one, leaf in pairs if isinstance(one, Tensor) and isinstance(leaf, Tensor)]
+    return all((one.shape, one.dtype) == (leaf.shape, leaf.dtype) for one, leaf in plain)
+
+
+async def judged(runs: Sequence[MicrobatchRun], judge: PeerId) -> list[tuple[serialization.Tree, list[bool]]]:
+    """Return what the coordinator computes of microbatches that leave no trace; raises its error."""
+    # Stage by stage, for it keeps one at a time of those that it does not hold.
+    calls = [run._calls for run in runs]
+    for one in calls:
+        one.route = [PeerCharge(judge, 0, 0.0) for _ in one.context.routers]
+    try:
+        for stage in range(calls[0].last_stage + 1):
+            await gather(_send_forward(one, stage) for one in calls)
+            await gather(one.wait(stage, "forward", timeout=one.context.timeout) for one in calls)
+        return [found for found, _ in await gather(one.fetch(one.last_stage, "forward") for one in calls)]
+    except StageCallFailed as failure:
+        raise failure.error from failure
 
 
 async def replay(
@@ -232,6 +294,8 @@ class _BackwardRun:
                 if not self._wants_input_gradient:
                     return None
                 (gradients, _), _ = await calls.fetch(0, "backward")
+                if calls.context.judge is not None and not _fit(gradients, calls.microbatch.inputs):
+                    raise StageCallFailed(0, calls.peer(0), PeerError("its gradients are not like the inputs"))
                 return gradients
             except StageCallFailed as failure:
                 await recovery.mend(failure)
@@ -279,7 +343,8 @@ class _BackwardRun:
         if report.receipt != calls.accumulates(stage):
             peer = calls.peer(stage)
             if not self._replays:
-                raise ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
+                error = ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
+                raise StageCallFailed(stage, peer, Refusal(peer, error))
             if not report.receipt:  # the result is of another replay, in which this peer was to add nothing
                 await calls.cancel(stage, "backward")
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))

@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_swarm.client.pipeline.differentiation import (
     weights_node,
 )
 from lightning_swarm.client.pipeline.leftovers import Leftovers
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, judged
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
     MicrobatchInput,
@@ -42,6 +43,7 @@ from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.partition.hooks import check_global, describe
 from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.model.partition.written_inputs import POSITIONAL, Given, arguments_in
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded
 from lightning_swarm.protocol.messages.batches import Grant
@@ -109,12 +111,11 @@ class Pipeline:
         self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(one for named in self._named_modules for one in named)
         self.states = [TrainerStates(stage) for stage in config.stages]
-        self._row_check = RowCheck(
-            self._evaluate,
-            shared=config.shared,
-            codec=config.codecs.activations,
-            has_batch_norm=self.norms.has_norms,
+        row_check = partial(
+            RowCheck, shared=config.shared, codec=config.codecs.activations, has_batch_norm=self.norms.has_norms
         )
+        confirmation = None if context.judge is None else row_check(partial(self.evaluate, by=context.judge))
+        self._row_check = row_check(self.evaluate, confirmation=confirmation)
 
     @uncached()
     def __call__(self, *args: Any, **extras: Any) -> Any:
@@ -266,11 +267,14 @@ class Pipeline:
         )
         return MicrobatchRun(self.context, microbatch)
 
-    def _evaluate(
-        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode
+    def evaluate(
+        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, by: Callable[[], PeerId] | None = None
     ) -> list[tuple[serialization.Structure, list[Tensor]]]:
-        """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers."""
-        config, works = self.config, []
+        """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers.
+
+        With `by`, that peer computes all of it, whether it holds the stages or not.
+        """
+        config, runs = self.config, []
         modes = by_stage(mode, [states.read() for states in self.states])
         calls: dict[int, int] = {}
         for repeat, (arguments, number) in enumerate(probes):
@@ -279,8 +283,11 @@ class Pipeline:
             rows = len(arguments.tensors[0])
             (part,) = split(arguments, rows=rows, size=rows, shared=config.shared)
             key = replace_fields(self.key(None, calls[number], 0), first=(1 + repeat) * PLACES)
-            works.append(self.microbatch_run(key, arguments.structure, part, modes).forward())
-        found = self.runtime.run(gather_bounded(works, config.max_in_flight))
+            runs.append(self.microbatch_run(key, arguments.structure, part, modes))
+        work = (
+            gather_bounded([run.forward() for run in runs], config.max_in_flight) if by is None else judged(runs, by())
+        )
+        found = self.runtime.run(work)
         outputs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in found]
         return [serialization.flatten(output) for output, _ in outputs]
 

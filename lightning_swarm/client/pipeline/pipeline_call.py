@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -21,13 +21,14 @@ from lightning_swarm.client.pipeline.microbatches import (
     concat_gradients,
     split,
     split_gradients,
+    take_rows,
 )
-from lightning_swarm.core.errors import ConfigError, LeaseRevoked
+from lightning_swarm.core.errors import ConfigError, LeaseRevoked, PeerError, SwarmError
 from lightning_swarm.core.tasks import gather, gather_bounded
 from lightning_swarm.model.partition.leftovers import Left
 from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.model.partition.written_inputs import Given, write_back
-from lightning_swarm.network import SMALL_BYTES
+from lightning_swarm.network import SMALL_BYTES, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu, to_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates, Receipt
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 # Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
 # microbatch has arrived. Microbatches small enough to travel inside of calls go all at once, which is cheaper.
 _TURNS_APART: Final = 4
+_MAX_OTHER_FORMS: Final = 8  # servers that are asked for an output in another form than the first one's
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -101,6 +103,8 @@ class PipelineCall:
         """Return the output's tensors for the whole batch, and which of them have a gradient."""
         works = [run.forward() for run in self._microbatch_runs]
         results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
+        if self._pipeline.context.judge is not None:
+            results = self._of_one_form(results, self._pipeline.context.judge)
         outputs, lefts = self._decoded(results)
         self._output_structure, tensors = concat(outputs, self._sizes)
         flags = results[0][1][: len(tensors)]
@@ -109,6 +113,37 @@ class PipelineCall:
             tensors, flags = [*tensors, *self._collected.tensors.values()], [*flags, *self._collected.flags()]
         self._num_outputs = len(tensors)
         return tensors, flags
+
+    def _of_one_form(self, results: list[Any], judge: Callable[[], PeerId]) -> list[Any]:
+        """Have other servers compute outputs whose form is not that of the coordinator's, where forms differ."""
+        size = self._sizes[0]
+        forms = [self._form(*pair) for pair in zip(results, self._sizes, strict=True)]
+        if forms[0] is not None and all(form == forms[0] for form in forms):
+            return results
+        pipeline, cut = self._pipeline, take_rows(self._arguments, torch.arange(size), self._pipeline.config.shared)
+        mode = replace_fields(self._modes[0], grad=False, input_grad=False)
+        try:
+            ((structure, tensors),) = pipeline.evaluate([(cut, 0)], mode, by=judge)
+        except PeerError:  # then there is no telling which form is right
+            return results
+        expected = _form_of(structure, tensors, size)
+        error = PeerError("its output has another form than the coordinator's, or no row for each sample")
+        for _ in range(_MAX_OTHER_FORMS):
+            wrong = [place for place, form in enumerate(forms) if form != expected]
+            works = [self._microbatch_runs[place].forward_anew(error) for place in wrong]
+            if not works:
+                break
+            for place, result in zip(wrong, self._run(works, self._microbatch_runs[0].microbatch.inputs), strict=True):
+                results[place], forms[place] = result, self._form(result, self._sizes[place])
+        return results
+
+    def _form(self, result: Any, size: int) -> object:
+        """Return what the outputs of all microbatches have in common; None: this is none."""
+        try:
+            ((output,), _) = self._decoded([result])
+            return _form_of(*serialization.flatten(output), size)
+        except (SwarmError, RuntimeError, TypeError, ValueError):  # whatever a server makes up
+            return None
 
     def _decoded(self, results: list[Any]) -> tuple[list[Any], list[Left]]:
         """Return the outputs of microbatches, and what forwards left behind them."""
@@ -260,6 +295,13 @@ class PipelineCall:
         through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
         coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(coroutines))[0])
+
+
+def _form_of(structure: serialization.Structure, tensors: Sequence[Tensor], size: int) -> object:
+    """Return the structure of an output, and each tensor's dtype and the shape of a row; None: it has other rows."""
+    if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors):
+        return None
+    return structure, [(tensor.dtype, tensor.shape[1:]) for tensor in tensors]
 
 
 def _not_here(what: str) -> Unavailable:

@@ -97,6 +97,7 @@ class Recovery:
             if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
                 return  # it lives: perhaps a message was lost
         self.context.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
+        self.calls.replaced.add((failure.stage, failure.peer))
         if self.calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)
         if isinstance(failure.error, DeadlineExceeded):

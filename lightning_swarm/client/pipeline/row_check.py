@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.microbatches import CallArguments, take_rows
-from lightning_swarm.core.errors import ConfigError, ProtocolError, StageError
+from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, StageError
 from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.protocol.compression import Codec
 from lightning_swarm.protocol.messages.calls import ComputeMode
@@ -34,9 +34,16 @@ class RowCheck:
     """Compares what rows become together and apart, in the first call of each kind that is cut."""
 
     def __init__(
-        self, evaluate: Evaluate, *, shared: Collection[str], codec: Codec | None, has_batch_norm: bool
+        self,
+        evaluate: Evaluate,
+        *,
+        shared: Collection[str],
+        codec: Codec | None,
+        has_batch_norm: bool,
+        confirmation: RowCheck | None = None,
     ) -> None:
         self._evaluate = evaluate
+        self._confirmation = confirmation  # computes elsewhere, and decides where this one refuses something
         self._shared = shared
         self._least_tolerance = 0.0 if codec is None else 2 ** (1 - codec.bits / 2)
         self._has_batch_norm = has_batch_norm
@@ -52,12 +59,42 @@ class RowCheck:
             return  # equal rows tell nothing
         mode = replace(mode, grad=False, input_grad=False)
         try:
-            # In train mode BatchNorm mixes the rows of a microbatch, of which a warning tells.
-            if not mode.training or self._has_batch_norm or not self._is_clear(arguments, probes, mode):
-                self._is_clear(arguments, probes, replace(mode, training=False))
+            self._look(arguments, probes, mode)
         except ProtocolError:
             return  # the step went on meanwhile
+        except ConfigError as refusal:
+            if self._confirmation is None:
+                raise
+            self._confirm(self._confirmation, arguments, mode, rows=rows, size=size, refusal=refusal)
         self._checked.add(kind)
+
+    def _look(self, arguments: CallArguments, probes: Sequence[CallArguments], mode: ComputeMode) -> None:
+        """Refuse blocks that mix rows in a mode, or, where random numbers hide that, in eval mode."""
+        # In train mode BatchNorm mixes the rows of a microbatch, of which a warning tells.
+        if not mode.training or self._has_batch_norm or not self._is_clear(arguments, probes, mode):
+            self._is_clear(arguments, probes, replace(mode, training=False))
+
+    def _confirm(
+        self,
+        confirmation: RowCheck,
+        arguments: CallArguments,
+        mode: ComputeMode,
+        *,
+        rows: int,
+        size: int,
+        refusal: ConfigError,
+    ) -> None:
+        """Refuse what the confirmation refuses, too: a server may have lied."""
+        try:
+            confirmation.check(arguments, mode, rows=rows, size=size)
+        except PeerError as error:
+            _log.warning(
+                "Blocks may mix samples, or a server lied, which the coordinator could not find out (%s): %s",
+                error,
+                refusal,
+            )
+        else:
+            _log.warning("A server gave false results in the check for blocks that mix samples: %s", refusal)
 
     def _is_clear(self, arguments: CallArguments, probes: Sequence[CallArguments], mode: ComputeMode) -> bool:
         """Refuse blocks that mix rows in a mode; False if random numbers hide whether they do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from msgspec.structs import replace as replaced
 
@@ -29,6 +30,8 @@ from lightning_swarm.protocol.messages.calls import (
 )
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD
+
+_MAX_REFUSALS: Final = 8  # for each server of the run, before what they all say is believed
 
 
 class StageCallFailed(Exception):
@@ -64,8 +67,11 @@ class StageCalls:
     holders: Mapping[int, PeerId] | None = None
     route: list[PeerCharge] = field(default_factory=list)  # the peers that compute each stage
     gradients: serialization.Tree = field(default_factory=list)  # as they travel: for each output tensor one or None
+    replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # peers that failed, with their stages
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)
-    _refused: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage, who answered with an error
+    # By stage and direction, who answered with an error; and how many answers of all kinds were errors.
+    _refused: dict[tuple[int, Direction], set[PeerId]] = field(default_factory=dict)
+    _num_refusals: int = 0
 
     @property
     def step(self) -> int:
@@ -141,7 +147,7 @@ class StageCalls:
             keep=stage >= self.gradient_end,
         )
         self._sent[stage, "forward"] = now  # before it is sure: a call that breaks off may have arrived
-        with self._blaming(stage):
+        with self._blaming(stage, "forward"):
             try:
                 await self.context.send(now.peer, FORWARD, request, tensors)
             except Busy:
@@ -169,7 +175,7 @@ class StageCalls:
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
         self._sent[stage, "backward"] = now
-        with self._blaming(stage):
+        with self._blaming(stage, "backward"):
             await self.context.send(now.peer, BACKWARD, request, tensors)
 
     def _own_input(self, stage: int) -> serialization.Tree:
@@ -179,7 +185,7 @@ class StageCalls:
         """Have a peer leave a call undone; True if it is too late, and the gradient is in its sum."""
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
-        with self._blaming(stage):
+        with self._blaming(stage, direction):
             reply = await self.context.send(self.peer(stage), CANCEL, request, ())
             with answers_of(self.peer(stage)):
                 return decode(reply, CancelReply).added
@@ -197,14 +203,14 @@ class StageCalls:
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders
             timeout = self.context.timeout if is_only_one else self.context.patience_s(stage, self.route[stage])
-        with self._blaming(stage), answers_of(self.peer(stage)):
+        with self._blaming(stage, direction), answers_of(self.peer(stage)):
             return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[tuple[serialization.Tree, list[bool]], CallReport]:
         """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
         timeout = min(sum(self.context.patience_s(stage, self.route[stage]) for stage in stages), self.context.timeout)
-        with self._blaming(stage), answers_of(self.peer(stage)):
+        with self._blaming(stage, direction), answers_of(self.peer(stage)):
             message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
             return from_message(message), decode(report, CallReport)
 
@@ -220,7 +226,7 @@ class StageCalls:
         return self.context.result_key(self._name(stage, direction))
 
     @contextmanager
-    def _blaming(self, stage: int) -> Iterator[None]:
+    def _blaming(self, stage: int, direction: Direction) -> Iterator[None]:
         peer = self.peer(stage)
         try:
             yield
@@ -230,18 +236,26 @@ class StageCalls:
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
                 raise
-            raise self._refused_by(stage, Refusal(peer, error)) from error  # it says so of whatever it gets
+            raise self._refused_by(stage, direction, Refusal(peer, error)) from error  # it says so of whatever it gets
         except Refusal as refusal:
-            raise self._refused_by(stage, refusal) from refusal
+            raise self._refused_by(stage, direction, refusal) from refusal
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error
 
-    def _refused_by(self, stage: int, refusal: Refusal) -> Exception:
-        """Return what to raise: the server is to blame, unless nobody else could do better."""
-        refused = self._refused.setdefault(stage, set())
+    def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
+        """Return what to raise: a server is to blame, unless nobody else could do better."""
+        refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
-        # A probe of the model may fail by right.
-        probed = isinstance(refusal.error, StageError) and self.microbatch.key.evaluation
-        if probed or refused >= self.context.routers[stage].peers.keys():
+        self._num_refusals += 1
+        if isinstance(refusal.error, StageError) and self.microbatch.key.is_probe:  # it may fail by right
             return refusal.error
-        return StageCallFailed(stage, self.peer(stage), refusal)
+        routers = self.context.routers
+        if not refused >= self.context.peers_of(stage):
+            return StageCallFailed(stage, self.peer(stage), refusal)
+        sender = stage - 1 if direction == "forward" else stage + 1
+        most = _MAX_REFUSALS * sum(len(router.peers) for router in routers)
+        if self.context.judge is None or not 0 <= sender <= self.last_stage or self._num_refusals >= most:
+            return refusal.error
+        # Where servers may lie, it may be what all of them were given.
+        refused.clear()
+        return self._refused_by(sender, direction, Refusal(self.peer(sender), refusal.error))

@@ -50,6 +50,7 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "sheds": "magenta",
     "gone": "bold red",
     "strike": "red",
+    "unconfirmed": "bold red",
     "pause": "bold yellow",
     "went_back": "bold yellow",
 }

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
 from lightning_swarm.client.session import Session
-from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, WentBack
+from lightning_swarm.core.errors import FalseWorkCounted, Replaced, StageLost, StepError, SwarmError, WentBack
 from lightning_swarm.core.override import Override
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
@@ -101,6 +102,8 @@ class Rollback:
         self._offered, self.begins_anew = {}, False
         self._position_at = session.run.position_at
         self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
+        if session.is_lead:
+            session.go_back_if(partial(self._can_go_back, trainer, peer))
 
         def arrive() -> None:
             """The data are where they were at the target: bring the loop there."""
@@ -144,6 +147,12 @@ class Rollback:
     def first_step(self) -> int | None:
         """First step of the run that goes on at the target; the loop may have to catch up with it."""
         return None if self._target is None else self._target.version
+
+    async def _can_go_back(self, trainer: Trainer, peer: Peer) -> bool:
+        """Called on the swarm's event loop, at the lead: tell whether the run can go back to a snapshot."""
+        if any(finder not in trainer.callbacks for finder in self._finders):  # type: ignore[attr-defined]
+            return False
+        return await peer.lead.has_snapshot() or (self._target is not None and self._target.num_tries < _MAX_TRIES)
 
     def _can_go_on(self, version: int, counts: Counts) -> bool:
         """Called on the swarm's event loop: what it answers must hold when this trainer hears of the rollback."""
@@ -200,7 +209,8 @@ class Rollback:
             return None
         try:
             if peer.lead.run is not None:  # else it was to go on from the target, and did not come to begin
-                if not peer.lead.what_is_lost(wait=not isinstance(error, StageLost)):
+                is_spoilt = isinstance(error, FalseWorkCounted)
+                if not is_spoilt and not peer.lead.what_is_lost(wait=not isinstance(error, StageLost)):
                     return None
                 replaced = peer.lead.replaced_by()
                 if replaced:
@@ -209,7 +219,7 @@ class Rollback:
                 if any(finder not in trainer.callbacks for finder in self._finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)
                     return None
-                self._choose_target(peer)
+                self._choose_target(peer, error)
         except SwarmError as failure:
             error.add_note(f"The run could not roll back: {failure}")
             return None
@@ -222,11 +232,15 @@ class Rollback:
         self._found += [Override(finder, "on_fit_start", lambda *_: None) for finder in self._finders]
         return self._target
 
-    def _choose_target(self, peer: Peer) -> None:
-        """Choose the newest snapshot of this run from which all other trainers can go on, too, if there is one."""
+    def _choose_target(self, peer: Peer, error: SwarmError) -> None:
+        """Choose the newest snapshot of this run from which all other trainers can go on, too, if there is one.
+
+        Where false work counted, it is the newest of before that, or else the oldest.
+        """
         states = self.states
         versions = peer.lead.versions_of_all(states.versions) if states is not None and states.versions else ()
-        whole = peer.lead.gather_snapshots(versions) if versions else None
+        sound = error.sound if isinstance(error, FalseWorkCounted) else None
+        whole = peer.lead.gather_snapshots(versions, sound) if versions else None
         found = states.find(whole.version) if states is not None and whole is not None else None
         if whole is not None and found is not None:
             self._set_target(whole.version, found, whole.weights, whole.optimizer)
@@ -266,7 +280,10 @@ class Rollback:
     # ------------------------------------------------------------------ after an error
 
     def prepare(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Find where the run goes on, and tear it down, as `SwarmStrategy.prepare_rollback` says."""
+        """Make ready to run the Trainer's function again after an error. None: the run cannot, or need not, roll back.
+
+        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run.
+        """
         strategy = self._strategy
         if strategy.peer is None or trainer.state.fn != TrainerFn.FITTING:
             return None

@@ -6,7 +6,7 @@ from unittest.mock import PropertyMock
 
 import pytest
 
-from lightning_swarm.monitor.members import Members
+from lightning_swarm.monitor.members import Members, members_of, table
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import UsedInvitation
 from tests.unit.conftest import MakeSwarm
@@ -24,3 +24,14 @@ def test_a_run_has_seen_who_ever_came_and_who_announces_itself(
     for shown, known in ((view, [A, B, C]), (None, [C])):  # none: no run has begun
         monkeypatch.setattr(Members, "view", PropertyMock(return_value=shown))
         assert [peer for peer in (A, B, C, D) if run.has_seen(peer)] == known
+
+
+def test_who_was_convicted_is_shown_with_the_reason(make_swarm: MakeSwarm) -> None:
+    """Whether the run counts invitations or not."""
+    came = [UsedInvitation(number=bytes(16), uses=3, peers=[A, B])]
+    for options in ({"invitations": came}, {}):
+        run = make_swarm("a", **options).servers[A].membership.run
+        run.convicted[B] = "its sum was not that of its gradients"
+        shown = table("run", members_of(run.view(), {}))
+        (line,) = [line for line in shown.splitlines() if line.startswith("b ")]
+        assert line.endswith("convicted: its sum was not that of its gradients")

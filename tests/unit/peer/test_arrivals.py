@@ -20,6 +20,7 @@ from lightning_swarm.protocol.messages.run import UsedInvitation
 from lightning_swarm.protocol.run_state import RunState
 from tests.access import INVITATION, FakeCredentials, InvitedNetwork, ban_of, certificate_of
 from tests.unit.conftest import MakeSwarm
+from tests.unit.peer.test_config import config
 from tests.unit.peer.test_lead import Starter
 from tests.unit.swarm import LEAD, Swarm
 
@@ -180,3 +181,60 @@ def test_an_open_run_counts_nobody(make_swarm: MakeSwarm) -> None:
     found = Starter(make_swarm("a b", "c", admit=False))
     found.begin()
     assert found.swarm.servers[A].membership.run.invitations is UNSET
+
+
+# ---------------------------------------------------------------------- audited runs
+
+
+def audited(make_swarm: MakeSwarm, *keepers: str) -> Starter:
+    """An audited run, which a trainer begins that holds no stage."""
+    network = InvitedNetwork(role_of=lambda peer: Role.KEEPER if peer in keepers else Role.TRAINER)
+    swarm = make_swarm("a b", "c", admit=False, network=network)
+    return Starter(swarm, config(trust="audited", audit_share=0.0, rebalancing="none", role="trainer"))
+
+
+def test_the_first_keepers_are_those_whose_certificates_say_so(make_swarm: MakeSwarm) -> None:
+    """One of them coordinates. One that died may come again."""
+    found = audited(make_swarm, LEAD, B, C)
+    found.begin()
+    run = found.swarm.servers[A].membership.run
+    assert run.keepers == [LEAD, B, C]
+    assert (run.coordinator, [voter.peer_id for voter in run.voters]) == (B, [B])
+    found.swarm.network.kill(C)
+    found.lead.release(0, serves=False)
+    found.begin()
+    run = found.swarm.servers[A].membership.run
+    assert (run.manifest.generation, run.keepers, run.servers) == (1, [LEAD, B, C], [A, B])
+
+
+def test_only_a_keeper_begins_an_audited_run(make_swarm: MakeSwarm) -> None:
+    found = audited(make_swarm, B)
+    with pytest.raises(ConfigError, match=r"an audited run is begun by a keeper.*that of trainer is of another role"):
+        found.begin()
+
+
+def test_an_audited_run_does_not_begin_without_a_keeper_that_serves(make_swarm: MakeSwarm) -> None:
+    found = audited(make_swarm, LEAD)
+    with pytest.raises(ConfigError, match=r"none of its first 3 servers is one.*lightning-swarm invite --role keeper"):
+        found.begin()
+    assert not any(server.membership.has_run for server in found.swarm.servers.values())
+
+
+def test_the_next_generation_and_a_checkpoint_know_who_was_convicted(
+    make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = audited(make_swarm, LEAD, A)
+    found.begin()
+    run = found.lead.run
+    assert run is not None
+    run.convicted[C], run.rosters = "it lied", [[one for one in held if one.peer_id != C] for held in run.rosters]
+    known = found.lead.known_peers()
+    json.dumps(known)
+    found.lead.release(0, serves=False)
+    again = audited(make_swarm, LEAD, A)
+    again.lead.restore_peers(known)
+    for one in (found, again):
+        one.begin()
+        run = one.swarm.servers[A].membership.run
+        assert (run.servers, run.convicted) == ([A, B], {C: "it lied"})
+    assert caplog.messages == ["c announced itself, and the run begins without it: it was convicted: it lied"]

@@ -134,6 +134,23 @@ def test_a_forged_run_is_none_however_new_it_claims_to_be(loop: VirtualLoop, mak
     assert found.manifest.coordinator == "true"
 
 
+def test_in_an_audited_run_keepers_alone_are_believed_to_coordinate(
+    loop: VirtualLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = InvitedNetwork(role_of=lambda peer: Role.KEEPER if peer in ("k", "gone") else Role.SERVER)
+    transports = {name: network.transport(name) for name in ("joiner", "k", "liar", "gone")}
+    for name in ("k", "liar", "gone"):
+        transport = transports[name]
+        directory = RunDirectory(network.directory(transport), transport, "swarm")
+        loop.run_until_complete(directory.announce_run(transport.peer_id))
+    network.kill(PeerId("gone"))
+    joiner = transports["joiner"]
+    seeker = RunDirectory(network.directory(joiner), joiner, "swarm", is_audited=True)
+    assert loop.run_until_complete(seeker.find_runs()) == ["k"]
+    (message,) = caplog.messages
+    assert message.startswith("Ignored the run that gone is said to coordinate: ")
+
+
 def test_a_claim_takes_no_arguments(loop: VirtualLoop) -> None:
     world = World(loop)
     claim = world.claim("b")

@@ -11,8 +11,10 @@ import pytest
 from lightning_swarm.core.errors import PeerError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.lead import Lead, RunSpec
+from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.methods import LOAD
 from lightning_swarm.protocol.run_state import RunState
@@ -26,11 +28,12 @@ A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 class Starter:
     """The lead of a swarm whose servers have announced themselves and wait for a run."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: Swarm, own: SwarmConfig | None = None) -> None:
         self.swarm = swarm
+        own = own or config()
         self.runtime = InlineRuntime(swarm.loop)
         directory = RunDirectory(swarm.network.directory(swarm.trainer), swarm.trainer, config().run_id)
-        self.lead = Lead(self.runtime, directory, config(), is_over=lambda: False)
+        self.lead = Lead(self.runtime, directory, own, EventLog(), is_over=lambda: False)
         for name, server in swarm.servers.items():
             transport = server._transport
             place = swarm.network.directory(transport)

@@ -163,6 +163,12 @@ def test_the_newest_version_that_is_whole_and_the_oldest_who_has_its_loop(
     assert choose_standby_lead(found, [A, B, C], 2) == chosen
 
 
+def test_a_version_with_false_work_is_chosen_last() -> None:
+    found = {A: WHOLE, B: held([3]), C: held([5])}
+    assert choose_standby_lead(found, [A, B, C], 2, sound=4) == (B, 3)
+    assert choose_standby_lead(found, [A, C], 2, sound=4) == (C, 5)
+
+
 # ---------------------------------------------------------------------- in a run
 
 

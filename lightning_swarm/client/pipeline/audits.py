@@ -1,0 +1,122 @@
+"""Sends microbatches of the open step to auditors when the coordinator asks, from this trainer's copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.replay_buffer import ReplayCopy
+from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.core.readable import shorten
+from lightning_swarm.core.tasks import gather_bounded
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.audits import (
+    AuditOrder,
+    AuditOrderReply,
+    AuditRequest,
+    AuditWork,
+    AvoidRequest,
+    GivenResults,
+    ReplacedServer,
+    ResultsReply,
+    ResultsRequest,
+)
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import AUDIT, AVOID, ORDER_AUDITS, RESULTS
+from lightning_swarm.protocol.run_state import RunState
+
+
+class AuditSender:
+    """Has servers compute again what others did, whatever the main thread does."""
+
+    # An auditor gets from the trainer all that the trainer knows: the audited server could change the rest, but that
+    # its neighbours have, too.
+    def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
+        self._context = context
+        self._run = run
+        self._max_in_flight = max_in_flight
+        context.transport.handle_call(ORDER_AUDITS, self._handle_order)
+        context.transport.handle_call(RESULTS, self._handle_results)
+        context.transport.handle_call(AVOID, self._handle_avoid)
+
+    async def _handle_order(self, caller: PeerId, body: bytes) -> bytes:
+        self._run.check_coordinator(caller)
+        order = decode(body, AuditOrder)
+        self._run.check_generation(order.generation)
+        last = len(self._context.routers) - 1
+        for work in order.work:
+            if work.stage_index > last or work.auditor == work.audited:
+                raise ProtocolError(
+                    f"one server of {last + 1} stages audits another one, got stage {work.stage_index}, "
+                    f"{work.auditor} and {work.audited}"
+                )
+        undone, lost = dict[int, str](), set[Receipt]()
+
+        async def send(place: int, work: AuditWork) -> None:
+            key = CallKey.of(order.generation, order.step, work.receipt)
+            copy = await self._context.replay_buffer.find(key)
+            if copy is None:
+                lost.add(work.receipt)
+                return
+            try:
+                await self._send(order, work, copy)
+            except SwarmError as error:
+                undone[place] = shorten(str(error))[:500]
+
+        await gather_bounded([send(place, work) for place, work in enumerate(order.work)], self._max_in_flight)
+        return encode(AuditOrderReply(undone=undone, lost=sorted(lost)))
+
+    async def _send(self, order: AuditOrder, work: AuditWork, copy: ReplayCopy) -> None:
+        structure, tensors = serialization.flatten(_brought(copy, work.stage_index))
+        request = AuditRequest(
+            key=copy.microbatch.key,
+            stage_index=work.stage_index,
+            mode=copy.microbatch.modes[work.stage_index],
+            weight=copy.microbatch.weight,
+            audited=work.audited,
+            order=order.order,
+            compare=order.compare,
+            structure=structure,
+        )
+        message = Message(encode(request), tuple(tensors))
+        context = self._context
+        await context.transport.stream(work.auditor, AUDIT, message, timeout=context.timeout, max_bytes=0)
+
+    async def _handle_results(self, caller: PeerId, body: bytes) -> bytes:
+        self._run.check_coordinator(caller)
+        request = decode(body, ResultsRequest)
+        self._run.check_generation(request.generation)
+        given = self._context.replay_buffer.given(request.generation, request.step)
+        results = [
+            GivenResults(
+                server=server,
+                direction=direction,
+                receipts=pack(digests),
+                digests=b"".join(digest for _, digest in sorted(digests.items())),
+            )
+            for (server, direction), digests in given.items()
+        ]
+        replaced = [
+            ReplacedServer(server=server, stage_index=stage, receipts=pack(receipts))
+            for (stage, server), receipts in self._context.replay_buffer.replaced(
+                request.generation, request.step
+            ).items()
+        ]
+        return encode(ResultsReply(results=results, replaced=replaced))
+
+    async def _handle_avoid(self, caller: PeerId, body: bytes) -> bytes:
+        self._run.check_coordinator(caller)
+        request = decode(body, AvoidRequest)
+        self._run.check_generation(request.generation)
+        self._context.avoid(request.peers, request.lost, step=request.step, reason=request.reason)
+        return b""
+
+
+def _brought(copy: ReplayCopy, stage: int) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
+    """What a trainer brings of a microbatch for one stage: it knows the ends of the pipeline."""
+    microbatch = copy.microbatch
+    last = len(microbatch.extras) - 1
+    inputs = microbatch.inputs if stage == 0 else None
+    return (inputs, microbatch.extras[stage]), copy.gradients if stage == last else None
