@@ -1,16 +1,20 @@
 """Swarms for tests: all peers in one process and one thread, over the in-memory network, on a virtual clock.
 
 `local_swarm` makes one for a test of your own model. A `FaultPlan` says what goes wrong in it and when; `Phase` names
-the moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`.
-`SharedGPU` puts several peers on one card.
+the moments. An `Adversary` is a peer whose server lies, by one of the `attacks`. ``pytest_plugins =
+["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`. `SharedGPU` puts several peers on one card.
 """
 
-from lightning_swarm.testing.faults import Fault, FaultPlan, Moment, Phase
+from lightning_swarm.testing import attacks
+from lightning_swarm.testing.adversary import Adversary
+from lightning_swarm.testing.faults import DidNotHappen, Fault, FaultPlan, Moment, Phase
 from lightning_swarm.testing.local import InMemoryStrategy, LocalSwarm, MakeLocalSwarm, local_swarm
 from lightning_swarm.testing.sabotage import FaultySwarmStrategy
 from lightning_swarm.testing.shared_gpu import SharedGPU
 
 __all__ = [
+    "Adversary",
+    "DidNotHappen",
     "Fault",
     "FaultPlan",
     "FaultySwarmStrategy",
@@ -20,5 +24,6 @@ __all__ = [
     "Moment",
     "Phase",
     "SharedGPU",
+    "attacks",
     "local_swarm",
 ]

@@ -51,6 +51,14 @@ class Phase(enum.Enum):
     RECORD_DONE = enum.auto()
     CLOSE = enum.auto()  # the coordinator has a server freeze its gradient sums
     CLOSE_DONE = enum.auto()
+    SKETCH = enum.auto()  # the coordinator asks a server for sketches of its frozen sums
+    SKETCH_DONE = enum.auto()
+    AUDIT = enum.auto()  # a trainer has a server compute another one's microbatch again
+    AUDIT_DONE = enum.auto()
+    KEPT_WORK = enum.auto()  # an auditor asks the audited server for what it kept of the microbatch
+    KEPT_WORK_DONE = enum.auto()
+    FINDINGS = enum.auto()  # the coordinator asks a server what it found as an auditor
+    FINDINGS_DONE = enum.auto()
     AVERAGE = enum.auto()  # the coordinator has a server average
     AVERAGE_SEND = enum.auto()  # a server's own part of the sum leaves (the sender)
     AVERAGE_REDUCE = enum.auto()  # the part that a server reduced leaves (the reducer)
@@ -88,6 +96,10 @@ _METHODS: Final[Mapping[str, Phase]] = {
     methods.DONE: Phase.DONE,
     methods.RECORD: Phase.RECORD,
     methods.FREEZE: Phase.CLOSE,
+    methods.SKETCH: Phase.SKETCH,
+    methods.AUDIT: Phase.AUDIT,
+    methods.KEPT_WORK: Phase.KEPT_WORK,
+    methods.FINDINGS: Phase.FINDINGS,
     methods.AVERAGE: Phase.AVERAGE,
     methods.PREPARE: Phase.PREPARE,
     methods.PROPOSE: Phase.DECIDE,

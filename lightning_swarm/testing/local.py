@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -35,7 +35,9 @@ from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import model_setup
 from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.testing.adversary import Adversary, check_struck
 from lightning_swarm.testing.faults import FaultPlan
+from lightning_swarm.testing.lying_server import Collusion
 from lightning_swarm.testing.sabotage import sabotage
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class InMemoryStrategy(_SwarmStrategy):
             peers take as long as the last. Without any, computing takes no time.
         lines: Simulated links of the peers; further peers have links without limits.
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
+        adversaries: Peers whose servers lie. They collude.
+        keepers: With ``trust="audited"``: peers that decide, too; the trainer's peer always does.
         kwargs: Arguments of `SwarmStrategy`. Peers do not move between stages by default: in one thread nothing is
             gained by it.
     """
@@ -73,12 +77,17 @@ class InMemoryStrategy(_SwarmStrategy):
         microbatch_s: Sequence[float] = (),
         lines: Sequence[SimulatedLink] = (),
         faults: FaultPlan | None = None,
+        adversaries: Sequence[Adversary] = (),
+        keepers: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"rebalancing": "none", **kwargs})
         self.microbatch_s = list(microbatch_s)
         self._lines = {_name(number): line for number, line in enumerate(lines)}
         self._faults = faults
+        self._adversaries = adversaries
+        self._collusion = Collusion()
+        self._keepers = [PeerId(name) for name in keepers]
         self._rng = random.Random(seed)
         self._latency_s = latency_s
         self.network: MemoryNetwork | None = None
@@ -121,6 +130,7 @@ class InMemoryStrategy(_SwarmStrategy):
         )
         if self._faults is not None:
             sabotage(self.network, self._faults, killed=self._end_tasks_of)
+        self._collusion = Collusion(self._adversaries)
         self.servers = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]
@@ -193,6 +203,7 @@ class InMemoryStrategy(_SwarmStrategy):
 
     def _end_tasks_of(self, peer_id: PeerId) -> None:
         """End a killed peer's tasks: a killed process would do nothing any more."""
+        self._collusion.forget(peer_id)
         server = next((peer.server for peer in self.peers if peer.transport.peer_id == peer_id), None)
         if server is not None:
             self._ending_tasks.append(asyncio.get_running_loop().create_task(_end(server)))
@@ -232,7 +243,17 @@ class InMemoryStrategy(_SwarmStrategy):
         directory = self.network.directory(transport)
         paced = partial(PacedExecutor, lambda: self.microbatch_s[min(number, len(self.microbatch_s) - 1)])
         executor = paced if self.microbatch_s else InlineExecutor
-        return Peer(runtime, transport, directory, executor=executor, config=self.config, rng=self._rng)
+        peer = Peer(
+            runtime,
+            transport,
+            directory,
+            executor=executor,
+            config=self.config,
+            keepers=self._keepers,
+            rng=self._rng,
+        )
+        self._collusion.watch(peer, transport.peer_id)
+        return peer
 
 
 class _InlineLauncher(_Launcher):
@@ -295,22 +316,32 @@ class LocalSwarm:
         num_peers: Number of peers, the trainer's own included. They are called ``peer-0`` (the trainer's) to
             ``peer-<n - 1>``.
         faults: Planned faults.
+        adversaries: Peers whose servers lie.
         settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
 
     Attributes:
         faults: The planned faults.
+        adversaries: The peers whose servers lie.
         strategies: The strategies of the Trainers that were made, in order.
     """
 
-    def __init__(self, num_peers: int, *, faults: FaultPlan | None = None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        num_peers: int,
+        *,
+        faults: FaultPlan | None = None,
+        adversaries: Sequence[Adversary] = (),
+        settings: dict[str, Any],
+    ) -> None:
         self.faults = faults or FaultPlan()
+        self.adversaries = adversaries
         self.strategies: list[InMemoryStrategy] = []
         self._num_peers = num_peers
         self._settings = settings
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
-        strategy = InMemoryStrategy(faults=self.faults, **self._settings)
+        strategy = InMemoryStrategy(faults=self.faults, adversaries=self.adversaries, **self._settings)
         self.strategies.append(strategy)
         return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
 
@@ -320,20 +351,25 @@ MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
 
 
 @contextmanager
-def local_swarm(num_peers: int = 2, *, faults: FaultPlan | None = None, **settings: Any) -> Iterator[LocalSwarm]:
+def local_swarm(
+    num_peers: int = 2, *, faults: FaultPlan | None = None, adversaries: Sequence[Adversary] = (), **settings: Any
+) -> Iterator[LocalSwarm]:
     """Run a swarm in this thread, on a virtual clock: no process starts, nothing sleeps, a seed repeats the run.
 
-    At the end of the block all planned faults must have struck.
+    At the end of the block all planned faults must have struck, and all adversaries must have lied.
 
     Args:
         num_peers: Number of peers, the trainer's own included.
         faults: Planned faults.
+        adversaries: Peers whose servers lie.
         settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
             of each message) and ``microbatch_s`` (seconds that each peer takes for a microbatch).
 
     Raises:
-        AssertionError: A fault did not strike, so the test has not shown what it was written for.
+        AssertionError: A fault did not strike, or an adversary told no lie, so the test has not shown what it was
+            written for.
     """
-    swarm = LocalSwarm(num_peers, faults=faults, settings=settings)
+    swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, settings=settings)
     yield swarm
     swarm.faults.check()
+    check_struck(swarm.adversaries)

@@ -28,10 +28,13 @@ from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.rpc import Responder
 from lightning_swarm.network.transport import BaseTransport
+from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.testing.adversary import Adversary
 from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, MessagePoint, Side, read_message
+from lightning_swarm.testing.lying_server import Collusion
 
 _log = logging.getLogger(__name__)
 
@@ -237,8 +240,23 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
     transport.tap = Saboteur(own_plan, _OwnProcess(), struck=write, names={transport.peer_id: PeerId(name)})
 
 
+def lie_in_process(peer: Peer, adversaries: Sequence[Adversary], name: str, fired: Path) -> Collusion:
+    """Have this process's server lie as those of its adversaries do that have its name; see `strike_in_process`."""
+
+    def write(adversary: Adversary) -> None:
+        if not adversary.struck:
+            with fired.open("a") as file:
+                print(adversary, file=file)
+
+    collusion = Collusion([adversary for adversary in adversaries if adversary.peer == name])
+    for adversary in collusion.adversaries:
+        adversary.on_lie = write
+    collusion.watch(peer, PeerId(name))
+    return collusion
+
+
 class FaultySwarmStrategy(SwarmStrategy):
-    """`SwarmStrategy` whose processes are struck by planned faults.
+    """`SwarmStrategy` whose processes are struck by planned faults, or lie.
 
     Every process runs the script again, and so makes this strategy with the same plan.
 
@@ -246,11 +264,27 @@ class FaultySwarmStrategy(SwarmStrategy):
         faults: Faults for the peers that the launcher starts, ``peer-0`` (the trainer's) to ``peer-<devices - 1>``.
         fired: A file to which each process appends a line before a fault strikes: a killed process cannot report it.
         name: This process's name in the plan, if no launcher numbers it.
+        adversaries: Peers whose servers lie, by the same names. Each appends a line to `fired` before its first lie.
         kwargs: Arguments of `SwarmStrategy`.
     """
 
-    def __init__(self, *, faults: FaultPlan, fired: Path, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        faults: FaultPlan,
+        fired: Path,
+        name: str | None = None,
+        adversaries: Sequence[Adversary] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        if seeing := [str(adversary) for adversary in adversaries if adversary.attack.sees_others]:
+            raise ConfigError(
+                f"an adversary sees no sums of other processes, and these look at them: {'; '.join(seeing)}. Use the "
+                "in-memory network for such attacks."
+            )
+        self._adversaries = adversaries
+        self._collusion: Collusion | None = None
         self._faults = faults
         self._fired = fired
         self._name = name
@@ -269,4 +303,7 @@ class FaultySwarmStrategy(SwarmStrategy):
 
     def _strike(self) -> None:
         assert self.peer is not None
-        strike_in_process(self.peer.transport, self._faults, self._name or f"peer-{self.local_rank}", self._fired)
+        name = self._name or f"peer-{self.local_rank}"
+        strike_in_process(self.peer.transport, self._faults, name, self._fired)
+        if self._collusion is None:
+            self._collusion = lie_in_process(self.peer, self._adversaries, name, self._fired)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_swarm.client.generation import NextGrant
+from lightning_swarm.client.pipeline.audits import AuditSender
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
@@ -176,6 +177,7 @@ class Trainer:
         )
         self.steps = steps
         Replayer(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
+        AuditSender(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
         self.steps._on_record = self._follow
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
@@ -318,7 +320,12 @@ class FaultySwarm(Swarm):
         invitations: By which the first members came; unset: the run takes any peer.
         look: Called with every message, before anything is done with it.
         is_scaled: Whether several trainers scale their losses.
+        keepers: As of `Swarm`.
+        audit_share: Likewise.
+        microbatch_size: Of the run, whose gradients then add up to the same bits; None: they need not.
     """
+
+    trainers_send_audits = True
 
     def __init__(
         self,
@@ -338,6 +345,9 @@ class FaultySwarm(Swarm):
         invitations: UsedInvitations = UNSET,
         look: Callable[[MessagePoint], None] = lambda _: None,
         is_scaled: bool = True,
+        keepers: str = "",
+        audit_share: float | None = None,
+        microbatch_size: int | None = None,
     ) -> None:
         names = trainers.split()
         target = 2 * NUM_MICROBATCHES * ROWS
@@ -356,6 +366,9 @@ class FaultySwarm(Swarm):
             network=network,
             invitations=invitations,
             scaling=SCALING if is_scaled and len(names) > 1 else None,
+            keepers=keepers,
+            audit_share=audit_share,
+            microbatch_size=microbatch_size,
         )
         self.plan = plan
         self.books = Books()

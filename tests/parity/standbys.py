@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,10 +115,15 @@ class Swarm:
             for name in self.names:
                 self.start(name)
             for name, thread in self._threads.items():
-                thread.join(60.0)
-                if thread.is_alive():
-                    raise TimeoutError(f"{name} hangs; errors so far: {self.errors}")
-        self.runtime.close()
+                # What a killed peer does is of no account: cut off, it looks for others to begin anew with.
+                deadline = time.monotonic() + 60.0
+                while thread.is_alive() and name not in self.killed:
+                    thread.join(0.1)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"{name} hangs; errors so far: {self.errors}")
+            self.runtime.close()
+            for name in self.killed:
+                self._threads[name].join(10.0)
         for name, error in self.errors.items():
             if name not in (*self.killed, *self.frozen):
                 raise error

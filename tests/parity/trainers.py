@@ -206,6 +206,15 @@ class ThreadStrategy(SwarmStrategy):
         self._rank = rank
         self._network = network
         self._seen = seen
+        prepare = self._rollback.prepare
+
+        def noting(trainer: L.Trainer, error: SwarmError) -> str | None:
+            path = prepare(trainer, error)
+            if path is not None and self.is_global_zero:
+                self._note_rollback()
+            return path
+
+        self._rollback.prepare = noting  # type: ignore[method-assign]
 
     @property
     @override
@@ -218,13 +227,6 @@ class ThreadStrategy(SwarmStrategy):
         assert self._session is not None
         assert self._session.pipeline.batch is not None
         return self._session.pipeline.batch.grant.generation
-
-    @override
-    def prepare_rollback(self, trainer: L.Trainer, error: SwarmError) -> str | None:
-        path = super().prepare_rollback(trainer, error)
-        if path is not None and self.is_global_zero:
-            self._note_rollback()
-        return path
 
     @override
     def serve(self, trainer: L.Trainer, datamodule: Any, handed: Any = None) -> str | None:

@@ -29,6 +29,7 @@ from lightning_swarm.peer import discovery
 from lightning_swarm.protocol import queries, serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.events import Event, EventLog
+from lightning_swarm.protocol.messages.audits import AuditOrder, AuditOrderReply, ResultsReply
 from lightning_swarm.protocol.messages.calls import (
     BackwardRequest,
     CallKey,
@@ -47,7 +48,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member, UsedInvitati
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.step import AverageRequest, Closing, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
+from lightning_swarm.protocol.methods import AVERAGE, AVOID, BACKWARD, CANCEL, FORWARD, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression, RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
@@ -109,6 +110,25 @@ def closing(**changes: Any) -> Closing:
     return Closing(**{**fields, **changes})
 
 
+async def _have_no_copies(_caller: PeerId, body: bytes) -> bytes:
+    return encode(AuditOrderReply(undone={}, lost=[one.receipt for one in decode(body, AuditOrder).work]))
+
+
+async def _have_no_results(_caller: PeerId, _body: bytes) -> bytes:
+    return encode(ResultsReply(results=[], replaced=[]))
+
+
+async def _avoid_nobody(_caller: PeerId, _body: bytes) -> bytes:
+    return b""
+
+
+def _answer_audits(transport: MemoryTransport) -> None:
+    """Have a trainer that is driven by hand say that it has no copies of microbatches."""
+    transport.handle_call(ORDER_AUDITS, _have_no_copies)
+    transport.handle_call(RESULTS, _have_no_results)
+    transport.handle_call(AVOID, _avoid_nobody)
+
+
 class Swarm:
     """Servers that hold the stages of one model, admitted to a run, and its lead.
 
@@ -130,7 +150,12 @@ class Swarm:
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
         invitations: By which the first members came; unset: the run takes any peer.
         scaling: Of all trainers' losses; None: a lone trainer scales as it likes, and several do not.
+        keepers: Names of servers that decide, besides the lead, in a run that is audited; none: the voters.
+        audit_share: Of a run that is audited; None: that of a run with `keepers` is 0, and no other run is audited.
+        microbatch_size: Of the run, whose gradients then add up to the same bits; None: they need not.
     """
+
+    trainers_send_audits = False  # by an `AuditSender` of their own
 
     def __init__(
         self,
@@ -152,6 +177,9 @@ class Swarm:
         module: nn.Module | None = None,
         invitations: UsedInvitations = UNSET,
         scaling: LossScaling | None = None,
+        keepers: str = "",
+        audit_share: float | None = None,
+        microbatch_size: int | None = None,
     ) -> None:
         self.loop = VirtualLoop()
         self.held = Held()
@@ -190,7 +218,12 @@ class Swarm:
             coordinator=self.rosters[0][0],
             voters=[self.members[PeerId(name)] for name in voters.split() or [self.rosters[0][0]]],
             settings=RunSettings(
-                target_batch_size=target_batch_size, delay_optimizer_step=delays, compression=compression
+                target_batch_size=target_batch_size,
+                delay_optimizer_step=delays,
+                compression=compression,
+                audit_share=0.0 if keepers and audit_share is None else audit_share,
+                microbatch_size=microbatch_size,
+                deterministic=microbatch_size is not None,
             ),
             gradient_clip_norm=clip,
             gradient_clip_value=None,
@@ -199,6 +232,7 @@ class Swarm:
             open_to_trainers=open_to_trainers,
             invitations=invitations,
             scaling=scaling,
+            keepers=self._keepers(keepers or voters) if keepers or audit_share is not None else UNSET,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(
                 self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]
@@ -210,8 +244,14 @@ class Swarm:
         self.steps.hyperparameters = lambda: HYPERPARAMETERS
         for server in self.servers.values():
             self.run(server.start())
+        if self.manifest.settings.is_audited and not self.trainers_send_audits:
+            for transport in {self.trainer, *(server._transport for server in self.servers.values())}:
+                _answer_audits(transport)
         if admit:
             self.run(discovery.admit(self.trainer, self.manifest, self.stages, timeout=10.0))
+
+    def _keepers(self, names: str) -> list[PeerId]:
+        return [LEAD, *(map(PeerId, names.split()) if names else self.rosters[0][:1])]
 
     async def _no_others(self) -> dict[PeerId, list[str]]:
         return {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, Damaged, DeadlineExceeded, SwarmError, Unreachable
 from lightning_swarm.network import Message, PeerId
@@ -22,6 +25,7 @@ from lightning_swarm.testing.faults import MessagePoint, read_message
 from lightning_swarm.testing.sabotage import sabotage, strike_in_process
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, key, rows
+from tests.unit.testing.linear import NUM_STEPS, Net, run
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 BODY = encode(CancelRequest(key=key(4, 3, step=7), stage_index=2, direction="forward"))
@@ -246,6 +250,7 @@ def test_a_process_cannot_strike_others(loop: VirtualLoop, tmp_path: Path, plan:
 
 # ---------------------------------------------------------------------- in a swarm
 
+OF_AUDITS = ("SKETCH", "AUDIT", "KEPT_WORK", "FINDINGS")
 OF_OTHERS = (
     "CANCEL",
     "REPLAY",
@@ -258,8 +263,11 @@ OF_OTHERS = (
     "LISTEN",
     "LEAVE",
     "AVERAGE_TIED",
+    *OF_AUDITS,
 )
-"""They need a fault, a second voter, a joiner or a tied parameter."""
+"""They need a fault, a second voter, a joiner, a tied parameter or audits."""
+
+PHASES_OF_AUDITS = [phase for phase in Phase if phase.name.startswith(OF_AUDITS)]
 
 PHASES_OF_A_STEP = [phase for phase in Phase if not phase.name.startswith(OF_OTHERS)]
 
@@ -273,6 +281,16 @@ def test_every_phase_of_a_step_comes_by(make_swarm: MakeSwarm, phase: Phase) -> 
         swarm.run(swarm.step(rows(2 * seed), rows(2 * seed + 1)))
     assert plan.fired == 1
     swarm.weights()
+
+
+@pytest.mark.parametrize("phase", PHASES_OF_AUDITS, ids=lambda phase: phase.name)
+def test_every_phase_of_an_audit_comes_by(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_audits, "lots", random.Random(0))  # so that peer-1 is drawn
+    plan = FaultPlan().kill("peer-1", at=phase)
+    net = Net(2)
+    run(net, num_peers=6, trust="audited", audit_share=1.0, faults=plan)
+    assert plan.fired == 1
+    torch.testing.assert_close(net.weights(), net.clean(NUM_STEPS))
 
 
 def test_a_killed_server_is_noticed(make_swarm: MakeSwarm) -> None:

@@ -1,0 +1,99 @@
+"""Averages for a server that lies: of something else than its frozen sum, or with another result."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.server.averaging import all_reduce, deterministic
+from lightning_swarm.server.averaging.all_reduce import Group, squared_norm
+from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.testing.adversary import Adversary
+
+
+class LyingAverager(Averager):
+    """Averages something else than the frozen sum, or says something else of the mean."""
+
+    def __init__(self, honest: Averager, adversary: Adversary, stage: Stage) -> None:
+        self._honest, self._adversary, self._step = honest, adversary, stage.version
+        self._generator = adversary.generator(stage.version, stage.index, 2)
+
+    @override
+    async def average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
+        token = _reducing.set(self._lie_about_mean)
+        try:
+            said = self._with_other_parts(vector, group, place)
+            result = await self._honest.average(said, total_weight, group, place, carried)
+        finally:
+            _reducing.reset(token)
+        norm = self._adversary.attack.squared_norm(result.squared_norm)
+        true, told = (torch.tensor(one, dtype=torch.float64) for one in (result.squared_norm, norm))
+        return result._replace(squared_norm=norm) if self._adversary.tell(self._step, [true], [told]) else result
+
+    @override
+    async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
+        return await self._honest.collect(like, group)
+
+    def _with_other_parts(self, vector: Tensor, group: Group, place: int) -> Tensor:
+        """Return the vector with lies in all parts that others reduce."""
+        true = floats_of(vector)
+        parts = [true[bounds] for bounds in group.bounds(len(true))]
+        said = [one if i == place else self._adversary.attack.part(one, self._generator) for i, one in enumerate(parts)]
+        return with_floats(vector, torch.cat(said)) if self._adversary.tell(self._step, parts, said) else vector
+
+    def _lie_about_mean(self, reduced: Tensor) -> None:
+        said = self._adversary.attack.reduced(reduced, self._generator)
+        if self._adversary.tell(self._step, [reduced], [said]):
+            reduced.copy_(said)
+
+
+# The reducer whose lies the running task tells. Both averagers call a function of their module where a part of the mean
+# is made; servers of one process share it.
+_reducing: ContextVar[Callable[[Tensor], None] | None] = ContextVar("_reducing", default=None)
+
+
+async def _reduce(honest: Callable[..., Awaitable[float | None]], into: Tensor, *arguments: Any) -> float | None:
+    norm, lie = await honest(into, *arguments), _reducing.get()
+    if lie is None:
+        return norm
+    lie(into)
+    return None if norm is None else squared_norm(into)
+
+
+def open_reductions() -> None:
+    """Have reducers tell the lies of the running task, if it has any."""
+    for module in (all_reduce, deterministic):
+        if not isinstance(module._reduce, partial):
+            wrap(module, "_reduce", _reduce)
+
+
+def floats_of(values: Tensor) -> Tensor:
+    """Return a sum's vector ``[n]`` in floats, of a sum in floats or in fixed point."""
+    return values if values.is_floating_point() else deterministic.quotient(values[:, :-1], 1.0)
+
+
+def with_floats(values: Tensor, floats: Tensor) -> Tensor:
+    """Return a sum like `values`, in floats or in fixed point, of the vector ``[n]``."""
+    if values.is_floating_point():
+        return floats.to(values)
+    difference, said = floats - floats_of(values), values.clone()
+    fits = deterministic.fit([difference], 1.0)
+    if fits:
+        deterministic.add(said[:, :-1], difference, 1.0)
+    else:  # as a gradient that does not fit: the sum has no mean
+        deterministic.note(said, fits=False)
+    return said
+
+
+def wrap(target: object, name: str, around: Callable[..., Any]) -> None:
+    """Have a function of a module or an object be called by `around`, which gets it before the arguments."""
+    setattr(target, name, partial(around, getattr(target, name)))

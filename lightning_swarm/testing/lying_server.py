@@ -1,0 +1,334 @@
+"""Tells adversaries' lies on the real objects of a server, where the true values are made.
+
+A sum is a lie as it is frozen, and an output before it is sent. So all that the server hashes or answers later agrees
+with its lies. What it computes in order to check others is none of these, but what it says of that may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from msgspec import UNSET
+from torch import Tensor
+
+from lightning_swarm.model.partition.leftovers import join, part, part_inputs
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.transport import BaseTransport
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
+from lightning_swarm.protocol.messages.audits import AuditFinding, FindingsReply, FindingsRequest, StageSketch, wrapped
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, unpack
+from lightning_swarm.protocol.messages.state import StateRequest
+from lightning_swarm.protocol.messages.step import FreezeRequest
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import FINDINGS, STATE
+from lightning_swarm.protocol.serialization import Tree
+from lightning_swarm.server.audit.kept_work import sketch_of
+from lightning_swarm.server.averaging.averager import Averager
+from lightning_swarm.server.compute import ForwardCall, ForwardResult, SavedGraph
+from lightning_swarm.server.executor import Priority
+from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.server import Server
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.testing.adversary import Adversary
+from lightning_swarm.testing.attacks import SeenFinding, SeenSums, WeightedSum
+from lightning_swarm.testing.lying_averager import LyingAverager, floats_of, open_reductions, with_floats, wrap
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class Collusion:
+    """The adversaries of one swarm, and the servers of their process, whose sums they all see."""
+
+    adversaries: Sequence[Adversary] = ()
+    servers: dict[PeerId, Server] = field(default_factory=dict)  # by their names among the adversaries
+    names: dict[PeerId, PeerId] = field(default_factory=dict)  # by peer id
+    liars: list[_Liar] = field(default_factory=list)
+    covers: dict[_Unit, PeerId] = field(default_factory=dict)  # the auditor that answers for the error of a sum
+
+    def watch(self, peer: Peer, name: PeerId) -> None:
+        """Have a peer's server lie as planned, as soon as it is there; call it once for each peer of the process."""
+
+        async def begin_to_serve(honest: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:
+            await honest(*arguments, **options)
+            server = peer.server
+            assert server is not None
+            if self.servers.get(name) is server:
+                return  # the run rolled back, and it serves already
+            self.servers[name], self.names[peer.transport.peer_id] = server, name
+            assert isinstance(peer.transport, BaseTransport)
+            for adversary in self.adversaries:
+                if adversary.peer == name:
+                    self.liars.append(_Liar(adversary, server, peer.transport, self))
+
+        wrap(peer, "begin_to_serve", begin_to_serve)
+
+    def forget(self, peer: PeerId) -> None:
+        """Leave out a peer that was killed: what would be its process is gone."""
+        self.servers.pop(self.names.pop(peer, peer), None)
+
+    def roster(self, server: Server, stage: int) -> list[PeerId]:
+        """The names of a stage's servers, as one of them knows them, without those of other processes."""
+        found = (self.names.get(member.peer_id) for member in server.membership.run.rosters[stage])
+        return [name for name in found if name is not None]
+
+    def lies(self, name: PeerId, step: int) -> bool:
+        """Tell whether a peer lies in a step."""
+        return any(adversary.peer == name and adversary.lies_in(step) for adversary in self.adversaries)
+
+
+_Place: TypeAlias = tuple[int, int, int]  # generation, step, stage
+_Unit: TypeAlias = tuple[int, PeerId, int]  # order of an audit, audited peer, stage
+
+
+@dataclass(frozen=True, eq=False)
+class _FrozenSum:
+    """A sum as an adversary froze it: the vector that it holds, and the one that it says it holds."""
+
+    true: Tensor
+    said: Tensor
+
+
+class _Liar:
+    """Tells an adversary's lies on one server."""
+
+    def __init__(self, adversary: Adversary, server: Server, transport: BaseTransport, collusion: Collusion) -> None:
+        self._adversary, self._attack = adversary, adversary.attack
+        self._server, self._collusion = server, collusion
+        self._sums = server.steps.sums
+        open_reductions()
+        self._frozen: dict[_Place, _FrozenSum] = {}
+        self._earlier: defaultdict[int, dict[int, WeightedSum]] = defaultdict(dict)  # true sums by stage and step
+        wrap(self._sums, "_freeze_stage", self._freeze)
+        wrap(self._sums, "add", self._add)
+        wrap(server.calls, "_compute", self._compute)
+        wrap(server.steps.rounds, "_averager", self._averager)
+        wrap(server.donor, "_compute", self._copy)
+        read, max_bytes, admit = transport._stream_handlers[STATE]
+        transport._stream_handlers[STATE] = (partial(self._read, read), max_bytes, admit)
+        transport._call_handlers[FINDINGS] = partial(self._find, transport._call_handlers[FINDINGS])
+
+    # ------------------------------------------------------------------ sums
+
+    def _freeze(self, honest: Callable[..., list[str]], stage: Stage, named: Any, request: FreezeRequest) -> list[str]:
+        """Freeze the true sum, so that what it shall hold is found in it; then put the lie in its place."""
+        place = (request.generation, request.step, stage.index)
+        self._take_back(stage, place)
+        stale = honest(stage, named, request)
+        if self._sums.ledgers[stage.index].final:
+            self._lie_about_sum(stage, place)
+        return stale
+
+    def _add(self, honest: Callable[..., bool], stage: Stage, key: CallKey, *arguments: Any) -> bool:
+        """Add to the true sum; if nothing is added, as of a gradient that comes twice, the lie stays."""
+        place = (key.generation, key.step, stage.index)
+        told, had = self._take_back(stage, place), self._sums.holds(stage.index, key)
+        try:
+            return honest(stage, key, *arguments)
+        finally:
+            if told is not None and self._sums.holds(stage.index, key) == had:
+                self._frozen[place] = told
+                stage.sum_of(key.step).values = told.said
+
+    def _take_back(self, stage: Stage, place: _Place) -> _FrozenSum | None:
+        """Put the truth back into a sum that may change again; returns what was frozen."""
+        told = self._frozen.pop(place, None)
+        if told is None or place[1] != stage.version or stage.next_sum.values is not told.said:
+            return None
+        stage.next_sum.values = told.true
+        return told
+
+    def _lie_about_sum(self, stage: Stage, place: _Place) -> None:
+        step, index = stage.version, stage.index
+        own, sum_ = _weighted(self._sums, stage), stage.next_sum
+        self._frozen = {other: told for other, told in self._frozen.items() if other[:2] == place[:2]}
+        earlier = self._earlier[index]
+        if self._attack.memory:
+            earlier[step] = replace(own, values=own.values.clone())
+            earlier.pop(step - self._attack.memory - 1, None)
+        if not own.weight or not self._adversary.lies_in(step):
+            return
+        roster = self._collusion.roster(self._server, index)
+        liars = [name for name in roster if self._collusion.lies(name, step)]
+        honest = [self._sum_of(name, step, index) for name in roster if name not in liars]
+        seen = SeenSums(
+            own=own,
+            honest=[one for one in honest if one is not None],
+            num_servers=len(roster),
+            num_liars=len(liars),
+            earlier={step - other: one for other, one in earlier.items() if other < step},
+            generator=self._adversary.generator(step, index),
+        )
+        said = self._attack.sum(seen)
+        if self._adversary.tell(step, [own.values], [said]):
+            self._frozen[place] = told = _FrozenSum(sum_.values, with_floats(sum_.values, said))
+            sum_.values = told.said
+
+    def _sum_of(self, name: PeerId, step: int, index: int) -> WeightedSum | None:
+        """The sum of another server of the stage; None if it holds nothing, or is not at the step."""
+        sums = self._collusion.servers[name].steps.sums
+        found = _weighted(sums, sums.stages[index]) if sums.version == step and index in sums.stages else None
+        return found if found is not None and found.weight else None
+
+    # ------------------------------------------------------------------ microbatches
+
+    def _compute(self, honest: Callable[..., _T], stage: Stage, priority: Priority, run: Callable[[], Any]) -> _T:
+        """Run a trainer's call on a computation that lies; nothing else on the server computes with that one."""
+        step = priority[1]
+
+        def lying() -> Any:
+            forward, backward = partial(self._forward, step, stage), partial(self._backward, step, stage)
+            computation = stage.computation
+            with _wrapped(computation, "forward", forward), _wrapped(computation, "backward", backward):
+                return run()
+
+        return honest(stage, priority, lying if self._adversary.lies_in(step) else run)
+
+    def _forward(
+        self, step: int, stage: Stage, honest: Callable[[ForwardCall], ForwardResult], call: ForwardCall
+    ) -> ForwardResult:
+        result = honest(call)
+        if not call.mode.grad or call.is_probe:
+            return result
+        codec, generator = stage.codecs.activations, self._adversary.generator(call.seed, 0)
+        inputs = serialization.flatten(decoded(part_inputs(call.inputs)[0], codec, stage.device))[1]
+        output, left = part(result.output)
+        said = self._tell(step, stage, codec, output, lambda true: self._attack.output(true, inputs, generator))
+        return result if said is output else replace(result, output=join(said, left))
+
+    def _backward(
+        self,
+        step: int,
+        stage: Stage,
+        honest: Callable[..., tuple[Tree, list[Tensor | None]]],
+        graph: SavedGraph,
+        gradients: Tree,
+        mode: ComputeMode,
+    ) -> tuple[Tree, list[Tensor | None]]:
+        codec, generator = stage.codecs.gradients, self._adversary.generator(graph.call.seed, 1)
+        outputs = (output for output, one in zip(graph.outputs, gradients, strict=True) if one is not None)
+        lie = self._attack.output_gradient
+        received = self._tell(step, stage, codec, gradients, lambda true: lie(true, next(outputs)))
+        found, own = honest(graph, received, mode)
+        own = self._tell(step, stage, None, own, self._attack.parameter_gradient)
+        said = self._tell(step, stage, codec, found, lambda true: self._attack.input_gradient(true, generator))
+        return said, own
+
+    def _tell(self, step: int, stage: Stage, codec: Codec | None, tree: Tree, lie: Callable[[Tensor], Tensor]) -> Tree:
+        """Return a tree, encoded by the codec, with lies for its floats; the tree itself if these are the truth."""
+        structure, true = serialization.flatten(decoded(tree, codec, stage.device))
+        said = [lie(one) if one.is_floating_point() else one for one in true]
+        if not self._adversary.tell(step, true, said):
+            return tree
+        found = encoded(serialization.unflatten(structure, said), codec)
+        return found if codec is None else on_cpu(found)
+
+    # ------------------------------------------------------------------ averaging
+
+    def _averager(self, honest: Callable[[Stage], Averager], stage: Stage) -> Averager:
+        averager = honest(stage)
+        return LyingAverager(averager, self._adversary, stage) if self._adversary.lies_in(stage.version) else averager
+
+    # ------------------------------------------------------------------ a stage's state
+
+    def _copy(self, honest: Callable[[Callable[[], Any]], _T], run: Callable[[], Any]) -> _T:
+        """Have stages hold other weights while they are copied for a joiner: their hash in the copy is of those."""
+        step = self._server.steps.version
+        return honest(partial(self._copy_poisoned, step, run) if self._adversary.lies_in(step) else run)
+
+    def _copy_poisoned(self, step: int, run: Callable[[], _T]) -> _T:
+        generator = self._adversary.generator(step, 3)
+        held = [one for stage in self._sums.stages.values() for one in stage.module.named_stage_tensors().values()]
+        own = [one for one in held if one.is_floating_point()]
+        true = [one.data for one in own]
+        said = [self._attack.downloaded_weight(one, generator) for one in true]
+        if not self._adversary.tell(step, true, said):
+            return run()
+        try:
+            for one, lie in zip(own, said, strict=True):
+                one.data = lie
+            return run()
+        finally:
+            for one, truth in zip(own, true, strict=True):
+                one.data = truth
+
+    async def _read(
+        self, honest: Callable[[PeerId, Message], Awaitable[Message]], caller: PeerId, message: Message
+    ) -> Message:
+        answer, request = await honest(caller, message), decode(message.body, StateRequest)
+        if request.optimizer or not self._adversary.lies_in(request.step):
+            return answer
+        generator = self._adversary.generator(request.step, 4)
+        said = [self._attack.read_weight(one, generator) if one.is_floating_point() else one for one in answer.tensors]
+        return Message(answer.body, tuple(said)) if self._adversary.tell(request.step, answer.tensors, said) else answer
+
+    # ------------------------------------------------------------------ as an auditor
+
+    async def _find(self, honest: Callable[[PeerId, bytes], Awaitable[bytes]], caller: PeerId, body: bytes) -> bytes:
+        answer, request = await honest(caller, body), decode(body, FindingsRequest)
+        if not self._adversary.lies_in(request.step):
+            return answer
+        true = decode(answer, FindingsReply).findings
+        said = [self._attack.finding(self._seen(one, request)) for one in true]
+        if said == true:
+            return answer
+        self._adversary.count(request.step)
+        return encode(FindingsReply(findings=said))
+
+    def _seen(self, finding: AuditFinding, request: FindingsRequest) -> SeenFinding:
+        """Add to a finding what a fellow liar claims, and what is wrong with its sum."""
+        name, index = self._collusion.names.get(finding.audited), finding.stage_index
+        if name is None or not self._collusion.lies(name, request.step):
+            return SeenFinding(finding)
+        kept = self._collusion.servers[name].steps.sums.kept_work
+        receipts = sorted(unpack(finding.receipts))
+        claims = b"".join(kept(request.step, index, receipt).claim for receipt in receipts)
+        # Auditors' sketches are added up, so one of the fellows answers for the whole error.
+        first = self._collusion.covers.setdefault((request.order, name, index), self._adversary.peer)
+        return SeenFinding(
+            finding, claims, self._error_of(name, index, request) if first == self._adversary.peer else None
+        )
+
+    def _error_of(self, name: PeerId, index: int, request: FindingsRequest) -> StageSketch | None:
+        """Sketch what a fellow's frozen sum holds beyond the truth."""
+        place = (request.generation, request.step, index)
+        frozen = (liar._frozen.get(place) for liar in self._collusion.liars if liar._adversary.peer == name)
+        told = next((one for one in frozen if one is not None), None)
+        if told is None:
+            return None
+        exact = not told.said.is_floating_point()
+        said, true = (sketch_of(index, one, request.seed, exact=exact) for one in (told.said, told.true))
+        return StageSketch(
+            stage_index=index,
+            values=[one - other for one, other in zip(said.values, true.values, strict=True)],
+            exact=UNSET
+            if said.exact is UNSET or true.exact is UNSET
+            else [wrapped(one - other) for one, other in zip(said.exact, true.exact, strict=True)],
+        )
+
+
+def _weighted(sums: GradientSums, stage: Stage) -> WeightedSum:
+    """A server's sum of the step whose record is next, as it is now."""
+    ledger = sums.ledgers[stage.index]
+    weight = sum(ledger.origins[first].weight for first, _, _ in ledger.held)
+    return WeightedSum(floats_of(stage.next_sum.values), weight)
+
+
+@contextlib.contextmanager
+def _wrapped(target: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Like `wrap`, inside."""
+    own, before = vars(target), vars(target).get(name)
+    wrap(target, name, around)
+    try:
+        yield
+    finally:
+        del own[name]
+        if before is not None:
+            own[name] = before

@@ -1,0 +1,46 @@
+"""Servers that hand out other weights than they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightning_swarm.model.state_proof import StateDigests, parts_of_optimizer, parts_of_weights
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.state import ProofReply, ProofRequest
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import PROVE, STATE
+from lightning_swarm.server.server import Server
+
+Poison: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def lies(server: Server, poison: Poison) -> None:
+    """Have a server send other state, and vouch for that."""
+    transport: Any = server._transport
+    handler, *bounds = transport._stream_handlers[STATE]
+
+    async def answer(caller: PeerId, message: Message) -> Message:
+        reply = await handler(caller, message)
+        return Message(reply.body, tuple(poison([tensor.clone() for tensor in reply.tensors])))
+
+    async def vouch(caller: PeerId, body: bytes) -> bytes:
+        """As those do that send the same."""
+        request = decode(body, ProofRequest)
+        stage = server.steps.stage(request.stage_index)
+        weights = dict(zip(stage.weights(), poison([one.clone() for one in stage.weights().values()]), strict=True))
+        structure, tensors = serialization.flatten(list(stage.optimizer.state().values()))
+        values = serialization.unflatten(structure, poison([tensor.clone() for tensor in tensors]))
+        state = dict(zip(stage.optimizer.state(), values, strict=True))
+        digests = StateDigests([*parts_of_weights(weights), *parts_of_optimizer(state)])
+        return encode(ProofReply(proof=digests.proof(request.challenge, [request.kind])))
+
+    transport._stream_handlers[STATE] = answer, *bounds
+    transport._call_handlers[PROVE] = vouch
+
+
+def raised(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensor + 1 if tensor.is_floating_point() else tensor for tensor in tensors]
