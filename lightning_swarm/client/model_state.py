@@ -33,7 +33,6 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
-    HeldSnapshots,
     Snapshot,
     SnapshotRequest,
     StageState,
@@ -44,7 +43,7 @@ from lightning_swarm.protocol.messages.state import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE
-from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete
+from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import named
 
@@ -78,10 +77,7 @@ async def gather_snapshots(
     confirmation = Confirmation(transport, run, timeout, events)
     failure: Unreachable | None = None
     while True:
-        held = {
-            peer: HeldSnapshots(host=reply.host, snapshots=[kept for kept in reply.snapshots if kept.version in left])
-            for peer, reply in answers.items()
-        }
+        held = only_versions(answers, left)
         version = newest_complete(held, len(run.rosters), sound)
         if version is None:
             if failure is not None:

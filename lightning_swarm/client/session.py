@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -105,6 +105,10 @@ class Session:
     def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
         """At the lead: have the run go back where false work counted, if there is something to go back to."""
         self._steps.can_go_back = can_go_back
+
+    def resumes_at(self, versions: Callable[[], Collection[int]]) -> None:
+        """At the lead: set what tells the versions of snapshots that its loop could go on from. On any thread."""
+        self._steps.resumable = versions
 
     @property
     def newest_record(self) -> Record | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
@@ -86,6 +86,8 @@ class StepClient:
         self.epoch: Callable[[], int] = int
         # Likewise: tell whether there is something to go back to, where false work counted. None: this is not the lead.
         self.can_go_back: Callable[[], Awaitable[bool]] | None = None
+        # Likewise: tell which versions of snapshots its loop could go on from.
+        self.resumable: Callable[[], Collection[int]] | None = None
         transport.handle_call(methods.LEADS, self._handle_leads)
         transport.handle_call(methods.REPORT, self._handle_report)
         transport.handle_stream(methods.REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
@@ -353,6 +355,7 @@ class StepClient:
             before=generation.hyperparameters.get(step - 1),
             decided=decided,
             epoch=self.epoch(),
+            resumable=None if self.resumable is None else sorted(self.resumable()),
         )
 
     async def _learn(self, record: Record, reply: RecordReply) -> None:

@@ -141,11 +141,16 @@ class SnapshotSchedule:
         return self._run.version >= self._last[0] + self._num_steps - 1 and now_s() >= self._last[1] + self._interval_s
 
     async def order(
-        self, step: int, next_roster: Sequence[Sequence[Member]], told: Collection[HeldSnapshot]
+        self,
+        step: int,
+        next_roster: Sequence[Sequence[Member]],
+        told: Collection[HeldSnapshot],
+        resumable: Collection[int] | None,
     ) -> SnapshotOrder | None:
         """Make the order for the record of `step`; None: the servers take no snapshot then.
 
-        `told` are the snapshots that records tell, this one, too.
+        `told` are the snapshots that records tell, this one, too. `resumable` are the versions that the lead's loop
+        could go on from; None: it does not tell.
         """
         at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
@@ -162,7 +167,7 @@ class SnapshotSchedule:
             _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
         self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
-        keep = version_to_keep(held, next_roster, on_trainers)
+        keep = version_to_keep(held, next_roster, on_trainers, resumable)
         has_standbys = any(one.loops for one in held.values())
         keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_standbys=has_standbys)
         return SnapshotOrder(keep=keep, keepers=keepers)
@@ -298,7 +303,7 @@ class StepCommit:
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
         staying = {member for roster in next_roster for member in roster}
         told = [*self._run.snapshots, *(record.snapshots or ())]
-        snapshot = await self._snapshots.order(record.step, next_roster, told)
+        snapshot = await self._snapshots.order(record.step, next_roster, told, self._lead.resumable)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         keepers = self._new_keepers(newcomers)
         voters = choose_voters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -60,6 +60,7 @@ class LeadLiveness:
         self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self.knows = 0  # the newest version that it does
         self.epoch: int | None = None  # of the lead's loop, once it is known
+        self.resumable: Collection[int] | None = None  # versions of snapshots that it could go on from, if it told
         self.deciding: int | None = None  # the step whose record was let come, and is not there yet
 
     def heard(self) -> None:
@@ -110,13 +111,11 @@ class LeadLiveness:
         """Enter that the lead was started again, and knows nothing of the run."""
         self._restarted = True
 
-    async def note_waiting(
-        self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
-    ) -> None:
+    async def note_waiting(self, request: RecordRequest, stepped_with: Mapping[int, list[dict[str, Any]]]) -> None:
         """Enter that the lead's loop waits for the end of a step, and the hyperparameters of this and earlier steps."""
-        self.epoch = epoch
+        self.epoch, self.resumable = request.epoch, request.resumable
         self.stepped_with.update(stepped_with)
-        await self.permit(step, version=version)
+        await self.permit(request.step, version=request.version)
 
     async def permit(self, step: int, *, version: int) -> None:
         """Enter that the lead's loop, which knows `version`, is ready for the record of a step, and of those before."""
@@ -160,7 +159,7 @@ class StepEnds:
             stepped_with = {request.step: check_hyperparameters(request)}
             if request.before:
                 stepped_with[request.step - 1] = request.before
-            await self._lead.note_waiting(request.step, stepped_with, version=request.version, epoch=request.epoch)
+            await self._lead.note_waiting(request, stepped_with)
         return await self.hold(caller, request)
 
     async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:

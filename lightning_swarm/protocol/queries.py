@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, TypeVar
@@ -92,8 +92,20 @@ def in_turn(versions: Iterable[int], sound: int | None) -> list[int]:
     return [*sorted(known - later, reverse=True), *sorted(later)]
 
 
-def version_to_keep(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
-    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure."""
+def version_to_keep(
+    held: Held,
+    rosters: Sequence[Sequence[Member]],
+    on_trainers: Sequence[bool],
+    resumable: Collection[int] | None = None,
+) -> int | None:
+    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure.
+
+    One that is not `resumable` is kept only where there is no other: the lead's loop could not go on from it.
+    """
+    if resumable is not None:
+        kept = version_to_keep(only_versions(held, resumable), rosters, on_trainers)
+        if kept is not None:
+            return kept
     # After a keeper's death no version may outlive every stage, but the next death may need the rest.
     safe = newest_safe(held, rosters, on_trainers)
     return safe if safe is not None else newest_complete(held, len(rosters))
@@ -111,10 +123,16 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 def only_told(held: Held, told: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:
     """Leave only snapshots that records tell. Pure."""
     right = set(told)
-    return {
-        peer: structs.replace(own, snapshots=[one for one in own.snapshots if one in right])
-        for peer, own in held.items()
-    }
+    return _only(held, lambda one: one in right)
+
+
+def only_versions(held: Held, versions: Collection[int]) -> dict[PeerId, HeldSnapshots]:
+    """Leave only snapshots of these versions. Pure."""
+    return _only(held, lambda one: one.version in versions)
+
+
+def _only(held: Held, wanted: Callable[[HeldSnapshot], bool]) -> dict[PeerId, HeldSnapshots]:
+    return {peer: structs.replace(own, snapshots=list(filter(wanted, own.snapshots))) for peer, own in held.items()}
 
 
 def _held_versions(held: Held) -> set[int]:

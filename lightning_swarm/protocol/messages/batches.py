@@ -214,6 +214,8 @@ class RecordRequest(WireMessage, frozen=True):
     before: list[dict[str, Any]] | None = None  # likewise, of the step before, if the lead does not know its record
     decided: bool = True  # False, with delayed steps: wait only until the next step is open
     epoch: Count = 0  # of the lead's loop
+    # Only from the lead: the versions of snapshots that its loop could go on from.
+    resumable: Annotated[list[Count], msgspec.Meta(max_length=64)] | None = None
 
 
 class RetireRequest(WireMessage, frozen=True):

@@ -104,6 +104,7 @@ class Rollback:
         self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
         if session.is_lead:
             session.go_back_if(partial(self._can_go_back, trainer, peer))
+            session.resumes_at(lambda: states.versions)
 
         def arrive() -> None:
             """The data are where they were at the target: bring the loop there."""

@@ -749,7 +749,9 @@ SAMPLES = [
     Sample(
         CALL,
         RECORD,
-        plain(lambda _: RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS)),
+        plain(
+            lambda _: RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS, resumable=[0, 3])
+        ),
         target=A,
     ),
     Sample(CALL, RENEW, lambda _: Message(), target=A),
@@ -830,6 +832,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "first",
         "begun",
         "epoch",
+        "resumable",
         "hyperparameters",
         "before",
         "decided",

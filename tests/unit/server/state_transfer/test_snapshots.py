@@ -115,6 +115,22 @@ def test_when_a_keeper_is_gone_what_is_whole_is_kept() -> None:
     assert version_to_keep(holding(a=[(10, 1)]), rosters("b", "a c"), [False, False]) is None
 
 
+@pytest.mark.parametrize(
+    ("resumable", "kept"),
+    [
+        pytest.param([5, 10, 12], 10, id="all"),
+        pytest.param([5, 12], 5, id="not the newest"),
+        pytest.param([12], 10, id="none that is whole"),
+        pytest.param([], 10, id="none"),
+        pytest.param(None, 10, id="it does not tell"),
+    ],
+)
+def test_what_the_lead_could_go_on_from_is_kept(resumable: list[int] | None, kept: int) -> None:
+    """A loop has no state of its own for a version in whose step it trained another trainer's batch."""
+    held = holding(a=[(5, 0), (5, 1), (10, 0), (10, 1)], b=[(5, 0), (5, 1), (10, 0), (10, 1), (12, 1)])
+    assert version_to_keep(held, rosters("a", "b"), [False, False], resumable) == kept
+
+
 # ---------------------------------------------------------------------- in a run
 
 
