@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network.tensors import dtype_name
-from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.calls import ComputeMode, MatmulPrecision
 
-_Flags: TypeAlias = tuple[torch.dtype, bool, bool, bool]
+_Flags: TypeAlias = tuple[torch.dtype, bool, bool, bool, MatmulPrecision]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
@@ -29,7 +29,34 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
         default_dtype=dtype_name(torch.get_default_dtype()),
         deterministic=("warn" if warn_only else "on") if deterministic else "off",
         anomaly=torch.is_anomaly_enabled(),
+        matmul_precision=_matmul_precision(),
     )
+
+
+def _matmul_precision() -> MatmulPrecision:
+    """The precision of products of float32 in this process."""
+    try:
+        return cast(MatmulPrecision, torch.get_float32_matmul_precision())
+    except RuntimeError:  # torch's own, where those of backends were set
+        return cast(MatmulPrecision, tuple(backend.fp32_precision for backend in _backends()))
+
+
+def _backends() -> tuple[Any, Any]:
+    return torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+
+
+def _set_matmul_precision(precision: MatmulPrecision) -> None:
+    # What torch remembers of this call decides if it takes the backends' own for a mix.
+    torch.set_float32_matmul_precision(precision if isinstance(precision, str) else "highest")
+    if isinstance(precision, str):
+        return
+    for backend, wanted in zip(_backends(), precision, strict=True):
+        if not hasattr(backend, "fp32_precision"):
+            raise ProtocolError(
+                "the trainer set `fp32_precision` of `torch.backends`, which this server's torch does not know: "
+                f"{torch.__version__}. Update torch, or use `torch.set_float32_matmul_precision`."
+            )
+        backend.fp32_precision = wanted
 
 
 @contextlib.contextmanager
@@ -62,29 +89,39 @@ def on_this_thread() -> contextlib.AbstractContextManager[None]:
 
 def _global_flags(mode: ComputeMode) -> contextlib.AbstractContextManager[None]:
     # These flags belong to the process, not to the thread, so they are set only if they differ.
-    before = (
+    before: _Flags = (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
+        _matmul_precision(),
     )
-    wanted = (_dtype(mode.default_dtype), mode.deterministic != "off", mode.deterministic == "warn", mode.anomaly)
+    wanted: _Flags = (
+        _dtype(mode.default_dtype),
+        mode.deterministic != "off",
+        mode.deterministic == "warn",
+        mode.anomaly,
+        mode.matmul_precision,
+    )
     return contextlib.nullcontext() if before == wanted else _flags(wanted, before)
 
 
 @contextlib.contextmanager
 def _flags(wanted: _Flags, before: _Flags) -> Iterator[None]:
-    _set_flags(*wanted)
     try:
+        _set_flags(*wanted)
         yield
     finally:
         _set_flags(*before)
 
 
-def _set_flags(default_dtype: torch.dtype, deterministic: bool, warn_only: bool, anomaly: bool) -> None:
+def _set_flags(
+    default_dtype: torch.dtype, deterministic: bool, warn_only: bool, anomaly: bool, precision: MatmulPrecision
+) -> None:
     torch.set_default_dtype(default_dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.autograd.set_detect_anomaly(anomaly)
+    _set_matmul_precision(precision)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from typing_extensions import override
 
+from lightning_swarm.client.pipeline import pipeline
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model import autocast
+from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
@@ -713,6 +716,45 @@ class RootOfZero(DigitsMLP):
     def __init__(self) -> None:
         super().__init__()
         self.net.append(Root())
+
+
+@feature(
+    "`torch.set_float32_matmul_precision`, or `fp32_precision` of `torch.backends`",
+    WORKS,
+    "servers multiply as the trainer does, also those that the command line started",
+)
+def test_float32_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting is the process's, and the servers are in it here: so it is reset once a call has read it."""
+    seen: list[str] = []
+
+    class Noting(nn.Module):
+        @override
+        def forward(self, hidden: Tensor) -> Tensor:
+            seen.append(torch.get_float32_matmul_precision())
+            return hidden
+
+    class Multiplied(DigitsMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(Noting())
+
+        @override
+        def on_train_batch_start(self, *args: Any) -> None:
+            torch.set_float32_matmul_precision("high")
+            seen.clear()  # what was computed before training
+
+    def capture(*args: Any, **options: Any) -> ComputeMode:
+        mode = autocast.capture(*args, **options)
+        torch.set_float32_matmul_precision("highest")
+        return mode
+
+    monkeypatch.setattr(pipeline, "capture", capture)
+    try:
+        run_swarm(Multiplied, loader(digits()), max_steps=2)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(seen) > 1, "there is a backward, too"
+    assert set(seen) == {"high"}
 
 
 @feature("`Trainer(detect_anomaly=True)`", WORKS)

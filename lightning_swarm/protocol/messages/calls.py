@@ -110,6 +110,12 @@ class ModuleStates(WireMessage, frozen=True):
     ] = msgspec.field(default_factory=dict)
 
 
+BackendPrecisions = tuple[Literal["none", "ieee", "tf32"], Literal["none", "ieee", "tf32", "bf16"]]
+"""Of products of float32 with CUDA and on the CPU, as `torch.backends` has them."""
+MatmulPrecision = Literal["highest", "high", "medium"] | BackendPrecisions
+"""Of products of float32, as of `torch.set_float32_matmul_precision`, or of each backend where these were set apart."""
+
+
 class ComputeMode(WireMessage, frozen=True):
     """Settings of a computation, those of the trainer's thread, which a thread of another process does not inherit."""
 
@@ -120,6 +126,7 @@ class ComputeMode(WireMessage, frozen=True):
     default_dtype: str = "float32"
     deterministic: Literal["off", "warn", "on"] = "off"
     anomaly: bool = False
+    matmul_precision: MatmulPrecision = "highest"
     modules: ModuleStates | None = None
 
 

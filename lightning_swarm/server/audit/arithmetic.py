@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from functools import cache
@@ -11,11 +12,15 @@ from typing import Final
 import torch
 from blake3 import blake3
 
+from lightning_swarm.network.tensors import dtype_name
+from lightning_swarm.protocol.messages.calls import ComputeMode
+
 _FACTS: Final = Path("/proc/cpuinfo")  # Linux
 _OF_THE_MODEL: Final = frozenset(
     {"vendor_id", "cpu family", "model", "model name", "stepping", "cache size"}
     | {"CPU implementer", "CPU architecture", "CPU variant", "CPU part"}
 )
+_FULL: Final = ("highest", *itertools.product(("none", "ieee"), repeat=2))
 _OF_LIBRARIES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 
 
@@ -26,16 +31,15 @@ def arithmetic_of(device: torch.device) -> str:
         kind = f"{_processor()}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
     else:
         kind = torch.get_device_module(device).get_device_name(device)
-    precision = torch.get_float32_matmul_precision()  # scripts set it, and servers may be others than trainers' scripts
-    return f"{device.type} {kind}, {precision} float32, torch {torch.__version__}"[:100]
+    return f"{device.type} {kind}, torch {torch.__version__}"[:100]
 
 
-def precision_of(dtype: torch.dtype) -> str:
-    """Name the dtype that results of a dtype are as precise as here."""
+def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:
+    """Name the dtype that results in a mode, of weights of a dtype, are as precise as."""
     # With another setting products of float32 may be of TF32 or bfloat16: on some machines, and on others not.
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and mode.matmul_precision not in _FULL:
         dtype = torch.bfloat16
-    return str(dtype).removeprefix("torch.")
+    return mode.autocast or dtype_name(dtype)
 
 
 @cache

@@ -295,7 +295,7 @@ def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inp
     norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in given]
     magnitude = request.weight * math.hypot(*norms)
     found.magnitude += magnitude if math.isfinite(magnitude) else 0.0  # of no numbers nothing is rounded
-    found.precision = request.mode.autocast or precision_of(found.total.like.dtype)
+    found.precision = precision_of(request.mode, found.total.like.dtype)
     its_digest, input_gradients = again.output_digest, again.input_gradients
     if inputs.results is not None:
         output, requires_grad, input_gradients = inputs.results

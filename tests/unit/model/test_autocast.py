@@ -11,9 +11,20 @@ import pytest
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.model import autocast
 from lightning_swarm.model.autocast import capture, enter_backward_modes, enter_modes
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.wire import decode, encode
+
+HAS_BACKENDS = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # newer than the oldest torch that is supported
+
+
+def matmul_flags() -> tuple[str, ...]:
+    """What products of float32 are computed in, with CUDA and on the CPU."""
+    if not HAS_BACKENDS:
+        return (torch.get_float32_matmul_precision(),)
+    found = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return tuple("ieee" if one == "none" else one for one in found)
 
 
 def flags() -> dict[str, Any]:
@@ -23,6 +34,7 @@ def flags() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "anomaly": torch.is_anomaly_enabled(),
+        "matmul": matmul_flags(),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
@@ -51,6 +63,7 @@ def test_the_modes_flags_hold_inside_and_only_there() -> None:
         "deterministic": True,
         "warn_only": True,
         "anomaly": False,
+        "matmul": ("ieee", "ieee") if HAS_BACKENDS else ("highest",),
         "grad": False,
         "inference": False,
         "autocast": True,
@@ -113,6 +126,54 @@ def test_what_is_captured_travels_to_another_thread(surround: Callable[[], Any],
     for name, value in expected.items():
         assert getattr(mode, name) == value
     assert there == [here]
+
+
+def set_backends(cuda: str, cpu: str) -> None:
+    torch.backends.cuda.matmul.fp32_precision = cuda
+    torch.backends.mkldnn.matmul.fp32_precision = cpu
+
+
+BACKENDS = [("tf32", "ieee"), ("ieee", "bf16")] if HAS_BACKENDS else []
+
+
+@pytest.mark.parametrize("theirs", [("highest",), ("high",), ("medium",), *BACKENDS], ids=str)
+@pytest.mark.parametrize("ours", [("highest",), ("high",), *BACKENDS], ids=str)
+def test_products_are_as_precise_as_the_trainers_and_then_as_before(
+    ours: tuple[str, ...], theirs: tuple[str, ...]
+) -> None:
+    def use(precision: tuple[str, ...]) -> None:
+        torch.set_float32_matmul_precision(precision[0] if len(precision) == 1 else "highest")
+        if len(precision) == 2:
+            set_backends(*precision)
+
+    try:
+        use(theirs)
+        wanted = matmul_flags()
+        mode = decode(encode(capture("cpu", training=True, grad=True, input_grad=False)), ComputeMode)
+        use(ours)
+        before = matmul_flags()
+        for enter in (enter_modes(mode, "cpu"), enter_backward_modes(mode)):
+            with enter:
+                assert matmul_flags() == wanted
+            assert matmul_flags() == before
+        if len(ours) == 1:
+            assert torch.get_float32_matmul_precision() == ours[0]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("precision", ["low", ["bf16", "ieee"], ["ieee"], ["ieee", "int8"], 3, None])
+def test_a_precision_that_there_is_not_is_refused(precision: object) -> None:
+    mode = msgspec.to_builtins(PLAIN) | {"matmul_precision": precision}
+    with pytest.raises(ProtocolError):
+        decode(msgspec.msgpack.encode(mode), ComputeMode)
+
+
+def test_a_torch_without_such_settings_refuses_them_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autocast, "_backends", lambda: (None, None))
+    mode = msgspec.structs.replace(PLAIN, matmul_precision=("tf32", "ieee"), default_dtype="float64")
+    with pytest.raises(ProtocolError, match="Update torch"), enter_modes(mode, "cpu"):
+        pytest.fail("entered")
 
 
 @pytest.mark.parametrize("names", [{"default_dtype": "int8"}, {"autocast": "x"}])

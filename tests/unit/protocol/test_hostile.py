@@ -824,6 +824,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "default_dtype",
         "deterministic",
         "anomaly",
+        "matmul_precision",
         "modules",
         "keep",
         "weights",

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.server.audit import arithmetic
 from lightning_swarm.server.audit.arithmetic import arithmetic_of, precision_of
 
@@ -40,15 +42,20 @@ def test_what_the_libraries_are_told_is_in_it(monkeypatch: pytest.MonkeyPatch, n
     assert arithmetic_of(CPU) != before
 
 
-def test_the_precision_of_products_is_in_it() -> None:
-    before, precision = arithmetic_of(CPU), torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert arithmetic_of(CPU) != before
-        assert [precision_of(dtype) for dtype in (torch.float32, torch.float64)] == ["bfloat16", "float64"]
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    assert precision_of(torch.float32) == "float32"
+@pytest.mark.parametrize(
+    ("mode", "dtype", "expected"),
+    [
+        ({}, torch.float32, "float32"),
+        ({"matmul_precision": ("none", "ieee")}, torch.float32, "float32"),
+        ({"matmul_precision": "high"}, torch.float32, "bfloat16"),
+        ({"matmul_precision": ("none", "bf16")}, torch.float32, "bfloat16"),
+        ({"matmul_precision": ("tf32", "ieee")}, torch.float32, "bfloat16"),
+        ({"matmul_precision": "medium"}, torch.float64, "float64"),
+        ({"autocast": "float16"}, torch.float32, "float16"),
+    ],
+)
+def test_results_are_as_precise_as_the_mode_has_it(mode: dict[str, Any], dtype: torch.dtype, expected: str) -> None:
+    assert precision_of(ComputeMode(training=True, grad=True, **mode), dtype) == expected
 
 
 def test_the_number_of_threads_is_in_it() -> None:
