@@ -17,6 +17,7 @@ from lightning_swarm.core.errors import (
     NotEnlisted,
     PeerError,
     ProtocolError,
+    Replaced,
     StepError,
     SwarmError,
     WentBack,
@@ -29,7 +30,7 @@ from lightning_swarm.protocol.messages.run import RunView, Term
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import ENLIST, REGISTER, VIEW
 from lightning_swarm.protocol.queries import ask_servers, find_promised
-from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.run_state import RunState, replaced_by
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -167,6 +168,8 @@ class CoordinatorCalls:
             _log.info("%s shows no run: %s", peer, error)
             return
         if view.manifest.run_id == own.run_id and view.manifest.generation > own.generation:
+            if own.lead == self._transport.peer_id != view.manifest.lead:
+                raise Replaced(replaced_by(view.manifest))
             raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
 
     async def _follow(self, heard: Collection[Term]) -> None:

@@ -65,6 +65,8 @@ class Churn(L.Callback):
         settled = set(seen.trainers_of_the_run) == self.living == members(seen)
         if self.num_done == len(self.events):
             trainer.should_stop = settled and len(seen.records) >= max(self.step, LEAST_STEPS)
+        elif not settled and moment == _MOMENTS[0]:
+            seen.pause(0.25)  # so that the run does not end before the others hear of a death, or one has come
         elif moment == self.moment and settled and len(seen.records) >= self.step:
             self.act(seen, f"peer-{rank}")
 

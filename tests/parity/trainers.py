@@ -120,11 +120,15 @@ class Seen(Curve):
         """On a trainer's thread: let the others go on until they come there."""
 
         async def wait() -> None:
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(120.0):
                 while not reached():  # noqa: ASYNC110 - whatever it looks at tells nobody
                     await asyncio.sleep(0.001)  # without it, it would take the time of those it waits for
 
         self.runtime.run(wait())
+
+    def pause(self, seconds: float) -> None:
+        """On a trainer's thread: give the others time."""
+        self.runtime.run(asyncio.sleep(seconds))
 
 
 def places_of(record: Record) -> list[Place]:
