@@ -195,16 +195,22 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         ("erna", expired, "it expired"),
         ("fred", for_one, "it was made for another peer"),
     ]
-    for name, by, words in refusals:
-        assert_refused(users.join(name, by), words)
+    for refused, words in [(users.join(name, by), words) for name, by, words in refusals]:  # all of them at once
+        assert_refused(refused, words)
     # What its own program refuses, the run refuses, too.
     at_the_gate = "refuses the certificate of this peer: "
-    assert_refused(users.join("gina", None, "--trust", "open"), "answers only peers with a certificate of its run")
-    assert_refused(users.present("mallory", None), at_the_gate, "it was made for another peer")
-    assert_refused(users.present("hans", for_one), at_the_gate, "it was made for another peer")
-    assert_refused(users.present("ida", expired), at_the_gate, "its peer came after the invitation had expired")
-    dated_back = users.present("jane", expired, days_ago=8)
-    assert_refused(dated_back, "who comes to a run for the first time comes before its invitation expires")
+    at_once = [
+        (users.join("gina", None, "--trust", "open"), ["answers only peers with a certificate of its run"]),
+        (users.present("mallory", None), [at_the_gate, "it was made for another peer"]),
+        (users.present("hans", for_one), [at_the_gate, "it was made for another peer"]),
+        (users.present("ida", expired), [at_the_gate, "its peer came after the invitation had expired"]),
+        (
+            users.present("jane", expired, days_ago=8),
+            ["who comes to a run for the first time comes before its invitation expires"],
+        ),
+    ]
+    for refused, said in at_once:
+        assert_refused(refused, *said)
     (users.out / "seen").touch()
     assert users.run.wait() == 0, "".join(users.run.output)
     assert [one.survivors() for one in (users.run, anna)] == [[], []]
