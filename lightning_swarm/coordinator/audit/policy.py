@@ -18,6 +18,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 
 PROBATION: Final = 20  # steps in which all of a new server's work is audited
 WATCHED_STEPS: Final = 100  # likewise, once a peer of the same invitation was convicted
+_FORGIVEN_AFTER: Final = 400  # passed audits, that a server gave no answer in one
 _SHARE_OF_STEP: Final = 0.75  # of the servers, drawn in a step that has audits
 SCREEN: Final = 6.0  # noise radii from the median, beyond which a sum is suspicious
 _SMALL: Final = 6  # servers of a stage, below which no median is worth the name
@@ -217,6 +218,21 @@ class Standing:
 
 
 @dataclass
+class Silences:
+    """When servers gave no answer while they were audited."""
+
+    num_passed: Counter[PeerId] = field(default_factory=Counter)  # audits in all
+    noted: dict[PeerId, list[int]] = field(default_factory=dict)  # after how many passed audits
+
+    def note(self, peer: PeerId) -> int:
+        """Count a silence, and return how many there are that are not forgiven."""
+        now = self.num_passed[peer]
+        recent = [at for at in self.noted.get(peer, ()) if now - at < _FORGIVEN_AFTER]
+        self.noted[peer] = [*recent, now]
+        return len(self.noted[peer])
+
+
+@dataclass
 class AuditMemory:
     """What a coordinator knows from the audits of steps before."""
 
@@ -227,8 +243,7 @@ class AuditMemory:
     convicted: dict[PeerId, str] = field(default_factory=dict)  # and why; also those that no record tells yet
     # In how many closings servers gave a trainer something else than was claimed.
     contested: Counter[PeerId] = field(default_factory=Counter)
-    # How often servers gave no answer while they were audited.
-    silences: Counter[PeerId] = field(default_factory=Counter)
+    silences: Silences = field(default_factory=Silences)
 
     def following(self) -> AuditMemory:
         """Return what stays known once the run has gone back: all servers are as new ones, but suspects are known."""

@@ -18,6 +18,7 @@ from lightning_swarm.coordinator.audit.audit_run import (
 )
 from lightning_swarm.coordinator.audit.policy import (
     Screening,
+    Silences,
     StageHistory,
     StageProjection,
     Standing,
@@ -124,7 +125,7 @@ class StepAudits:
         self._histories: dict[int, StageHistory] = context.audit_memory.histories
         self._disputes: Counter[frozenset[Unit]] = context.audit_memory.disputes
         self._contested: Counter[PeerId] = context.audit_memory.contested
-        self._silences: Counter[PeerId] = context.audit_memory.silences
+        self._silences: Silences = context.audit_memory.silences
         self._passed: dict[Unit, tuple[object, ...]] = {}  # with what was claimed then
         self._auditors: dict[Unit, PeerId] = {}
         self._due: set[Unit] = set()  # those that are audited in this step, until they have passed
@@ -172,6 +173,7 @@ class StepAudits:
             self._passed.update({unit: _commitment(step.ledgers[unit]) for unit in fresh})
             for peer in {unit.peer for unit in passed}:
                 self._standing.note_passed(peer)
+                self._silences.num_passed[peer] += 1
             for unit in fresh:
                 if step.claims[unit] and unit.peer != self._own:
                     auditor = self._auditors.get(unit) if unit in passed else None
@@ -414,9 +416,9 @@ class StepAudits:
         if peer in self._silent:  # in this step, already
             return
         self._silent.add(peer)
-        self._silences[peer] += 1
-        if self._silences[peer] > _MAX_SILENCES:
-            verdict.convicted[peer] = f"gave no answer {self._silences[peer]} times while it was audited"
+        number = self._silences.note(peer)
+        if number > _MAX_SILENCES:
+            verdict.convicted[peer] = f"gave no answer {number} times while it was audited"
 
     def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: _Examined) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"

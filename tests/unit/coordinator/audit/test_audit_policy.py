@@ -14,6 +14,7 @@ from lightning_swarm.coordinator.audit.policy import (
     PROBATION,
     WATCHED_STEPS,
     Screening,
+    Silences,
     StageHistory,
     StageProjection,
     Standing,
@@ -247,3 +248,13 @@ def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
     assert plain == 1e-4
     assert plain < of_16_bits < 2e-4
     assert 5.3e-4 < of_8_bits < 2e-2
+
+
+def test_silences_are_forgiven_after_many_audits() -> None:
+    silences, peer = Silences(), PeerId("a")
+    assert [silences.note(peer), silences.note(peer)] == [1, 2]
+    silences.num_passed[peer] += 399
+    assert silences.note(peer) == 3
+    silences.num_passed[peer] += 1
+    assert silences.note(peer) == 2, "the first two are forgiven"
+    assert silences.note(PeerId("b")) == 1
