@@ -17,8 +17,8 @@ from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, DIGEST_BYTES
 from lightning_swarm.protocol.messages.calls import Receipt
 
 PROBATION: Final = 20  # steps in which all of a new server's work is audited
-WATCHED_STEPS: Final = 100  # likewise, once a peer of the same invitation was convicted
-_FORGIVEN_AFTER: Final = 400  # passed audits, that a server gave no answer in one
+WATCHED_STEPS: Final = 100  # likewise, once a peer of the same invitation was convicted, or this one fell silent
+FORGIVEN_AFTER: Final = 5_000  # steps, that a server gave no answer while it was audited
 _SHARE_OF_STEP: Final = 0.75  # of the servers, drawn in a step that has audits
 SCREEN: Final = 6.0  # noise radii from the median, beyond which a sum is suspicious
 _SMALL: Final = 6  # servers of a stage, below which no median is worth the name
@@ -221,14 +221,12 @@ class Standing:
 class Silences:
     """When servers gave no answer while they were audited."""
 
-    num_passed: Counter[PeerId] = field(default_factory=Counter)  # audits in all
-    noted: dict[PeerId, list[int]] = field(default_factory=dict)  # after how many passed audits
+    noted: dict[PeerId, list[int]] = field(default_factory=dict)  # in which steps
 
-    def note(self, peer: PeerId) -> int:
+    def note(self, peer: PeerId, step: int) -> int:
         """Count a silence, and return how many there are that are not forgiven."""
-        now = self.num_passed[peer]
-        recent = [at for at in self.noted.get(peer, ()) if now - at < _FORGIVEN_AFTER]
-        self.noted[peer] = [*recent, now]
+        recent = [at for at in self.noted.get(peer, ()) if step - at < FORGIVEN_AFTER]
+        self.noted[peer] = [*recent, step]
         return len(self.noted[peer])
 
 

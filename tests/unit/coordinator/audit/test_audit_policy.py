@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.coordinator.audit.policy import (
+    FORGIVEN_AFTER,
     PROBATION,
     WATCHED_STEPS,
     Screening,
@@ -250,11 +251,8 @@ def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
     assert 5.3e-4 < of_8_bits < 2e-2
 
 
-def test_silences_are_forgiven_after_many_audits() -> None:
+def test_silences_are_forgiven_after_many_steps() -> None:
     silences, peer = Silences(), PeerId("a")
-    assert [silences.note(peer), silences.note(peer)] == [1, 2]
-    silences.num_passed[peer] += 399
-    assert silences.note(peer) == 3
-    silences.num_passed[peer] += 1
-    assert silences.note(peer) == 2, "the first two are forgiven"
-    assert silences.note(PeerId("b")) == 1
+    assert [silences.note(peer, step) for step in (0, 0, FORGIVEN_AFTER - 1)] == [1, 2, 3]
+    assert silences.note(peer, FORGIVEN_AFTER) == 2, "the first two are forgiven"
+    assert silences.note(PeerId("b"), FORGIVEN_AFTER) == 1
