@@ -161,9 +161,11 @@ class AuditRun:
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                sums.update({Unit(one.stage_index, peer): _projection(one, exact=self._exact) for one in reply.stages})
-                if lacking := [unit for unit in wanted if unit.peer == peer and unit not in sums]:
+                told = {Unit(one.stage_index, peer): _projection(one, exact=self._exact) for one in reply.stages}
+                own = [unit for unit in wanted if unit.peer == peer]
+                if lacking := [unit for unit in own if unit not in told]:
                     raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
+                sums.update({unit: told[unit] for unit in own})  # and none of what it does not hold
             except SwarmError as error:
                 failed[peer] = error
         return sums, failed
