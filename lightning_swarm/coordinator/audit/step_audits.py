@@ -301,7 +301,8 @@ class StepAudits:
         passed = set()
         for one in assignments:
             if one.unit.peer in verdict.failed:  # it has gone, and others compute its work again
-                self._note_silence(one.unit.peer, verdict)
+                if one.unit.peer in results.failed:  # or it was left out before, and answers still
+                    self._note_silence(one.unit.peer, verdict)
                 continue
             if not results.lost.isdisjoint(one.receipts):
                 self._dispute(one.unit, "some of its work could not be computed again, for its trainer has no copy")
