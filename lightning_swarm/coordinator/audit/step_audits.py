@@ -24,6 +24,7 @@ from lightning_swarm.coordinator.audit.policy import (
     Unit,
     WorkClaim,
     WorkComparison,
+    deviation_of,
     disagreeing,
     read_claims,
     rounding_of,
@@ -340,7 +341,7 @@ class StepAudits:
         if one.compare:  # digests are then of what the audited server gave, and its distance says the rest
             allowed = tolerance_between_machines(its.precision)
             far = tolerance_between_machines(its.precision, self._codec_bits)
-            is_far, tolerance = (its.distance or 0.0) > far, its.magnitude * allowed
+            is_far, tolerance = (its.distance or 0.0) > far, deviation_of(its.magnitude, allowed, self._dtype(unit))
         else:
             is_exact = its.projection.exact is not None
             rounding = rounding_of(its.magnitude, len(claims), self._dtype(unit))

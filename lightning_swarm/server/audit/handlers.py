@@ -292,9 +292,7 @@ def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inp
     again = _recompute(stage, inputs)
     found.total.add(again.parameter_gradients, request.weight)
     given = [gradient for gradient in again.parameter_gradients if gradient is not None]
-    norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in given]
-    magnitude = request.weight * math.hypot(*norms)
-    found.magnitude += magnitude if math.isfinite(magnitude) else 0.0  # of no numbers nothing is rounded
+    found.magnitude = min(found.magnitude + magnitude_of(given, request.weight), _FARTHEST)
     found.precision = precision_of(request.mode, found.total.like.dtype)
     its_digest, input_gradients = again.output_digest, again.input_gradients
     if inputs.results is not None:
@@ -304,6 +302,14 @@ def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inp
         found.distance = max(distance, found.distance or 0.0)
     work = KeptWork.of(inputs.call, its_digest, inputs.gradients, input_gradients, is_first=stage.index == 0)
     found.claims[receipt] = work.claim
+
+
+def magnitude_of(gradients: Sequence[Tensor], weight: float) -> float:
+    """Return the norm of a microbatch's gradients, by which rounding is measured: of no numbers nothing is rounded."""
+    magnitude = weight * math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients))
+    if math.isfinite(magnitude):
+        return magnitude
+    return _FARTHEST if all(bool(one.isfinite().all()) for one in gradients) else 0.0
 
 
 def _distance(
