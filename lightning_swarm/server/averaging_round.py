@@ -179,8 +179,8 @@ class AveragingRounds:
         try:
             found = await self._result(closing, late=request.late)
         except AveragingFailed as error:
-            missed = [error.missed] if error.missed is not None else []
-            return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
+            missed, refusing = ([] if peer is None else [peer] for peer in (error.missed, error.refusing))
+            return encode(AverageReply(parts=[], failure=str(error), unreached=missed, refusing=refusing))
         self._sums.run.check_generation(closing.generation)
         self._sums.check_frozen(closing)
         carried = {index: result.carried for index, result in found.items()}
