@@ -17,14 +17,15 @@ from typing_extensions import override
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.core.errors import PeerError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.audits import KeptWorkRequest, SketchReply
-from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest
+from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, KeptWorkRequest, SketchReply
+from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, unpack, unpack_origins
+from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, FreezeRequest, StageLedger
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEPT_WORK
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.averaging_round import AveragingRounds
+from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.state_transfer.donor import Donor
 from lightning_swarm.server.state_transfer.handlers import StateHandlers
 from lightning_swarm.testing import local_swarm
@@ -195,3 +196,31 @@ def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.M
     audited(6, num_stages=2, microbatch_s=(0.01,) * 6)
     assert len(tasks) > 100
     assert most["peer-5"] < 30
+
+
+def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in two sums is computed again by one of the two, and who begins anew too often is left out."""
+    expected, _ = train(6, num_stages=2)
+    freeze, liar = GradientSums.freeze, "peer-3"
+    true, number = dict[str, StageLedger](), Counter[int]()
+
+    def boast(self: GradientSums, request: FreezeRequest, *rest: Any, **more: Any) -> Any:
+        reports, stale = freeze(self, request, *rest, **more)
+        me = self._me.peer_id
+        if 0 in self.stages:
+            true[me] = reports[0]
+        if me != liar or request.named is not None or self.version < 2:
+            return reports, stale
+        number[self.version] += 1
+        if not number[self.version] % 2:
+            return reports, stale
+        held = set[Receipt]().union(*(unpack(one.held) for one in true.values()))
+        origins = unpack_origins(reports[0].origins, {first for first, _, _ in held})
+        claims = bytes(CLAIM_BYTES * len(held))
+        boasted = replaced(reports[0], held=pack(held), origins=pack_origins(origins), claims=claims)
+        return [boasted], stale
+
+    monkeypatch.setattr(GradientSums, "freeze", boast)
+    found, strategy = audited(6, num_stages=2)
+    assert not events_of(strategy, "gone") - {liar}
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
