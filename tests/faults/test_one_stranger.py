@@ -15,7 +15,7 @@ from msgspec.structs import replace as replaced
 from typing_extensions import override
 
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.core.errors import PeerError, SwarmError, TicketGone
+from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, KeptWorkRequest, SketchReply
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, unpack, unpack_origins
@@ -28,8 +28,8 @@ from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.state_transfer.donor import Donor
 from lightning_swarm.server.state_transfer.handlers import StateHandlers
-from lightning_swarm.testing import local_swarm
-from tests.faults.test_audited import NUM_STEPS, Model, audited, data, events_of, train
+from lightning_swarm.testing import Adversary, local_swarm
+from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, events_of, train
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
 
@@ -224,3 +224,11 @@ def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch
     found, strategy = audited(6, num_stages=2)
     assert not events_of(strategy, "gone") - {liar}
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("attack", ["sign_flip", "skipped_blocks"])
+def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
+    """So the run can go back to a snapshot, if it has one."""
+    liars = ["peer-1", "peer-3", "peer-5"]
+    with pytest.raises(StageLost, match="stage 0 has nobody left"):
+        audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)

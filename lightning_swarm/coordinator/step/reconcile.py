@@ -210,6 +210,9 @@ class SumReconciliation:
             await self._servers.avoid(self._run.trainers, request)
         self._tainted |= verdict.tainted
         lost = verdict.tainted & self._places
+        # Else trainers would send the batches again to a stage where nobody takes them.
+        while lost and (empty := [index for index, roster in enumerate(self.step_servers.rosters) if not roster]):
+            await self._pause(empty)
         return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
 
     def convict(self, peer: PeerId, reason: str) -> None:
