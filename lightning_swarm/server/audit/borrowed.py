@@ -28,8 +28,8 @@ from lightning_swarm.server.step_handlers import StepHandlers
 _log = logging.getLogger(__name__)
 
 # Of the time that an audit may take. One server is asked after the other, but none keeps the rest waiting for long.
-_ASKING: Final = 1 / 4
-_PROVING: Final = 1 / 8
+_ASKING: Final = 1 / 8
+_PROVING: Final = 1 / 4
 
 
 class BorrowedStages:
