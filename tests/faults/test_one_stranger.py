@@ -15,15 +15,17 @@ from msgspec.structs import replace as replaced
 from typing_extensions import override
 
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, TicketGone
+from lightning_swarm.core.errors import Damaged, PeerError, StageLost, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, KeptWorkRequest, SketchReply
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, unpack, unpack_origins
+from lightning_swarm.protocol.messages.parts import ProjectReply
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, FreezeRequest, StageLedger
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEPT_WORK
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.audit.handlers import AuditHandlers
+from lightning_swarm.server.audit.mean_checks import MeanChecks
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.state_transfer.donor import Donor
@@ -232,3 +234,33 @@ def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
     liars = ["peer-1", "peer-3", "peer-5"]
     with pytest.raises(StageLost, match="stage 0 has nobody left"):
         audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)
+
+
+def test_who_shows_its_vectors_late_and_damaged_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator waits for its own examination for so long as each vector may take."""
+    liars = ["peer-1", "peer-3"]
+    project, show, late = MeanChecks._handle_project, MeanChecks._handle_vector, Counter[tuple[str, bytes]]()
+
+    async def another(self: MeanChecks, caller: PeerId, body: bytes) -> bytes:
+        reply = decode(await project(self, caller, body), ProjectReply)
+        if self._me in liars and self._sums.version == SINCE:
+            (stage,) = reply.stages
+            digest = self._me.encode().ljust(32)
+            reply = ProjectReply(stages=[replaced(stage, parts=[digest for _ in stage.parts])])
+        return encode(reply)
+
+    async def damaged(self: MeanChecks, caller: PeerId, message: Message) -> Message:
+        if self._me in liars:
+            await asyncio.sleep(0.99 * self._timeout)
+            late[self._me, message.body] += 1
+            if late[self._me, message.body] % 3:
+                raise Damaged("on its way, they say")
+        return await show(self, caller, message)
+
+    monkeypatch.setattr(MeanChecks, "_handle_project", another)
+    monkeypatch.setattr(MeanChecks, "_handle_vector", damaged)
+    expected, _ = train(8, num_stages=2)
+    found, strategy = audited(8, num_stages=2, share=0.0)
+    assert late
+    assert events_of(strategy, "gone") <= {*liars}
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
