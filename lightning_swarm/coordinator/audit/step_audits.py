@@ -381,7 +381,8 @@ class StepAudits:
         if unit.peer in verdict.failed or not self._hear(step, unit, self._compare(step, own, again), verdict):
             return False
         # By the same seed as before, so that nobody is asked, and can answer otherwise, once more.
-        found = (await self._audits.ask(again.order, [self._own], results.seed))[0].get((unit, self._own))
+        about = (unit, self._own)
+        found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
         its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
         if found is None or its is None or told is None or one.compare or own.compare:
             return True
