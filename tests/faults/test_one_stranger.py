@@ -24,6 +24,7 @@ from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest,
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEPT_WORK
 from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.audit import handlers
 from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.audit.mean_checks import MeanChecks
 from lightning_swarm.server.averaging_round import AveragingRounds
@@ -264,3 +265,22 @@ def test_who_shows_its_vectors_late_and_damaged_ends_no_run(monkeypatch: pytest.
     assert late
     assert events_of(strategy, "gone") <= {*liars}
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_whose_work_does_not_fit_in_the_auditor_s_memory_is_not_convicted(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    recompute, failed = handlers._recompute, list[int]()
+
+    def exhausted(stage: Any, inputs: Any) -> Any:
+        if stage.index == 0:
+            failed.append(stage.index)
+            raise error("no room")
+        return recompute(stage, inputs)
+
+    monkeypatch.setattr(handlers, "_recompute", exhausted)
+    monkeypatch.setattr(step_audits, "_MAX_SILENCES", 0)
+    with pytest.raises(StageLost, match="cannot compute its work again"):
+        audited(4, num_stages=2)
+    assert failed

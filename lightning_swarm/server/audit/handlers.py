@@ -181,8 +181,10 @@ class AuditHandlers:
             return Message()
         try:
             await self._submit(stage, run.weights_version(key.step), lambda: _enter(found, request, stage, inputs))
-        except SwarmError:  # what the audited server gave cannot be computed
-            found.refused.add(key.receipt)
+        except SwarmError as error:
+            if isinstance(error.__cause__, MemoryError | torch.OutOfMemoryError):
+                raise  # that is this server's own, and convicts nobody
+            found.refused.add(key.receipt)  # what the audited server gave cannot be computed
         return Message()
 
     async def _stage_for(self, request: AuditRequest) -> Stage:
