@@ -144,7 +144,7 @@ def test_who_will_not_meet_a_joiner_keeps_it_out_no_longer(monkeypatch: pytest.M
         return await handle(self, caller, body)
 
     monkeypatch.setattr(Donor, "_handle_meet", refuse)
-    settings = {
+    settings: dict[str, Any] = {
         "microbatch_size": 2,
         "deterministic": True,
         "num_stages": 2,

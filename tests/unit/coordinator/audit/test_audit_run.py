@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.audits import (
     SketchRequest,
     StageSketch,
 )
-from lightning_swarm.protocol.messages.calls import Receipts
+from lightning_swarm.protocol.messages.calls import Receipt, Receipts
 
 A, B = PeerId("a"), PeerId("b")
 MANY: Receipts = [(first, 0, b"\xff" * 512) for first in range(100)]
@@ -62,8 +62,12 @@ def run() -> AuditRun:
 def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
     """A few bytes name many microbatches: the coordinator, which unpacks them, would do nothing else meanwhile."""
     read = list[Receipts]()
-    unpack = "lightning_swarm.coordinator.audit.audit_run.unpack"
-    monkeypatch.setattr(unpack, lambda packed: read.append(packed) or {(first, 0, 0) for first, *_ in packed})
+
+    def unpack(packed: Receipts) -> set[Receipt]:
+        read.append(packed)
+        return {(first, 0, 0) for first, _, _ in packed}
+
+    monkeypatch.setattr("lightning_swarm.coordinator.audit.audit_run.unpack", unpack)
     found, failed = asyncio.run(run().ask(1, [(Unit(0, A), B)], 1))
     assert found.keys() == {(Unit(0, A), B)}
     assert not failed
