@@ -434,9 +434,12 @@ class StepCommit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Stages that have parameters in common hear of each other, too.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
-        blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
+        own, is_audited = self._servers.own, self._run.manifest.settings.is_audited
+        blamed = choose_blamed(rosters, failed, unreached, spared=own, is_audited=is_audited)
         if not blamed:
-            servers.note_blameless(reason, [peer for peer, reply in answered.items() if reply.failure])
+            refusing = {peer: reply.refusing for peer, reply in answered.items() if reply.failure}
+            accused = choose_blamed(rosters, (), refusing, spared=own, is_audited=is_audited) if is_audited else []
+            servers.note_blameless(reason, accused or refusing)
         for peer in blamed:
             servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_swarm.core.errors import Unconfirmed
+from lightning_swarm.core.tasks import ended
 from lightning_swarm.model.state_proof import StateDigests, StatePart
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
@@ -56,7 +57,7 @@ class Confirmation:
         proofs: dict[PeerId, bytes] = {}
         for judge in (peer for peer in believed if peer in others):
             proofs = proofs or await self._ask([judge], asked)
-        proofs = proofs or {**await self._ask(others, asked), sender: came}
+        proofs = proofs or {**await self._ask(others, asked, came), sender: came}
         alike = [peer for peer, proof in proofs.items() if proof == came]
         if 2 * len(alike) > len(proofs):
             return
@@ -69,10 +70,26 @@ class Confirmation:
             "the stage."
         )
 
-    async def _ask(self, peers: Collection[PeerId], request: ProofRequest) -> dict[PeerId, bytes]:
-        read = partial(decode, kind=ProofReply)
-        answers = await call_each(self.transport, peers, PROVE, encode(request), read, timeout=self.timeout, tries=2)
-        return {peer: answer.proof for peer, answer in answers.items()}
+    async def _ask(
+        self, peers: Collection[PeerId], request: ProofRequest, came: bytes | None = None
+    ) -> dict[PeerId, bytes]:
+        """Ask for proofs, until all have answered, or most of the stage have proved what `came`."""
+        proofs, read = dict[PeerId, bytes](), partial(decode, kind=ProofReply)
+
+        async def ask(peer: PeerId) -> None:
+            found = await call_each(self.transport, [peer], PROVE, encode(request), read, timeout=self.timeout, tries=2)
+            proofs.update({peer: answer.proof for peer, answer in found.items()})
+
+        running = tasks = {asyncio.ensure_future(ask(peer)) for peer in peers}
+        try:
+            # Who is slow holds up nobody: the sender is one of those that have it.
+            while running and 2 * (1 + sum(proof == came for proof in proofs.values())) <= len(peers) + 1:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            await ended(tasks)
+        return proofs
 
     def note(self, peer: PeerId, stage_index: int, step: int, reason: str) -> None:
         """Note that a server sent what others do not have."""

@@ -24,7 +24,14 @@ from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_n
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import AVERAGE
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts
+from lightning_swarm.server.averaging.all_reduce import (
+    AveragingFailed,
+    Compute,
+    Group,
+    GroupParts,
+    for_joiners,
+    taken,
+)
 from lightning_swarm.server.averaging.averager import (
     Averager,
     AveragingResult,
@@ -55,6 +62,8 @@ class HeldRound:
     carried: Mapping[int, AveragingState]  # likewise
     given: Mapping[int, Sequence[bytes]]  # likewise, of audited runs: digests of what each member gave
 
+
+_MEAN: Final = "mean"  # what joiners take, in audited runs
 
 NOTHING_GIVEN: Final = MappingProxyType[int, Sequence[bytes]]({})
 
@@ -159,11 +168,27 @@ class AveragingRounds:
     ) -> tuple[Tensor, AveragingState]:
         """The mean gradient of a round without this server, and what the server carries to its first round."""
         group = self._group(closing, stage.index, rosters[stage.index])
-        mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).like, group)
+        like = stage.sum_of(closing.step).like
+        if self._is_audited:
+            # Of one member, for each of those that give parts of it could keep out whom it likes. The coordinator tells
+            # whether it is the mean of the others; if not, another one is asked in the next round.
+            place = self._giver(closing, group.roster)
+            mean = await taken(group, place, _MEAN, like=like, length=len(like))
+            return mean.to(like.device), AveragingState()
+        mean, carried = await self._averager(stage).collect(like, group)
         mean.div_(closing.gradient_scale)
         tied = self._tied(self._sums.run.ties, closing, rosters, stage)
         mean = await tied.collected(stage.index, mean, self._me.boot_id)
         return await self._with_statistics(stage, closing, group, None, mean), carried
+
+    @property
+    def _is_audited(self) -> bool:
+        return self._sums.run.manifest.settings.is_audited
+
+    def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
+        """The place of the member to take a mean from: one that needs nobody to confirm it, or each in its turn."""
+        believed = [place for place, peer in enumerate(roster) if peer in self._sums.run.believed]
+        return believed[0] if believed else (self._me.boot_id + closing.step + closing.round) % len(roster)
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
@@ -179,8 +204,8 @@ class AveragingRounds:
         try:
             found = await self._result(closing, late=request.late)
         except AveragingFailed as error:
-            missed = [error.missed] if error.missed is not None else []
-            return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
+            missed, refusing = ([] if peer is None else [peer] for peer in (error.missed, error.refusing))
+            return encode(AverageReply(parts=[], failure=str(error), unreached=missed, refusing=refusing))
         self._sums.run.check_generation(closing.generation)
         self._sums.check_frozen(closing)
         carried = {index: result.carried for index, result in found.items()}
@@ -237,6 +262,8 @@ class AveragingRounds:
         for index, result in found.items():
             mean = await self._with_statistics(stages[index], closing, groups[index], places[index], result.mean)
             found[index] = result._replace(mean=mean)
+            if self._is_audited:
+                groups[index].offer(_MEAN, for_joiners(mean))
         return found
 
     def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
@@ -275,7 +302,7 @@ class AveragingRounds:
             tickets=self._tickets,
             timeout=self._timeout,
             shares_with=self._membership.knows_server,
-            is_audited=self._sums.run.manifest.settings.is_audited,
+            is_audited=self._is_audited,
         )
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:

@@ -23,6 +23,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FREEZE, PROJECT, VECTOR
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD
 from lightning_swarm.server.averaging.all_reduce import Group
+from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.testing import FaultPlan
 from tests.faults import harness
 from tests.faults.harness import FaultySwarm
@@ -146,7 +147,12 @@ class FalseMeanSwarm(FaultySwarm):
 
     def gives_one_member_another_mean(self, whom: PeerId, change: Change) -> None:
         def lie(caller: PeerId, message: Message, answer: Message) -> Message:
-            if caller == whom and b"/reduced" in message.body and answer.tensors and self.lies_now:
+            if (
+                caller == whom
+                and (b"/reduced" in message.body or b"/mean" in message.body)
+                and answer.tensors
+                and self.lies_now
+            ):
                 return Message(answer.body, tuple(map(change, answer.tensors)))
             return answer
 
@@ -444,7 +450,22 @@ def test_honest_servers_are_not_suspected(kind: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_joiner_that_was_given_another_mean_does_not_come_in_with_it(kind: str) -> None:
+def test_a_joiner_that_a_reducer_gives_another_mean_takes_the_coordinator_s(kind: str) -> None:
+    swarm = FalseMeanSwarm(kind, joiners=JOINER)
+    swarm.gives_one_member_another_mean(PeerId(JOINER), one_element)
+    try:
+        swarm.finish()
+        assert JOINER in swarm.survivors()
+        assert swarm.count("gone") == 0
+    finally:
+        swarm.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_joiner_that_was_given_another_mean_does_not_come_in_with_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AveragingRounds, "_giver", lambda _self, _closing, roster: roster.index(LIAR))
     swarm = FalseMeanSwarm(kind, joiners=JOINER)
     swarm.gives_one_member_another_mean(PeerId(JOINER), one_element)
     try:

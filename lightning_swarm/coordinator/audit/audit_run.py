@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -161,9 +161,11 @@ class AuditRun:
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                sums.update({Unit(one.stage_index, peer): _projection(one, exact=self._exact) for one in reply.stages})
-                if lacking := [unit for unit in wanted if unit.peer == peer and unit not in sums]:
+                told = {Unit(one.stage_index, peer): _projection(one, exact=self._exact) for one in reply.stages}
+                own = [unit for unit in wanted if unit.peer == peer]
+                if lacking := [unit for unit in own if unit not in told]:
                     raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
+                sums.update({unit: told[unit] for unit in own})  # and none of what it does not hold
             except SwarmError as error:
                 failed[peer] = error
         return sums, failed
@@ -200,25 +202,25 @@ class AuditRun:
             for (trainer, compare, _), work in self._by_trainer(assignments).items()
             for begin in range(0, len(work), _MOST_AT_ONCE)
         )
-        asked = {(one.unit, one.auditor) for one in assignments}
-        results.found, results.failed = await self.ask(order, sorted({one.auditor for one in assignments}), seed)
-        results.found = {about: its for about, its in results.found.items() if about in asked}
+        results.found, results.failed = await self.ask(order, {(one.unit, one.auditor) for one in assignments}, seed)
         results.sums, failed = await self.sketch({one.unit for one in assignments}, round_, seed)
         results.failed |= failed
         return results
 
     async def ask(
-        self, order: int, auditors: Sequence[PeerId], seed: int
+        self, order: int, about: Collection[tuple[Unit, PeerId]], seed: int
     ) -> tuple[dict[tuple[Unit, PeerId], AuditResult], dict[PeerId, SwarmError]]:
-        """Ask auditors what they found under an order, sketched by a seed; returns also those that do not answer."""
+        """Ask auditors what they found of units under an order, sketched by a seed; also who does not answer."""
         request = FindingsRequest(generation=self._generation, step=self._step.step, order=order, seed=seed)
         found, failed = dict[tuple[Unit, PeerId], AuditResult](), dict[PeerId, SwarmError]()
+        auditors = sorted({auditor for _, auditor in about})
         for auditor, reply in (await self._servers.findings(dict.fromkeys(auditors, request))).items():
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                for one in reply.findings:
-                    found[Unit(one.stage_index, one.audited), auditor] = AuditResult.read(one, exact=self._exact)
+                told = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
+                # Nothing else is read: a few bytes may name many microbatches.
+                found |= {key: AuditResult.read(one, exact=self._exact) for key, one in told.items() if key in about}
             except SwarmError as error:
                 failed[auditor] = error
         return found, failed

@@ -26,6 +26,8 @@ _JUMP: Final = 4.0  # factor by which a stage's sums may differ from those of th
 _DECAY: Final = 0.9  # of what is known of the steps before
 _WARM_UP: Final = 3  # steps of a small stage without a history, in which all of it is audited
 _ROUNDING: Final = 8.0  # beyond the bound on how far sums of the same numbers may come apart
+# Sums of what adds up to no more overflow in no order; with room for rounding.
+_LARGEST: Final = {"float64": 1e308, "float32": 3e38}
 # How far results may be apart that machines of two kinds compute, relative to their norms.
 _OTHER_MACHINE: Final = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3}
 
@@ -271,6 +273,8 @@ class StageProjection:
             return self.exact == other.exact
         if len(self.values) != len(other.values):
             return False
+        if tolerance == math.inf:
+            return True
         if not other.is_finite:  # gradients overflow now and then, with a scaled loss in 16 bits
             return not self.is_finite
         distance = math.dist(self.values, other.values)
@@ -315,13 +319,21 @@ class WorkComparison:
 def rounding_of(magnitude: float, num_added: int, dtype: str) -> float:
     """Bound how far two sums of the same numbers may be apart that were added up in different orders.
 
+    Infinite where one may overflow on its way, and the other not: who gives a server such gradients could have it
+    convicted. They are no less false for that, and are audited as what the server got them from.
+
     Args:
         magnitude: The norms of what was added, added up.
         num_added: How many.
         dtype: Of the sum.
     """
     epsilon = 2.0**-52 if dtype == "float64" else 2.0**-23
-    return _ROUNDING * (num_added + 2) * epsilon * magnitude
+    return _ROUNDING * (num_added + 2) * epsilon * magnitude if magnitude < _LARGEST[dtype] else math.inf
+
+
+def deviation_of(magnitude: float, relative: float, dtype: str) -> float:
+    """Bound likewise how far two sums may be apart of what two kinds of machines computed, each number of it."""
+    return relative * magnitude if magnitude < _LARGEST[dtype] else math.inf
 
 
 def tolerance_between_machines(dtype: str, codec_bits: float | None = None) -> float:

@@ -25,6 +25,7 @@ from lightning_swarm.coordinator.audit.policy import (
     Unit,
     WorkClaim,
     WorkComparison,
+    deviation_of,
     disagreeing,
     read_claims,
     rounding_of,
@@ -302,7 +303,8 @@ class StepAudits:
         passed = set()
         for one in assignments:
             if one.unit.peer in verdict.failed:  # it has gone, and others compute its work again
-                self._note_silence(one.unit.peer, verdict)
+                if one.unit.peer in results.failed:  # or it was left out before, and answers still
+                    self._note_silence(one.unit.peer, verdict)
                 continue
             if not results.lost.isdisjoint(one.receipts):
                 self._dispute(one.unit, "some of its work could not be computed again, for its trainer has no copy")
@@ -340,7 +342,7 @@ class StepAudits:
         if one.compare:  # digests are then of what the audited server gave, and its distance says the rest
             allowed = tolerance_between_machines(its.precision)
             far = tolerance_between_machines(its.precision, self._codec_bits)
-            is_far, tolerance = (its.distance or 0.0) > far, its.magnitude * allowed
+            is_far, tolerance = (its.distance or 0.0) > far, deviation_of(its.magnitude, allowed, self._dtype(unit))
         else:
             is_exact = its.projection.exact is not None
             rounding = rounding_of(its.magnitude, len(claims), self._dtype(unit))
@@ -380,7 +382,8 @@ class StepAudits:
         if unit.peer in verdict.failed or not self._hear(step, unit, self._compare(step, own, again), verdict):
             return False
         # By the same seed as before, so that nobody is asked, and can answer otherwise, once more.
-        found = (await self._audits.ask(again.order, [self._own], results.seed))[0].get((unit, self._own))
+        about = (unit, self._own)
+        found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
         its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
         if found is None or its is None or told is None or one.compare or own.compare:
             return True

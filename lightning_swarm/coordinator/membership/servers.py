@@ -253,11 +253,16 @@ class ServerMembership:
         body = encode(candidate)
         newcomer = candidate.member.peer_id
 
+        refusing, is_audited = set[PeerId](), self._run.manifest.settings.is_audited
+
         async def introduce(peer: PeerId, *, member: bool) -> None:
             try:
                 await self._transport.call(peer, MEET, body, timeout=min(self._limits.call_timeout, _MEET_TIMEOUT_S))
             except SwarmError as error:
-                if member:
+                refusing.update([peer] if member else [])
+                # A few strangers' word keeps nobody out of an audited run.
+                decides = not is_audited or self._run.decides(peer) or 2 * len(refusing) > len(servers)
+                if member and decides:
                     raise Unreachable(
                         f"every server of the run must reach a joining peer, and {peer} did not reach {newcomer} at "
                         f"{candidate.addresses} ({error}). Unless {peer} is gone itself, set `listen` (and `announce` "

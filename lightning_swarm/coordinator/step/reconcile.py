@@ -16,6 +16,7 @@ from lightning_swarm.coordinator.audit.step_audits import StepAudits, Verdict
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.step.frozen_sums import FrozenSums
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.replay_plan import (
     Ledgers,
@@ -114,6 +115,7 @@ class SumReconciliation:
         self._trained = trained_names(selection) if selection is not None else ()
         self.audits = StepAudits(context, servers, step, self._trained) if self._is_audited else None
         self.step_servers = StepServers(context, servers, step.step)
+        self._frozen = FrozenSums() if self._is_audited else None
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
         self._arithmetic: dict[PeerId, str] = {}  # by server, see `FreezeReply`
         # Servers that were found to lie, and what they did; a rollback before the record forgets none.
@@ -208,6 +210,9 @@ class SumReconciliation:
             await self._servers.avoid(self._run.trainers, request)
         self._tainted |= verdict.tainted
         lost = verdict.tainted & self._places
+        # Else trainers would send the batches again to a stage where nobody takes them.
+        while lost and (empty := [index for index, roster in enumerate(self.step_servers.rosters) if not roster]):
+            await self._pause(empty)
         return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
 
     def convict(self, peer: PeerId, reason: str) -> None:
@@ -259,6 +264,8 @@ class SumReconciliation:
                     audited = self.audits is not None and not self._run.manifest.stages[index].on_trainers
                     if audited and not ledger.report.sum_digest:
                         raise ProtocolError(f"{member.peer_id} does not commit to its sum of stage {index}")
+                    if self._frozen is not None:
+                        self._frozen.take(member.peer_id, index, ledger.held)
                     found[index][member] = ledger
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
@@ -388,6 +395,8 @@ class SumReconciliation:
             )
             for peer in sorted(concerned)
         }
+        if self._frozen is not None:
+            self._frozen.order(plan, concerned)
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
         self._informed |= concerned
@@ -428,6 +437,7 @@ class SumReconciliation:
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
+            self._frozen = FrozenSums() if self._is_audited else None
             self._step.reopen()
             self._informed.clear()
         self._step.strike(firsts)
@@ -457,6 +467,7 @@ class SumReconciliation:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
             self.step_servers.look_again(silent)
+            self._frozen = FrozenSums() if self._is_audited else None  # they may have heard what they did not answer
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

@@ -283,14 +283,16 @@ def choose_blamed(
     unreached: Mapping[PeerId, Collection[PeerId]],
     *,
     spared: PeerId,
+    is_audited: bool = False,
 ) -> list[PeerId]:
     """Choose the servers to leave out when a round of averaging is repeated.
 
     Args:
         rosters: Of the round, for each stage.
         failed: Those that did not answer the coordinator.
-        unreached: Whom the others did not reach, by who says so.
+        unreached: Whom the others did not reach, or got nothing from, by who says so.
         spared: The coordinator: it asks, so it is not the one that is cut off.
+        is_audited: One server's word costs no other its place, but for both of them.
 
     Returns:
         Those that did not answer. If all did, the one that most of the others of its stage did not reach; of two that
@@ -299,12 +301,23 @@ def choose_blamed(
     if failed:
         return sorted(failed)
     order = {peer: place for place, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
-    votes: Counter[PeerId] = Counter()
+    against: dict[PeerId, set[PeerId]] = {}
     for accuser, peers in unreached.items():
         for peer in peers:
             if peer != accuser and any(peer in roster and accuser in roster for roster in rosters):
                 # Who does not reach the coordinator has it from the coordinator that it was wrong.
-                votes[accuser if peer == spared else peer] += 1
-    if not votes:
+                blamed, by = (accuser, peer) if peer == spared else (peer, accuser)
+                against.setdefault(blamed, set()).add(by)
+    if not against:
         return []
-    return [max(votes, key=lambda peer: (votes[peer], order[peer]))]
+    blamed = max(against, key=lambda peer: (len(against[peer]), order[peer]))
+    accusers = against[blamed]
+    # Else one that lies could have all others of its stage left out, and would be believed about it then.
+    if not is_audited or len(accusers) > 1 or spared in accusers or _would_be_empty(rosters, {blamed, *accusers}):
+        return [blamed]
+    return sorted({blamed, *accusers})
+
+
+def _would_be_empty(rosters: Sequence[Sequence[PeerId]], without: Collection[PeerId]) -> bool:
+    """Tell whether a stage has nobody left without some servers."""
+    return any(roster and all(peer in without for peer in roster) for roster in rosters)

@@ -55,18 +55,18 @@ class StepServers:
         if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
             self.lose(peer, error)
 
-    def note_blameless(self, reason: str, complaining: Collection[PeerId]) -> None:
+    def note_blameless(self, reason: str, blamed: Collection[PeerId]) -> None:
         """Count a round that failed although everybody was there: a message was damaged, perhaps.
 
-        If that happens too often, go on without those who say so; raises StepError if all do.
+        If that happens too often, go on without some; raises StepError if these are all.
         """
         self._num_blameless += 1
         if self._num_blameless <= _MAX_BLAMELESS:
             return
         error = StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
-        if set(complaining) >= set(self.peers):
+        if set(blamed) >= set(self.peers):
             raise error
-        for peer in complaining:
+        for peer in blamed:
             self.lose(peer, error)
 
     def look_again(self, peers: Iterable[PeerId]) -> None:

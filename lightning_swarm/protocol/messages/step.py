@@ -206,6 +206,7 @@ class AverageReply(WireMessage, frozen=True):
     parts: list[PartNorm]
     failure: str = ""  # why the round failed at this server
     unreached: list[PeerId] = msgspec.field(default_factory=list)  # if one of these is gone, that explains the failure
+    refusing: list[PeerId] = msgspec.field(default_factory=list)  # these answered, and gave nothing that can be used
 
 
 class Candidate(WireMessage, frozen=True):

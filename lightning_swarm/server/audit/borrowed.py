@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from torch import Tensor
 
 from lightning_swarm.core.errors import PeerError, SwarmError
+from lightning_swarm.core.tasks import ended
 from lightning_swarm.model.confirmation import Confirmation
 from lightning_swarm.model.state_proof import parts_of_weights
 from lightning_swarm.network import Message, PeerId
@@ -24,6 +27,10 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
+# Of the time that an audit may take. One server is asked after the other, but none keeps the rest waiting for long.
+_ASKING: Final = 1 / 8
+_PROVING: Final = 1 / 4
+
 
 class BorrowedStages:
     """Builds stages of the run that other servers hold, and fetches their weights."""
@@ -34,6 +41,7 @@ class BorrowedStages:
         # By index, with the generation and the version whose weights they have.
         self._stages: dict[int, tuple[tuple[int, int], Stage]] = {}
         self._borrowing = asyncio.Lock()
+        self._failures = Counter[PeerId]()  # who gave nothing, or nothing in time, is asked last
 
     async def get(self, index: int, version: int) -> Stage:
         """Return a stage with the weights of a version: this server's own, or a borrowed one.
@@ -59,20 +67,38 @@ class BorrowedStages:
         request = StateRequest(
             stage_index=stage.index, step=version, generation=run.manifest.generation, optimizer=False
         )
-        for member in run.rosters[stage.index]:
-            try:
-                weights = await self._read(member.peer_id, request)
-            except SwarmError as error:
-                _log.info("%s does not give the weights of stage %d: %s", member.peer_id, stage.index, error)
-                continue
+        peers = sorted((member.peer_id for member in run.rosters[stage.index]), key=self._failures.__getitem__)
+        weights = await self._first(peers, request)
 
-            def load(found: dict[str, Tensor] = weights) -> None:
-                stage.enter_generation(version, run.selection)
-                stage.load_weights(found)
+        def load() -> None:
+            stage.enter_generation(version, run.selection)
+            stage.load_weights(weights)
 
-            await self._context.compute(load)
-            return
-        raise PeerError(f"no server gives the weights of stage {stage.index} at version {version}")
+        await self._context.compute(load)
+
+    async def _first(self, peers: Sequence[PeerId], request: StateRequest) -> dict[str, Tensor]:
+        """Ask one server after the other, and return the first confirmed weights."""
+        left, running = list(peers), dict[asyncio.Task[dict[str, Tensor]], PeerId]()
+        pause_s = self._context.limits.call_timeout * _ASKING / max(1, len(peers))
+        try:
+            while left or running:
+                if left:
+                    peer = left.pop(0)
+                    running[asyncio.create_task(self._read(peer, request))] = peer
+                done, late = await asyncio.wait(
+                    running, timeout=pause_s if left else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                self._failures.update(running[task] for task in late if not done)
+                for task in done:
+                    peer = running.pop(task)
+                    try:
+                        return task.result()
+                    except SwarmError as error:
+                        self._failures[peer] += 1
+                        _log.info("%s does not give the weights of stage %d: %s", peer, request.stage_index, error)
+        finally:
+            await ended(running)
+        raise PeerError(f"no server gives the weights of stage {request.stage_index} at version {request.step}")
 
     async def _read(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
         limits = self._context.limits
@@ -81,6 +107,7 @@ class BorrowedStages:
         )
         weights = named(decode(message.body, StageState).names, message.tensors)
         # Or a liar's weights would convict whoever computes with the right ones.
-        confirmation = Confirmation(self._transport, self._context.membership.run, limits.call_timeout, self._events)
+        timeout = limits.call_timeout * _PROVING
+        confirmation = Confirmation(self._transport, self._context.membership.run, timeout, self._events)
         await confirmation.check(peer, request, lambda: parts_of_weights(weights))
         return weights

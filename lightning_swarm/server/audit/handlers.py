@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +45,9 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _LAST: Final[Priority] = (2,)  # after all microbatches that wait
+_FOR_OTHERS: Final[Priority] = (2, 1)  # what another server asks for, and nobody ordered that here
 _MAX_ORDERS: Final = 8  # of which sums are kept
+_SHOWN_AT_ONCE: Final = 2  # microbatches, to one auditor
 _FARTHEST: Final = sys.float_info.max  # the most that a message holds
 _MAX_OVERFLOWING: Final = 1e-3  # share of a tensor's elements
 
@@ -84,6 +87,7 @@ class AuditHandlers:
         self._membership, self._sums = context.membership, steps.sums
         self._borrowed = borrowed
         self._timeout = context.limits.call_timeout
+        self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # by caller
         self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # by order: whose work, of which stage
         max_bytes, membership = context.limits.max_message_bytes, self._membership
         context.transport.handle_call(SKETCH, self._handle_sketch)
@@ -119,6 +123,11 @@ class AuditHandlers:
         )
         if caller != run.coordinator and not in_stage:
             raise ProtocolError(f"{caller} holds no copy of stage {request.stage_index}, and audits nothing of it")
+        # Else one that asks for much would keep this server from its audits.
+        async with self._shown[caller]:
+            return await self._show(request, _LAST if caller == run.coordinator else _FOR_OTHERS)
+
+    async def _show(self, request: KeptWorkRequest, priority: Priority) -> Message:
         self._sums.check_is_frozen(request.step, request.stage_index)
         read = partial(self._sums.kept_work, request.step, request.stage_index, request.receipt)
         try:
@@ -130,7 +139,8 @@ class AuditHandlers:
         if request.results:
             stage = self._sums.stage(request.stage_index)
             version = self._membership.run.weights_version(request.step)
-            results = await self._submit(stage, version, lambda: _recompute(stage, _Inputs(work.call, work.gradients)))
+            inputs = _Inputs(work.call, work.gradients)
+            results = await self._submit(stage, version, lambda: _recompute(stage, inputs), priority)
             output, requires_grad, input_gradients = results.output, results.requires_grad, results.input_gradients
         structure, tensors = serialization.flatten(
             (
@@ -171,8 +181,10 @@ class AuditHandlers:
             return Message()
         try:
             await self._submit(stage, run.weights_version(key.step), lambda: _enter(found, request, stage, inputs))
-        except SwarmError:  # what the audited server gave cannot be computed
-            found.refused.add(key.receipt)
+        except SwarmError as error:
+            if isinstance(error.__cause__, MemoryError | torch.OutOfMemoryError):
+                raise  # that is this server's own, and convicts nobody
+            found.refused.add(key.receipt)  # what the audited server gave cannot be computed
         return Message()
 
     async def _stage_for(self, request: AuditRequest) -> Stage:
@@ -239,13 +251,13 @@ class AuditHandlers:
             raise ProtocolError("kept work is an input, a list of gradients, an output and a list of gradients")
         return reply, tree
 
-    async def _submit(self, stage: Stage, version: int, compute: Callable[[], _T]) -> _T:
+    async def _submit(self, stage: Stage, version: int, compute: Callable[[], _T], priority: Priority = _LAST) -> _T:
         def at_version() -> _T:
             with stage.at(version):
                 return compute()
 
         with raising_stage_errors(stage.index, self._transport.peer_id):
-            return (await self._context.executor.submit(_LAST, at_version))[0]
+            return (await self._context.executor.submit(priority, at_version))[0]
 
     async def _handle_findings(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FindingsRequest)
@@ -292,9 +304,7 @@ def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inp
     again = _recompute(stage, inputs)
     found.total.add(again.parameter_gradients, request.weight)
     given = [gradient for gradient in again.parameter_gradients if gradient is not None]
-    norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in given]
-    magnitude = request.weight * math.hypot(*norms)
-    found.magnitude += magnitude if math.isfinite(magnitude) else 0.0  # of no numbers nothing is rounded
+    found.magnitude = min(found.magnitude + magnitude_of(given, request.weight), _FARTHEST)
     found.precision = precision_of(request.mode, found.total.like.dtype)
     its_digest, input_gradients = again.output_digest, again.input_gradients
     if inputs.results is not None:
@@ -304,6 +314,14 @@ def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inp
         found.distance = max(distance, found.distance or 0.0)
     work = KeptWork.of(inputs.call, its_digest, inputs.gradients, input_gradients, is_first=stage.index == 0)
     found.claims[receipt] = work.claim
+
+
+def magnitude_of(gradients: Sequence[Tensor], weight: float) -> float:
+    """Return the norm of a microbatch's gradients, by which rounding is measured: of no numbers nothing is rounded."""
+    magnitude = weight * math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients))
+    if math.isfinite(magnitude):
+        return magnitude
+    return _FARTHEST if all(bool(one.isfinite().all()) for one in gradients) else 0.0
 
 
 def _distance(

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Damaged, ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId
@@ -153,10 +154,12 @@ class MeanChecks:
         asked = VectorRequest(closing=request.closing, stage_index=request.stage_index, of=of)
         wanted = examination.kind(of)
         max_bytes = wanted.numel() * wanted.itemsize
+        deadline_s = now_s() + self._timeout  # of all tries, for the coordinator waits no longer
         for left in reversed(range(_TRIES)):
             try:
+                timeout = max(0.0, deadline_s - now_s())
                 message = await self._transport.stream(
-                    peer, VECTOR, Message(encode(asked)), timeout=self._timeout, max_bytes=max_bytes
+                    peer, VECTOR, Message(encode(asked)), timeout=timeout, max_bytes=max_bytes
                 )
                 break
             except Damaged as error:

@@ -96,9 +96,10 @@ _SLICE: Final = 1 << 20  # elements added before anything else may happen on the
 class AveragingFailed(PeerError):
     """A part did not come. Nobody may use the round."""
 
-    def __init__(self, text: str, missed: PeerId | None) -> None:
+    def __init__(self, text: str, missed: PeerId | None, refusing: PeerId | None = None) -> None:
         super().__init__(text)
         self.missed = missed  # the peer that is to blame; None: that peer has not got all parts itself
+        self.refusing = refusing  # or so it says
 
 
 @dataclass(frozen=True)
@@ -242,8 +243,8 @@ async def fetched(group: Group, place: int, name: str, read: Callable[[Message],
     except SwarmError as error:
         # A peer that answers, and has nothing to give, waits for another one itself; and damage is the link's.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
-        missed = None if blameless else peer
-        raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed) from error
+        missed, refusing = (None, peer) if blameless else (peer, None)
+        raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed, refusing) from error
 
 
 def refuse(group: Group, place: int, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from lightning_swarm.model.sketch import project, project_exactly
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import CLAIM_BYTES
 from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.server.audit.handlers import magnitude_of
 
 A, B, C, D = map(PeerId, "abcd")
 RECEIPTS: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
@@ -239,7 +241,7 @@ def test_sketches_of_other_lengths_are_of_other_sums() -> None:
 def test_what_overflows_is_only_like_what_overflows() -> None:
     infinite, number = StageProjection((math.inf, -math.inf)), StageProjection((1.0, 2.0))
     assert StageProjection((math.nan, 1.0)).agrees(infinite, tolerance=0.0)
-    assert not number.agrees(infinite, tolerance=math.inf)
+    assert not number.agrees(infinite, tolerance=1e300)
     assert not infinite.agrees(number, tolerance=1e300)
 
 
@@ -256,3 +258,25 @@ def test_silences_are_forgiven_after_many_steps() -> None:
     assert [silences.note(peer, step) for step in (0, 0, FORGIVEN_AFTER - 1)] == [1, 2, 3]
     assert silences.note(peer, FORGIVEN_AFTER) == 2, "the first two are forgiven"
     assert silences.note(PeerId("b"), FORGIVEN_AFTER) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_that_overflow_in_one_order_alone_prove_no_lie(dtype: torch.dtype) -> None:
+    """Who gives a server its output's gradients chooses them, and the order in which they come."""
+    large = torch.full((50,), 0.7 * torch.finfo(dtype).max, dtype=dtype)
+    gradients = [large, large, -large]
+    magnitude = min(sum(magnitude_of([one], 1.0) for one in gradients), sys.float_info.max)
+    tolerance = rounding_of(magnitude, 3, str(dtype).removeprefix("torch."))
+    one, other = (
+        StageProjection(tuple(project(gradients[0] + gradients[i] + gradients[j], 1).tolist()))
+        for i, j in ((1, 2), (2, 1))
+    )
+    assert one.is_finite != other.is_finite
+    assert one.agrees(other, tolerance=tolerance)
+    assert other.agrees(one, tolerance=tolerance)
+
+
+def test_gradients_of_any_size_have_a_magnitude_that_a_message_holds() -> None:
+    large = torch.full((9,), 1e308, dtype=torch.float64)
+    assert magnitude_of([large, large], 1.0) == sys.float_info.max
+    assert magnitude_of([large, torch.tensor([math.inf])], 1.0) == 0.0

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_swarm.coordinator.audit.policy import AuditMemory, Unit
+import pytest
+
+from lightning_swarm.coordinator.audit.audit_run import AuditResults
+from lightning_swarm.coordinator.audit.policy import AuditMemory, Silences, Unit
 from lightning_swarm.coordinator.audit.step_audits import StepAudits, Verdict, _Examined
+from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import Receipt
@@ -60,3 +66,26 @@ def test_who_failed_between_two_servers_is_to_blame() -> None:
         assert verdict.avoided == {B}
         assert verdict.failed.keys() == ({B} if number == 2 else set())
     assert not step.audits._disputes
+
+
+class Audits:
+    """Audits of which nothing comes, but who answers."""
+
+    def __init__(self, *silent: PeerId) -> None:
+        self.failed = {peer: ProtocolError("it is gone") for peer in silent}
+
+    async def audit(self, assignments: Any, round_: int) -> AuditResults:
+        return AuditResults(0, 0, failed=dict(self.failed))
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_who_is_left_out_and_answers_is_not_silent(silent: bool) -> None:
+    audits = Step().audits
+    audits._audits, audits._silent, audits._silences = Audits(*[A] * silent), set(), Silences()
+    audits.told, audits.audited = defaultdict(list), set()
+    verdict = Verdict(failed={A: ProtocolError("its neighbour may have had it say two things")})
+    claims: Any = {unit: {receipt(0): None} for unit in UNITS}
+    examined = _Examined(dict.fromkeys(UNITS), claims, {}, 0)  # type: ignore[arg-type]
+    asyncio.run(audits._audit(examined, [Unit(0, A)], verdict))
+    assert list(audits._silences.noted) == [A] * silent
+    assert list(audits._standing.watched) == [A] * silent, "all of its work is audited for a while"

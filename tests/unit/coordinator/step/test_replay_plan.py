@@ -158,6 +158,18 @@ def test_who_does_not_reach_the_coordinator_is_out_of_reach_itself() -> None:
     assert choose_blamed([[A, B]], [], {B: [A]}, spared=A) == [B]
 
 
+def test_where_strangers_serve_one_server_s_word_costs_both_their_places() -> None:
+    def blamed(*roster: PeerId, **unreached: PeerId) -> list[PeerId]:
+        said = {PeerId(peer): [other] for peer, other in unreached.items()}
+        return choose_blamed([roster], [], said, spared=D, is_audited=True)
+
+    assert blamed(A, B, C, b=C) == [B, C]
+    assert blamed(A, B, C, b=C, c=B) == [B, C]
+    assert blamed(A, B, C, a=C, b=C, c=A) == [C]
+    assert blamed(A, B, D, d=B) == blamed(A, B, D, b=D) == [B], "the coordinator's is believed"
+    assert blamed(B, C, b=C) == [C], "a stage keeps somebody"
+
+
 @pytest.mark.parametrize("unreached", [{}, {A: []}, {A: [A]}, {A: [C]}, {A: [PeerId("stranger")]}])
 def test_nobody_is_blamed_by_who_cannot_know(unreached: Mapping[PeerId, Sequence[PeerId]]) -> None:
     """Of oneself, of another stage, or of no peer of the round."""

@@ -1,0 +1,80 @@
+"""What auditors tell: of what is read, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_swarm.coordinator.audit.audit_run import AuditRun
+from lightning_swarm.coordinator.audit.policy import Unit
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.audits import (
+    CLAIM_BYTES,
+    SKETCH_LENGTH,
+    AuditFinding,
+    FindingsReply,
+    FindingsRequest,
+    SketchReply,
+    SketchRequest,
+    StageSketch,
+)
+from lightning_swarm.protocol.messages.calls import Receipt, Receipts
+
+A, B = PeerId("a"), PeerId("b")
+MANY: Receipts = [(first, 0, b"\xff" * 512) for first in range(100)]
+
+
+def finding(audited: PeerId, stage_index: int, refused: Receipts) -> AuditFinding:
+    return AuditFinding(
+        audited=audited,
+        stage_index=stage_index,
+        receipts=[(0, 0, b"\1")],
+        claims=bytes(CLAIM_BYTES),
+        refused=refused,
+        unheard=[],
+        values=[0.0] * SKETCH_LENGTH,
+        magnitude=0.0,
+        precision="float32",
+        touched=b"",
+    )
+
+
+class Servers:
+    """Answer more than they are asked for."""
+
+    async def findings(self, requests: Mapping[PeerId, FindingsRequest]) -> dict[PeerId, FindingsReply | SwarmError]:
+        told = [finding(A, 0, []), *(finding(A, stage, MANY) for stage in range(1, 5)), finding(B, 0, MANY)]
+        return {peer: FindingsReply(findings=told) for peer in requests}
+
+    async def sketch(self, requests: Mapping[PeerId, SketchRequest]) -> dict[PeerId, SketchReply | SwarmError]:
+        stages = [StageSketch(stage_index=index, values=[0.0] * SKETCH_LENGTH) for index in range(3)]
+        return {peer: SketchReply(stages=stages) for peer in requests}
+
+
+def run() -> AuditRun:
+    servers, step = Servers(), SimpleNamespace(step=0)
+    return AuditRun(servers, step, 0, exact=False)  # type: ignore[arg-type]
+
+
+def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
+    """A few bytes name many microbatches: the coordinator, which unpacks them, would do nothing else meanwhile."""
+    read = list[Receipts]()
+
+    def unpack(packed: Receipts) -> set[Receipt]:
+        read.append(packed)
+        return {(first, 0, 0) for first, _, _ in packed}
+
+    monkeypatch.setattr("lightning_swarm.coordinator.audit.audit_run.unpack", unpack)
+    found, failed = asyncio.run(run().ask(1, [(Unit(0, A), B)], 1))
+    assert found.keys() == {(Unit(0, A), B)}
+    assert not failed
+    assert MANY not in read
+
+
+def test_only_sketches_that_were_asked_for_are_taken() -> None:
+    sums, failed = asyncio.run(run().sketch([Unit(1, A)], 0, 1))
+    assert sums.keys() == {Unit(1, A)}
+    assert not failed
