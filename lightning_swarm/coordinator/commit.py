@@ -238,7 +238,7 @@ class StepCommit:
         self._someone_gone = False
         for ban in bans_in(record.bans):
             self._events.note("expelled", peer=ban.subject, step=record.step, reason=ban.reason)
-        self._server_membership.let_in(record.newcomers)
+        self._server_membership.let_in(record)
         self._trainer_membership.let_in(record)
         self._moves.record_applied(record)
         return record

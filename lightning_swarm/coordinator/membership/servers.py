@@ -15,6 +15,7 @@ from typing import Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
+from lightning_swarm.coordinator.membership.stage_lots import StageLots
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep
 from lightning_swarm.core.clock import now_s
@@ -31,7 +32,7 @@ from lightning_swarm.protocol.messages.membership import (
     ReadyRequest,
 )
 from lightning_swarm.protocol.messages.run import Member, StepChange
-from lightning_swarm.protocol.messages.step import Candidate, Closing
+from lightning_swarm.protocol.messages.step import Candidate, Closing, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.protocol.run_state import boot_ids, check_protocol_version
@@ -108,6 +109,7 @@ class Joiners:
 
     waiting: dict[PeerId, _WaitingServer] = field(default_factory=dict)
     backoff: JoinBackoff = field(default_factory=JoinBackoff)
+    lots: StageLots = field(default_factory=StageLots)
 
     def refuse_all(self) -> None:
         """Have all join again, for the run was rolled back: what they downloaded is of the old generation."""
@@ -129,7 +131,10 @@ class ServerMembership:
         self._transport, self._run, self._limits = context.transport, context.run, context.limits
         self._events, self._spawn = context.events, context.spawn
         self._balancer, self._on_restarted_lead = balancer, on_restarted_lead
-        self._waiting, self._misses = joiners.waiting, joiners.backoff
+        self._waiting, self._misses, self._lots = joiners.waiting, joiners.backoff, joiners.lots
+        for index, roster in enumerate(self._run.rosters):
+            for member in roster:
+                self._lots.know(member.peer_id, index)
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
         self._entering: set[PeerId] = set()  # by the record that is being decided
@@ -228,13 +233,17 @@ class ServerMembership:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
         if self._run.manifest.is_whole:
             return 0
-        if wanted is None:
-            rosters = self._run.rosters[:num_stages]
-            staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
-            return self._balancer.stage_for(caller, staying, self.targets, now_s=now_s())
-        if wanted >= num_stages:
+        if wanted is not None and wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
-        return wanted
+        by_lot = self._run.manifest.settings.is_audited and not self._run.decides(caller)
+        if wanted is not None and not (by_lot and not self._lots.may_choose(caller, wanted)):
+            return wanted
+        rosters = self._run.rosters[:num_stages]
+        staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
+        if by_lot:
+            joining = Counter(stage for peer, stage in self.targets.items() if peer != caller)
+            return self._lots.draw(caller, [len(roster) + joining[index] for index, roster in enumerate(staying)])
+        return self._balancer.stage_for(caller, staying, self.targets, now_s=now_s())
 
     def _forget_the_silent(self, caller: PeerId) -> None:
         """Drop joiners that were silent for too long; where all places are taken, sooner those that never caught up."""
@@ -416,15 +425,17 @@ class ServerMembership:
         if wait_s > 0:
             waiting.refusal = f"{peer} missed {count} rounds: {reason}. Join again."
 
-    def let_in(self, newcomers: Sequence[Candidate]) -> None:
+    def let_in(self, record: Record) -> None:
         """Enter that the newcomers' record is applied; it may also have let go some of those that leave."""
+        for departure in record.departures:
+            self._lots.know(departure.member.peer_id, departure.stage_index)
         self._entering.clear()
         for peer in sorted(self._leaving.keys() - set(self._run.servers)):
             del self._leaving[peer]
             self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
         for peer in self._waiting.keys() & self._run.convicted.keys():
             del self._waiting[peer]
-        for candidate in newcomers:
+        for candidate in record.newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
             self._misses.clear(candidate.member.peer_id)
             peer, stage = candidate.member.peer_id, candidate.stage_index

@@ -18,7 +18,7 @@ class JoinRequest(WireMessage, frozen=True):
     protocol_version: int
     boot_id: int
     addresses: Addresses
-    stage_index: Count | None  # the stage that it has built, if it asks again
+    stage_index: Count | None  # the stage that it has built, if it asks again; it may get another one
 
 
 class JoinReply(WireMessage, frozen=True):

@@ -172,7 +172,7 @@ class Joiner:
             stage_index=self._stage.index if self._stage is not None else self._target,
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
-        if self._stage is None:
+        if self._stage is None or self._stage.index != reply.stage_index:  # in an audited run it does not choose
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]

@@ -82,6 +82,7 @@ class Stranger:
 
 def enter_first_stage(swarm: Swarm) -> asyncio.Task[None]:
     """Have an honest server join."""
+    swarm.coordinator.joiners.lots.know(J, 0)  # in audited runs strangers do not choose
     server = swarm.add_server("j")
     server.joiner.move_to(0, former=0)
     return entering(swarm, server)
@@ -354,3 +355,23 @@ def test_who_does_not_go_on_gives_its_place_to_others(make_swarm: MakeSwarm, how
         for one in staying:
             one.cancel()
         swarm.run(asyncio.wait(staying))
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"audit_share": 0.0}, ["ab", "cj"]), ({}, ["abj", "c"])])
+def test_strangers_choose_no_stage_in_an_audited_run(
+    make_swarm: MakeSwarm, options: dict[str, Any], expected: list[str]
+) -> None:
+    """They could gather in one, where most would say what they say. One that asks gets the stage that is drawn."""
+    swarm = make_swarm("a b", "c", **options)
+    step(swarm, 0)
+    server = swarm.add_server("j")
+    server.joiner.move_to(0, former=0)
+    task = entering(swarm, server)
+    members: Sequence[str] = ()
+    for number in range(1, 12):
+        swarm.run(asyncio.sleep(3.0))
+        members = step(swarm, number)
+        if task.done():
+            break
+    assert members == expected
+    assert list(server.steps.stages) == [1 if options else 0]
