@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -36,6 +36,9 @@ from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleStates, R
 if TYPE_CHECKING:
     from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
 
+
+_Formed: TypeAlias = tuple[object, tuple[Any, Left] | None]
+"""What the outputs of all microbatches have in common, and one of them with what its forward left behind."""
 
 # Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
 # microbatch has arrived. Microbatches small enough to travel inside of calls go all at once, which is cheaper.
@@ -103,9 +106,9 @@ class PipelineCall:
         """Return the output's tensors for the whole batch, and which of them have a gradient."""
         works = [run.forward() for run in self._microbatch_runs]
         results = self._run(works, self._microbatch_runs[0].microbatch.inputs, *self._begin())
-        if self._pipeline.context.judge is not None:
-            results = self._of_one_form(results, self._pipeline.context.judge)
-        outputs, lefts = self._decoded(results)
+        judge = self._pipeline.context.judge
+        opened = [self._open(result) for result in results] if judge is None else self._of_one_form(results, judge)
+        outputs, lefts = [output for output, _ in opened], [left for _, left in opened]
         self._output_structure, tensors = concat(outputs, self._sizes)
         flags = results[0][1][: len(tensors)]
         self._collected = self._pipeline.leftovers.collect(lefts, self._sizes, self._trial)
@@ -114,44 +117,46 @@ class PipelineCall:
         self._num_outputs = len(tensors)
         return tensors, flags
 
-    def _of_one_form(self, results: list[Any], judge: Callable[[], PeerId]) -> list[Any]:
-        """Have other servers compute outputs whose form is not that of the coordinator's, where forms differ."""
+    def _open(self, result: Any) -> tuple[Any, Left]:
+        """Return the output of a microbatch, and what its forward left behind."""
+        config = self._pipeline.config
+        output, left = split_left(decoded(result[0], config.codecs.activations, config.device))
+        left.take_output_note()  # there is no next stage
+        return output, left
+
+    def _of_one_form(self, results: list[Any], judge: Callable[[], PeerId]) -> list[tuple[Any, Left]]:
+        """Open results; where forms differ, other servers compute those of another form than the coordinator's."""
+        found = [self._formed(*pair) for pair in zip(results, self._sizes, strict=True)]
+        if any(form is None or form != found[0][0] for form, _ in found):
+            self._compute_anew(results, found, judge)
+        return [self._open(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)]
+
+    def _compute_anew(self, results: list[Any], found: list[_Formed], judge: Callable[[], PeerId]) -> None:
+        """Have other servers compute results of another form than the coordinator's, and put theirs into the lists."""
         size = self._sizes[0]
-        forms = [self._form(*pair) for pair in zip(results, self._sizes, strict=True)]
-        if forms[0] is not None and all(form == forms[0] for form in forms):
-            return results
         pipeline, cut = self._pipeline, take_rows(self._arguments, torch.arange(size), self._pipeline.config.shared)
         mode = replace_fields(self._modes[0], grad=False, input_grad=False)
         try:
             ((structure, tensors),) = pipeline.evaluate([(cut, 0)], mode, by=judge)
         except PeerError:  # then there is no telling which form is right
-            return results
+            return
         expected = _form_of(structure, tensors, size)
         error = PeerError("its output has another form than the coordinator's, or no row for each sample")
         for _ in range(_MAX_OTHER_FORMS):
-            wrong = [place for place, form in enumerate(forms) if form != expected]
+            wrong = [place for place, (form, _) in enumerate(found) if form != expected]
             works = [self._microbatch_runs[place].forward_anew(error) for place in wrong]
             if not works:
                 break
             for place, result in zip(wrong, self._run(works, self._microbatch_runs[0].microbatch.inputs), strict=True):
-                results[place], forms[place] = result, self._form(result, self._sizes[place])
-        return results
+                results[place], found[place] = result, self._formed(result, self._sizes[place])
 
-    def _form(self, result: Any, size: int) -> object:
-        """Return what the outputs of all microbatches have in common; None: this is none."""
+    def _formed(self, result: Any, size: int) -> _Formed:
+        """Open a result, and return with it what the outputs of all microbatches have in common; None: it is none."""
         try:
-            ((output,), _) = self._decoded([result])
-            return _form_of(*serialization.flatten(output), size)
+            opened = self._open(result)
+            return _form_of(*serialization.flatten(opened[0]), size), opened
         except (SwarmError, RuntimeError, TypeError, ValueError):  # whatever a server makes up
-            return None
-
-    def _decoded(self, results: list[Any]) -> tuple[list[Any], list[Left]]:
-        """Return the outputs of microbatches, and what forwards left behind them."""
-        config = self._pipeline.config
-        pairs = [split_left(decoded(output, config.codecs.activations, config.device)) for output, _ in results]
-        for _, left in pairs:
-            left.take_output_note()  # there is no next stage
-        return [output for output, _ in pairs], [left for _, left in pairs]
+            return None, None
 
     def _trial(self, training: bool) -> tuple[list[Left], list[int]]:
         """Return what the first two microbatches leave apart, and then both as one; and their sizes."""
@@ -166,7 +171,7 @@ class PipelineCall:
             for index, part in enumerate(parts)
         ]
         results = self._run([run.forward() for run in runs], runs[0].microbatch.inputs)
-        return self._decoded(results)[1], self._sizes[:2]
+        return [self._open(result)[1] for result in results], self._sizes[:2]
 
     def placed(self, tensors: Sequence[Tensor], given: Given) -> Any:
         """Put what forwards left on the trainer's modules, and into the call's own arguments."""
