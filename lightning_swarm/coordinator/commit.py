@@ -14,6 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
@@ -434,11 +435,14 @@ class StepCommit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Stages that have parameters in common hear of each other, too.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
-        own, is_audited = self._servers.own, self._run.manifest.settings.is_audited
-        blamed = choose_blamed(rosters, failed, unreached, spared=own, is_audited=is_audited)
+        is_audited = self._run.manifest.settings.is_audited
+        choose = partial(
+            choose_blamed, rosters, spared=self._servers.own, is_audited=is_audited, believed=self._run.believed
+        )
+        blamed = choose(failed, unreached)
         if not blamed:
             refusing = {peer: reply.refusing for peer, reply in answered.items() if reply.failure}
-            accused = choose_blamed(rosters, (), refusing, spared=own, is_audited=is_audited) if is_audited else []
+            accused = choose((), refusing) if is_audited else []
             servers.note_blameless(reason, accused or refusing)
         for peer in blamed:
             servers.suspect(

@@ -284,6 +284,7 @@ def choose_blamed(
     *,
     spared: PeerId,
     is_audited: bool = False,
+    believed: Collection[PeerId] = (),
 ) -> list[PeerId]:
     """Choose the servers to leave out when a round of averaging is repeated.
 
@@ -293,10 +294,12 @@ def choose_blamed(
         unreached: Whom the others did not reach, or got nothing from, by who says so.
         spared: The coordinator: it asks, so it is not the one that is cut off.
         is_audited: One server's word costs no other its place, but for both of them.
+        believed: In audited runs, those whose word weighs more than that of one other server.
 
     Returns:
         Those that did not answer. If all did, the one that most of the others of its stage did not reach; of two that
-        do not reach each other, the later one in the roster. Nobody, if nobody was missed.
+        do not reach each other, the later one in the roster; in audited runs both, or the one that is not believed.
+        Nobody, if nobody was missed.
     """
     if failed:
         return sorted(failed)
@@ -312,10 +315,12 @@ def choose_blamed(
         return []
     blamed = max(against, key=lambda peer: (len(against[peer]), order[peer]))
     accusers = against[blamed]
-    # Else one that lies could have all others of its stage left out, and would be believed about it then.
-    if not is_audited or len(accusers) > 1 or spared in accusers or _would_be_empty(rosters, {blamed, *accusers}):
+    if not is_audited or len(accusers) > 1 or not accusers.isdisjoint({spared, *believed}):
         return [blamed]
-    return sorted({blamed, *accusers})
+    if blamed in believed and not _would_be_empty(rosters, accusers):
+        return sorted(accusers)
+    # Else one that lies could have all others of its stage left out, and would be believed about it then.
+    return [blamed] if _would_be_empty(rosters, {blamed, *accusers}) else sorted({blamed, *accusers})
 
 
 def _would_be_empty(rosters: Sequence[Sequence[PeerId]], without: Collection[PeerId]) -> bool:

@@ -170,6 +170,17 @@ def test_where_strangers_serve_one_server_s_word_costs_both_their_places() -> No
     assert blamed(B, C, b=C) == [C], "a stage keeps somebody"
 
 
+def test_a_keeper_s_word_weighs_more_than_that_of_one_stranger() -> None:
+    def blamed(*roster: PeerId, **unreached: PeerId) -> list[PeerId]:
+        said = {PeerId(peer): [other] for peer, other in unreached.items()}
+        return choose_blamed([roster], [], said, spared=D, is_audited=True, believed=[D, A])
+
+    assert blamed(A, B, b=A) == [B], "else a stranger would have a keeper's stage to itself"
+    assert blamed(A, B, C, b=A) == blamed(A, B, C, a=B) == blamed(A, B, C, a=B, b=A) == [B]
+    assert blamed(A, B, C, b=A, c=A) == [A], "its own link has failed, it seems"
+    assert blamed(A, D, a=D) == blamed(A, D, d=A) == [A], "the coordinator's word weighs most"
+
+
 @pytest.mark.parametrize("unreached", [{}, {A: []}, {A: [A]}, {A: [C]}, {A: [PeerId("stranger")]}])
 def test_nobody_is_blamed_by_who_cannot_know(unreached: Mapping[PeerId, Sequence[PeerId]]) -> None:
     """Of oneself, of another stage, or of no peer of the round."""
