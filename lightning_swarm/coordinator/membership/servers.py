@@ -242,7 +242,10 @@ class ServerMembership:
         staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
         if by_lot:
             joining = Counter(stage for peer, stage in self.targets.items() if peer != caller)
-            return self._lots.draw(caller, [len(roster) + joining[index] for index, roster in enumerate(staying)])
+            num_servers = [len(roster) + joining[index] for index, roster in enumerate(staying)]
+            permit = self._transport.permit_of(caller)
+            invitation = None if permit is None else permit.invitation
+            return self._lots.draw(caller, num_servers, invitation=invitation, waiting=self._waiting)
         return self._balancer.stage_for(caller, staying, self.targets, now_s=now_s())
 
     def _forget_the_silent(self, caller: PeerId) -> None:
@@ -439,4 +442,5 @@ class ServerMembership:
             self._waiting.pop(candidate.member.peer_id, None)
             self._misses.clear(candidate.member.peer_id)
             peer, stage = candidate.member.peer_id, candidate.stage_index
+            self._lots.know(peer, stage)
             self._events.note("joined", peer=peer, stage=stage, step=self._run.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,11 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.messages.membership import (
+    DrainRequest,
     FollowReply,
     FollowRequest,
     JoinReply,
@@ -30,7 +34,7 @@ from lightning_swarm.protocol.messages.membership import (
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import APPLY, FOLLOW, JOIN, LISTEN, MEET, NEXT, READY
+from lightning_swarm.protocol.methods import APPLY, DRAIN, FOLLOW, JOIN, LISTEN, MEET, NEXT, READY
 from lightning_swarm.server.state_transfer import donor
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from tests.unit.conftest import MakeSwarm
@@ -56,10 +60,11 @@ class Stranger:
         self.transport.handle_call(APPLY, nothing)
         self.transport.handle_call(LISTEN, self._listen)
 
-    async def join(self) -> None:
+    async def join(self) -> int:
+        """Ask to join; returns the stage that it shall hold."""
         addresses = list(await self.transport.addresses())
         request = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=1, addresses=addresses, stage_index=0)
-        decode(await self.transport.call(A, JOIN, encode(request), timeout=10.0), JoinReply)
+        return decode(await self.transport.call(A, JOIN, encode(request), timeout=10.0), JoinReply).stage_index
 
     async def follow(self) -> FollowReply:
         """What a member says of its state; that it is the state, nobody has seen."""
@@ -375,3 +380,19 @@ def test_strangers_choose_no_stage_in_an_audited_run(
             break
     assert members == expected
     assert list(server.steps.stages) == [1 if options else 0]
+
+
+def test_a_stranger_draws_no_other_stage_under_other_names(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    permit = Permit(role=Role.SERVER, expires_at_s=math.inf, invitation=bytes(16), uses=1)
+    monkeypatch.setattr(BaseTransport, "permit_of", lambda *_: permit)
+    swarm = make_swarm("a", "b", audit_share=0.0)
+    step(swarm, 0)
+    drawn = set()
+    for number in range(12):
+        stranger = Stranger(swarm, f"z{number}")
+        drawn.add(swarm.run(stranger.join()))
+        leave = encode(DrainRequest(generation=0, boot_id=1))
+        swarm.run(stranger.transport.call(A, DRAIN, leave, timeout=10.0))
+    assert len(drawn) == 1

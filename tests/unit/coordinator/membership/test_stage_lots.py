@@ -35,7 +35,28 @@ def test_a_server_asks_only_for_a_stage_that_is_its_own() -> None:
     lots = StageLots()
     assert not lots.may_choose(A, 0)
     lots.know(A, 1)
+    assert lots.draw(A, [2, 2, 1]) == 2
     drawn = lots.draw(A, [1, 2, 2])
     assert drawn == 0
     assert [index for index in range(3) if lots.may_choose(A, index)] == [0, 1]
     assert not lots.may_choose(PeerId("b"), 1)
+
+
+def test_other_names_draw_no_other_lot_from_an_invitation() -> None:
+    """Else who holds one would come under name after name, until it likes the stage."""
+    lots, invitation = StageLots(), bytes(16)
+    names = [PeerId(f"peer-{number}") for number in range(40)]
+    drawn = [lots.draw(name, [2] * 4, invitation=invitation) for name in names]
+    assert len(set(drawn)) == 1
+    assert [name for name in names if lots.may_choose(name, drawn[0])] == names[-1:], "nothing is kept of those gone"
+
+
+def test_those_that_wait_or_have_come_keep_their_lots() -> None:
+    lots, invitation = StageLots(), bytes(16)
+    names = [PeerId(f"peer-{number}") for number in range(40)]
+    for name in names[:20]:
+        lots.know(name, lots.draw(name, [2] * 4, invitation=invitation))
+    drawn = [lots.draw(name, [2] * 4, invitation=invitation, waiting=names[20:]) for name in names]
+    assert len(set(drawn[:20])) > 1
+    assert len(set(drawn[20:])) > 1
+    assert [lots.draw(name, [2] * 4, invitation=invitation) for name in names] == drawn
