@@ -271,6 +271,7 @@ class AveragingRounds:
         for index in own:
             group = self._group(closing, index, rosters[index])
             refuse(group, rosters[index].index(self._me), reason)
+            group.withhold([_MEAN], reason)
             if index in self._sums.stages and self._sums.stages[index].statistics:
                 refuse_statistics(group, reason)
         if ties:

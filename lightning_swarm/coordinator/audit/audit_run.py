@@ -10,7 +10,14 @@ from typing import Final
 
 from msgspec import UnsetType
 
-from lightning_swarm.coordinator.audit.policy import StageProjection, Unit, WorkClaim, WorkComparison, read_claims
+from lightning_swarm.coordinator.audit.policy import (
+    StageProjection,
+    Tolerance,
+    Unit,
+    WorkClaim,
+    WorkComparison,
+    read_claims,
+)
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ProtocolError, SwarmError
@@ -99,7 +106,7 @@ def compare(
     its: AuditResult,
     told: StageProjection,
     *,
-    tolerance: float,
+    tolerance: Tolerance,
     is_far: bool,
     touches_alike: bool,
 ) -> WorkComparison:
@@ -121,7 +128,7 @@ def compare(
 
 
 def is_false_accusation(
-    claims: Mapping[Receipt, WorkClaim], its: AuditResult, true: AuditResult, *, tolerance: float
+    claims: Mapping[Receipt, WorkClaim], its: AuditResult, true: AuditResult, *, tolerance: Tolerance
 ) -> bool:
     """Tell whether an auditor found another result of what it was given, which was what the server claims. Pure."""
     # If it was given something else, which the server may have done, it says so in its claims.

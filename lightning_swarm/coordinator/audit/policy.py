@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,6 +261,13 @@ class AuditMemory:
 # ------------------------------------------------------------------ comparing
 
 
+class Tolerance(NamedTuple):
+    """How far two sums of the same numbers may be apart."""
+
+    distance: float
+    may_overflow: bool = False  # one of them may have overflowed on its way, and the other not
+
+
 @dataclass(frozen=True)
 class StageProjection:
     """A sketch of a sum, of whichever kind."""
@@ -267,18 +275,15 @@ class StageProjection:
     values: tuple[float, ...]
     exact: tuple[int, ...] | None = None
 
-    def agrees(self, other: StageProjection, *, tolerance: float) -> bool:
+    def agrees(self, other: StageProjection, *, tolerance: Tolerance) -> bool:
         """Tell whether this is of the sum that `other` is of: to the bit in fixed point, unless rounding differs."""
-        if self.exact is not None and other.exact is not None and tolerance == 0.0:
+        if self.exact is not None and other.exact is not None and tolerance.distance == 0.0:
             return self.exact == other.exact
         if len(self.values) != len(other.values):
             return False
-        if tolerance == math.inf:
-            return True
-        if not other.is_finite:  # gradients overflow now and then, with a scaled loss in 16 bits
-            return not self.is_finite
-        distance = math.dist(self.values, other.values)
-        return distance <= tolerance  # not so of NaN
+        if not (self.is_finite and other.is_finite):  # gradients overflow now and then, with a scaled loss in 16 bits
+            return tolerance.may_overflow or self.is_finite == other.is_finite
+        return math.dist(self.values, other.values) <= tolerance.distance
 
     @property
     def is_nothing(self) -> bool:
@@ -316,11 +321,11 @@ class WorkComparison:
         return f"gave a false {' and '.join(sorted(self.wrong)).replace('_', ' ')}"
 
 
-def rounding_of(magnitude: float, num_added: int, dtype: str) -> float:
+def rounding_of(magnitude: float, num_added: int, dtype: str) -> Tolerance:
     """Bound how far two sums of the same numbers may be apart that were added up in different orders.
 
-    Infinite where one may overflow on its way, and the other not: who gives a server such gradients could have it
-    convicted. They are no less false for that, and are audited as what the server got them from.
+    One may overflow on its way, and the other not: who gives a server such gradients could have it convicted. They are
+    no less false for that, and are audited as what the server got them from.
 
     Args:
         magnitude: The norms of what was added, added up.
@@ -328,12 +333,18 @@ def rounding_of(magnitude: float, num_added: int, dtype: str) -> float:
         dtype: Of the sum.
     """
     epsilon = 2.0**-52 if dtype == "float64" else 2.0**-23
-    return _ROUNDING * (num_added + 2) * epsilon * magnitude if magnitude < _LARGEST[dtype] else math.inf
+    return _bound(_ROUNDING * (num_added + 2) * epsilon, magnitude, dtype)
 
 
-def deviation_of(magnitude: float, relative: float, dtype: str) -> float:
+def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
     """Bound likewise how far two sums may be apart of what two kinds of machines computed, each number of it."""
-    return relative * magnitude if magnitude < _LARGEST[dtype] else math.inf
+    return _bound(relative, magnitude, dtype)
+
+
+def _bound(relative: float, magnitude: float, dtype: str) -> Tolerance:
+    # The largest magnitude that a message holds may stand for any larger one.
+    distance = relative * magnitude if magnitude < sys.float_info.max else math.inf
+    return Tolerance(distance, may_overflow=magnitude >= _LARGEST[dtype])
 
 
 def tolerance_between_machines(dtype: str, codec_bits: float | None = None) -> float:

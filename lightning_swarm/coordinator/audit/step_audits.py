@@ -22,6 +22,7 @@ from lightning_swarm.coordinator.audit.policy import (
     StageHistory,
     StageProjection,
     Standing,
+    Tolerance,
     Unit,
     WorkClaim,
     WorkComparison,
@@ -346,7 +347,7 @@ class StepAudits:
         else:
             is_exact = its.projection.exact is not None
             rounding = rounding_of(its.magnitude, len(claims), self._dtype(unit))
-            is_far, tolerance = False, 0.0 if is_exact else rounding
+            is_far, tolerance = False, Tolerance(0.0) if is_exact else rounding
         return compare(
             claims,
             its,
@@ -388,7 +389,8 @@ class StepAudits:
         if found is None or its is None or told is None or one.compare or own.compare:
             return True
         exact = found.projection.exact is not None
-        tolerance = 0.0 if exact else rounding_of(found.magnitude, len(one.receipts), self._dtype(unit))
+        rounding = rounding_of(found.magnitude, len(one.receipts), self._dtype(unit))
+        tolerance = Tolerance(0.0) if exact else rounding
         if not told.agrees(found.projection, tolerance=tolerance):
             self._convict(unit, _FALSE_SUM, verdict, step)
             return False

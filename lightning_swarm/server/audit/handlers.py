@@ -125,6 +125,7 @@ class AuditHandlers:
             raise ProtocolError(f"{caller} holds no copy of stage {request.stage_index}, and audits nothing of it")
         # Else one that asks for much would keep this server from its audits.
         async with self._shown[caller]:
+            self._membership.run.check_generation(request.generation)  # it may have changed meanwhile
             return await self._show(request, _LAST if caller == run.coordinator else _FOR_OTHERS)
 
     async def _show(self, request: KeptWorkRequest, priority: Priority) -> Message:

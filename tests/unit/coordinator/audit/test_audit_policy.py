@@ -20,6 +20,7 @@ from lightning_swarm.coordinator.audit.policy import (
     StageHistory,
     StageProjection,
     Standing,
+    Tolerance,
     Unit,
     WorkClaim,
     disagreeing,
@@ -229,20 +230,20 @@ def test_sums_in_fixed_point_agree_to_the_last_bit() -> None:
         return StageProjection((1.0,), tuple(project_exactly(sums, 3)))
 
     total = sketched(parts[[2, 0, 1]].sum(dim=0))
-    assert sketched(parts.sum(dim=0)).agrees(total, tolerance=0.0)
+    assert sketched(parts.sum(dim=0)).agrees(total, tolerance=Tolerance(0.0))
     parts[0, 1, 5] += 1
-    assert not sketched(parts.sum(dim=0)).agrees(total, tolerance=0.0)
+    assert not sketched(parts.sum(dim=0)).agrees(total, tolerance=Tolerance(0.0))
 
 
 def test_sketches_of_other_lengths_are_of_other_sums() -> None:
-    assert not StageProjection((1.0,)).agrees(StageProjection((1.0, 2.0)), tolerance=1.0)
+    assert not StageProjection((1.0,)).agrees(StageProjection((1.0, 2.0)), tolerance=Tolerance(1.0))
 
 
 def test_what_overflows_is_only_like_what_overflows() -> None:
     infinite, number = StageProjection((math.inf, -math.inf)), StageProjection((1.0, 2.0))
-    assert StageProjection((math.nan, 1.0)).agrees(infinite, tolerance=0.0)
-    assert not number.agrees(infinite, tolerance=1e300)
-    assert not infinite.agrees(number, tolerance=1e300)
+    assert StageProjection((math.nan, 1.0)).agrees(infinite, tolerance=Tolerance(0.0))
+    assert not number.agrees(infinite, tolerance=Tolerance(1e300))
+    assert not infinite.agrees(number, tolerance=Tolerance(1e300))
 
 
 def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
@@ -274,6 +275,9 @@ def test_sums_that_overflow_in_one_order_alone_prove_no_lie(dtype: torch.dtype) 
     assert one.is_finite != other.is_finite
     assert one.agrees(other, tolerance=tolerance)
     assert other.agrees(one, tolerance=tolerance)
+    if dtype == torch.float32:  # nor do they let a false sum pass
+        false = StageProjection((1e38,) * len(one.values))
+        assert not false.agrees(StageProjection((0.0,) * len(one.values)), tolerance=tolerance)
 
 
 def test_gradients_of_any_size_have_a_magnitude_that_a_message_holds() -> None:
