@@ -98,6 +98,16 @@ def step(swarm: Swarm, seed: int) -> list[str]:
     return swarm.names_after(swarm.run(swarm.step(rows(seed))))
 
 
+def steps_until_done(swarm: Swarm, task: asyncio.Task[None], *, most: int, pause_s: float) -> list[str]:
+    """Take steps from the second one on until a joiner is in; returns who holds which stage then."""
+    for number in range(1, most):
+        swarm.run(asyncio.sleep(pause_s))
+        members = step(swarm, number)
+        if task.done():
+            break
+    return members
+
+
 def test_a_hash_that_members_told_lets_nobody_in(make_swarm: MakeSwarm) -> None:
     """It answers with the very hash of the weights; but they are asked for under a number that nobody knew before."""
     swarm = make_swarm("a b", "c")
@@ -155,12 +165,7 @@ def test_a_donor_that_sends_another_state_lets_nobody_in(
 
     monkeypatch.setattr(donor, "_shared_copy", shared_copy)
     task = enter_first_stage(swarm)
-    members: Sequence[str] = ()
-    for number in range(1, 8):
-        swarm.run(asyncio.sleep(20.0))
-        members = step(swarm, number)
-        if task.done():
-            break
+    members = steps_until_done(swarm, task, most=8, pause_s=20.0)
     assert poisoned, "it was asked"
     assert members == ["abj", "c"]
     for name, tensor in swarm.servers[A].steps.stage(0).weights().items():
@@ -194,12 +199,7 @@ def joined_beside_a_liar(make_swarm: MakeSwarm, lie: Callable[[Swarm], list[Any]
     lies = lie(swarm)
     swarm.add_server("k")  # so that the joiner, which goes by its boot id, begins with the second replica
     task = enter_first_stage(swarm)
-    members: Sequence[str] = ()
-    for number in range(1, 12):
-        swarm.run(asyncio.sleep(3.0))
-        members = step(swarm, number)
-        if task.done():
-            break
+    members = steps_until_done(swarm, task, most=12, pause_s=3.0)
     assert lies, "it was asked"
     assert members == ["abj", "c"]
     joiner = swarm.servers[J]
@@ -346,11 +346,7 @@ def test_who_does_not_go_on_gives_its_place_to_others(make_swarm: MakeSwarm, how
     staying = [swarm.loop.create_task(stay(one)) for one in strangers]
     task = enter_first_stage(swarm)
     try:
-        for number in range(1, 30):
-            swarm.run(asyncio.sleep(20.0))
-            members = step(swarm, number)
-            if task.done():
-                break
+        members = steps_until_done(swarm, task, most=30, pause_s=20.0)
         assert members == ["aj", "c"]
         if how == "begins again for ever":
             swarm.run(asyncio.sleep(100.0))
@@ -372,12 +368,7 @@ def test_strangers_choose_no_stage_in_an_audited_run(
     server = swarm.add_server("j")
     server.joiner.move_to(0, former=0)
     task = entering(swarm, server)
-    members: Sequence[str] = ()
-    for number in range(1, 12):
-        swarm.run(asyncio.sleep(3.0))
-        members = step(swarm, number)
-        if task.done():
-            break
+    members = steps_until_done(swarm, task, most=12, pause_s=3.0)
     assert members == expected
     assert list(server.steps.stages) == [1 if options else 0]
 
