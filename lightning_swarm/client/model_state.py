@@ -43,7 +43,7 @@ from lightning_swarm.protocol.messages.state import (
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE
-from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions
+from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions, taken_alike
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import named
 
@@ -159,17 +159,6 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
     raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
-
-
-def taken_alike(
-    claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, right: Sequence[PeerId]
-) -> bytes | None:
-    """Return the digest that the first of `right` gives which took the snapshot, or else most takers do. Pure."""
-    judge = next((peer for peer in right if peer in takers), None)
-    if judge is not None:
-        return claimed.get(judge)
-    number = Counter(claimed[peer] for peer in takers if peer in claimed)
-    return next((found for found, count in number.most_common(1) if 2 * count > len(takers)), None)
 
 
 def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected: bytes) -> _Tensors:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -55,6 +54,7 @@ from lightning_swarm.protocol.queries import (
     in_turn,
     newest_safe,
     only_told,
+    taken_alike,
     version_to_keep,
 )
 
@@ -108,15 +108,15 @@ def agreed_snapshots(
     told = {(one.stage_index, one.version) for one in known}
     agreed = []
     for index, members in enumerate(takers):
-        judge = next((peer for peer in right if any(member.peer_id == peer for member in members)), None)
-        deciding = [member for member in members if judge in (None, member.peer_id)]
-        of_stage = Counter(
-            one
-            for member in deciding
-            for one in set(taken.get(member.peer_id, ()))
+        peers = [member.peer_id for member in members]
+        claimed = {
+            peer: one.digest
+            for peer in peers
+            for one in taken.get(peer, ())
             if (one.stage_index, one.version) == (index, version) not in told
-        )
-        agreed += [one for one, number in of_stage.items() if 2 * number > len(deciding)]
+        }
+        if (found := taken_alike(claimed, peers, right=right)) is not None:
+            agreed.append(HeldSnapshot(stage_index=index, version=version, digest=found))
     return agreed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -150,7 +150,7 @@ class ServerCalls:
         return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
 
     async def project(
-        self, request: ProjectRequest, peers: Sequence[PeerId]
+        self, peers: Iterable[PeerId], request: ProjectRequest
     ) -> dict[PeerId, ProjectReply | SwarmError]:
         """Have servers project the sums and means of a round."""
         return await self._ask_all(
@@ -169,9 +169,9 @@ class ServerCalls:
         timeout = self._timeout * min(1 + len(request.work), _REPLAY_TIMEOUTS)
         return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
 
-    async def sketch(self, requests: Mapping[PeerId, SketchRequest]) -> dict[PeerId, SketchReply | SwarmError]:
+    async def sketch(self, peers: Iterable[PeerId], request: SketchRequest) -> dict[PeerId, SketchReply | SwarmError]:
         """Have servers sketch their frozen sums."""
-        bodies = {peer: encode(request) for peer, request in requests.items()}
+        bodies = dict.fromkeys(peers, encode(request))
         return await self._ask_all(SKETCH, bodies, lambda body: decode(body, SketchReply))
 
     async def order_audits(self, trainer: PeerId, order: AuditOrder) -> AuditOrderReply:
@@ -186,9 +186,11 @@ class ServerCalls:
         bodies = dict.fromkeys(trainers, encode(request))
         return await self._ask_all(RESULTS, bodies, lambda body: decode(body, ResultsReply))
 
-    async def findings(self, requests: Mapping[PeerId, FindingsRequest]) -> dict[PeerId, FindingsReply | SwarmError]:
+    async def findings(
+        self, auditors: Iterable[PeerId], request: FindingsRequest
+    ) -> dict[PeerId, FindingsReply | SwarmError]:
         """Ask auditors what they found."""
-        bodies = {peer: encode(request) for peer, request in requests.items()}
+        bodies = dict.fromkeys(auditors, encode(request))
         return await self._ask_all(FINDINGS, bodies, lambda body: decode(body, FindingsReply))
 
     async def avoid(self, trainers: Iterable[PeerId], request: AvoidRequest) -> None:

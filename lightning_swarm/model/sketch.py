@@ -27,9 +27,14 @@ def project(values: Tensor, seed: int, *, num_buckets: int = NUM_BUCKETS) -> Ten
     for number, part in enumerate(values.split(_SLICE)):
         # Where they are, and added up there: a GPU sends the buckets alone.
         signed = part.to(torch.float64) * _signs(key_seed(seed, number), len(part), part.device)
-        padded = torch.nn.functional.pad(signed, (0, -len(signed) % num_buckets))
-        total += padded.view(-1, num_buckets).sum(dim=0).cpu()
+        total += in_buckets(signed, num_buckets)
     return total
+
+
+def in_buckets(values: Tensor, num_buckets: int) -> Tensor:
+    """Add a vector ``[n]`` up in ``[num_buckets]``, as `project` does, and return them on the CPU."""
+    padded = torch.nn.functional.pad(values, (0, -len(values) % num_buckets))
+    return padded.view(-1, num_buckets).sum(dim=0).cpu()
 
 
 def project_exactly(sums: Tensor, seed: int) -> list[int]:

@@ -38,7 +38,7 @@ from lightning_swarm.protocol.messages.run import Keepers, Manifest, Member, Res
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.methods import VIEW
-from lightning_swarm.protocol.queries import ask_held, holders_of, newest_complete, only_told
+from lightning_swarm.protocol.queries import ask_held, newest_complete, only_told, only_versions
 from lightning_swarm.protocol.run_state import RunState, replaced_by
 from lightning_swarm.server.stage_builder import PeerModel
 
@@ -349,8 +349,7 @@ class Lead:
         held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
         if self.run.manifest.settings.is_audited:
             held = only_told(held, self.run.snapshots)  # others may be what nobody took
-        stages = range(len(self.run.rosters))
-        return any(all(holders_of(held, version, index) for index in stages) for version in self.versions_kept())
+        return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
         """The state at the newest of these versions of which the servers together keep all; see `in_turn`."""

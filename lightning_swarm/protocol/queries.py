@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -118,6 +119,17 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
         for peer, own in held.items()
         if any((snapshot.version, snapshot.stage_index) == (version, stage_index) for snapshot in own.snapshots)
     )
+
+
+def taken_alike(
+    claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, right: Sequence[PeerId]
+) -> bytes | None:
+    """Return the digest that the first of `right` gives which took the snapshot, or else most takers do. Pure."""
+    judge = next((peer for peer in right if peer in takers), None)
+    if judge is not None:
+        return claimed.get(judge)
+    number = Counter(claimed[peer] for peer in takers if peer in claimed)
+    return next((found for found, count in number.most_common(1) if 2 * count > len(takers)), None)
 
 
 def only_told(held: Held, told: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:

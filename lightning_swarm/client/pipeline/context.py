@@ -234,8 +234,7 @@ class PipelineContext:
         self._lost.update(lost)
         for stage, router in enumerate(self.routers):
             aside = self._set_aside.setdefault(stage, set())
-            known = {*router.peers, *aside}
-            left = known - self._lost
+            known, left = {*router.peers, *aside}, self.peers_of(stage)
             chosen = left - aside - {*peers} or left
             if not chosen or chosen == {*router.peers}:
                 continue
@@ -253,7 +252,7 @@ class PipelineContext:
         """Do not avoid a stage's servers any more if all others failed: those may have had the others avoided."""
         router, aside = self.routers[stage], self._set_aside.get(stage, set())
         if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
-            router.set_peers(sorted({*router.peers, *aside} - self._lost))
+            router.set_peers(sorted(self.peers_of(stage)))
             aside &= self._lost
 
     def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:

@@ -162,7 +162,7 @@ class AuditRun:
         """Ask for sketches of sums; returns also the servers that do not give all of theirs."""
         wanted = sorted(units)
         request = SketchRequest(generation=self._generation, step=self._step.step, round=round_, seed=seed)
-        replies = await self._servers.sketch(dict.fromkeys(sorted({unit.peer for unit in wanted}), request))
+        replies = await self._servers.sketch(sorted({unit.peer for unit in wanted}), request)
         sums, failed = dict[Unit, StageProjection](), dict[PeerId, SwarmError]()
         for peer, reply in replies.items():
             try:
@@ -187,9 +187,10 @@ class AuditRun:
                 _log.warning("Trainer %s does not say what servers gave it: %s", trainer, reply)
                 continue
             for one in reply.results:
-                if len(one.digests) != DIGEST_BYTES * len(unpack(one.receipts)):
+                receipts = sorted(unpack(one.receipts))
+                if len(one.digests) != DIGEST_BYTES * len(receipts):
                     raise ProtocolError(f"each result has {DIGEST_BYTES} bytes of digest, got {len(one.digests)} bytes")
-                for place, receipt in enumerate(sorted(unpack(one.receipts))):
+                for place, receipt in enumerate(receipts):
                     digest = one.digests[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
                     found.given[one.direction, receipt] = one.server, digest
             for failed in reply.replaced:
@@ -221,7 +222,7 @@ class AuditRun:
         request = FindingsRequest(generation=self._generation, step=self._step.step, order=order, seed=seed)
         found, failed = dict[tuple[Unit, PeerId], AuditResult](), dict[PeerId, SwarmError]()
         auditors = sorted({auditor for _, auditor in about})
-        for auditor, reply in (await self._servers.findings(dict.fromkeys(auditors, request))).items():
+        for auditor, reply in (await self._servers.findings(auditors, request)).items():
             try:
                 if isinstance(reply, SwarmError):
                     raise reply

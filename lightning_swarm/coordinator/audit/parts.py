@@ -93,7 +93,7 @@ class MeanAudit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         request = ProjectRequest(closing=closing, seed=draw_challenge())
         answers: list[dict[PeerId, Answer]] = [{} for _ in rosters]
-        for peer, reply in (await self._servers.project(request, sorted(set[PeerId]().union(*rosters)))).items():
+        for peer, reply in (await self._servers.project(sorted(set[PeerId]().union(*rosters)), request)).items():
             try:
                 self._take(peer, reply, rosters, answers)
             except SwarmError as error:

@@ -10,6 +10,7 @@ from typing import Final
 
 from lightning_swarm.coordinator.audit.audit_run import (
     Assignment,
+    AuditResult,
     AuditResults,
     AuditRun,
     TrainerResults,
@@ -345,9 +346,7 @@ class StepAudits:
             far = tolerance_between_machines(its.precision, self._codec_bits)
             is_far, tolerance = (its.distance or 0.0) > far, deviation_of(its.magnitude, allowed, self._dtype(unit))
         else:
-            is_exact = its.projection.exact is not None
-            rounding = rounding_of(its.magnitude, len(claims), self._dtype(unit))
-            is_far, tolerance = False, Tolerance(0.0) if is_exact else rounding
+            is_far, tolerance = False, self._rounding(unit, its, len(claims))
         return compare(
             claims,
             its,
@@ -356,6 +355,11 @@ class StepAudits:
             is_far=is_far,
             touches_alike=its.touched == step.ledgers[unit].report.touched,
         )
+
+    def _rounding(self, unit: Unit, found: AuditResult, num_added: int) -> Tolerance:
+        """How far a sum may be from what was found, on machines of one kind."""
+        exact = found.projection.exact is not None
+        return Tolerance(0.0) if exact else rounding_of(found.magnitude, num_added, self._dtype(unit))
 
     def _dtype(self, unit: Unit) -> str:
         return sum_dtype(self._run.manifest.stages[unit.stage_index], self._trained)
@@ -388,9 +392,7 @@ class StepAudits:
         its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
         if found is None or its is None or told is None or one.compare or own.compare:
             return True
-        exact = found.projection.exact is not None
-        rounding = rounding_of(found.magnitude, len(one.receipts), self._dtype(unit))
-        tolerance = Tolerance(0.0) if exact else rounding
+        tolerance = self._rounding(unit, found, len(one.receipts))
         if not told.agrees(found.projection, tolerance=tolerance):
             self._convict(unit, _FALSE_SUM, verdict, step)
             return False

@@ -236,7 +236,7 @@ class ServerMembership:
         if wanted is not None and wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
         by_lot = self._run.manifest.settings.is_audited and not self._run.decides(caller)
-        if wanted is not None and not (by_lot and not self._lots.may_choose(caller, wanted)):
+        if wanted is not None and (not by_lot or self._lots.may_choose(caller, wanted)):
             return wanted
         rosters = self._run.rosters[:num_stages]
         staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
@@ -264,14 +264,14 @@ class ServerMembership:
         """Have every server, and every joiner, meet the candidate."""
         body = encode(candidate)
         newcomer = candidate.member.peer_id
-
         refusing, is_audited = set[PeerId](), self._run.manifest.settings.is_audited
 
         async def introduce(peer: PeerId, *, member: bool) -> None:
             try:
                 await self._transport.call(peer, MEET, body, timeout=min(self._limits.call_timeout, _MEET_TIMEOUT_S))
             except SwarmError as error:
-                refusing.update([peer] if member else [])
+                if member:
+                    refusing.add(peer)
                 # A few strangers' word keeps nobody out of an audited run.
                 decides = not is_audited or self._run.decides(peer) or 2 * len(refusing) > len(servers)
                 if member and decides:

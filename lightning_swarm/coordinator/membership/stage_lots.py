@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -13,14 +13,12 @@ from lightning_swarm.network import PeerId
 
 _MANY: Final = 3  # servers that a stage has, if one more in another stage is as much needed
 
-lots = random.SystemRandom()
-
 
 class StageLots:
     """Draws for each server one order of the stages, and knows which of them it may ask for."""
 
     def __init__(self) -> None:
-        self._secret = lots.randbytes(32)
+        self._secret = secrets.token_bytes(32)
         self._known: defaultdict[PeerId, set[int]] = defaultdict(set)  # those that a server was in, or was to move to
         self._drawn: dict[PeerId, int] = {}  # the newest draw; with those before, it could wait until it may choose
         self._holders: defaultdict[bytes, list[PeerId]] = defaultdict(list)  # of each invitation's orders

@@ -22,7 +22,7 @@ from lightning_swarm.protocol.messages.parts import Contradiction, ExamineReply,
 from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
 from lightning_swarm.server.averaging import deterministic
 from lightning_swarm.server.averaging.all_reduce import part_digest, squared_norm
-from lightning_swarm.server.averaging.projection import bucket_norms, project_parts, sum_parts
+from lightning_swarm.server.averaging.projection import bucket_norms, part_digests, parts_of, project_parts, sum_parts
 
 _SAME: Final = 1e-9  # how far sketches in float64 of one vector may be apart that two machines make
 
@@ -131,8 +131,7 @@ class Examination:
             self.lies[peer] = f"{peer} shows another mean than it answered for"
 
     def _learn(self, mean: Tensor) -> tuple[bytes, ...]:
-        parts = [mean[bounds] for bounds in self._bounds]
-        digests = tuple(part_digest([part]) for part in parts)
+        parts, digests = parts_of(mean, len(self.members)), tuple(part_digests(mean, len(self.members)))
         self._known[digests] = _MeanNumbers(
             project_parts(parts, self._seed, num_buckets=self._size),
             bucket_norms(parts, num_buckets=self._size),

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.sketch import project
+from lightning_swarm.model.sketch import in_buckets, project
 from lightning_swarm.protocol.messages.parts import part_bounds
 from lightning_swarm.server.averaging.all_reduce import part_digest
 from lightning_swarm.server.averaging.deterministic import quotient
@@ -50,7 +50,5 @@ def _norms(part: Tensor, num_buckets: int) -> Tensor:
     # By the largest one, or else squares of what float64 can still hold would be zero.
     largest = float(part.abs().max()) or 1.0
     for piece in part.split(_SLICE):
-        squares = piece.to(torch.float64).div(largest).square_()
-        padded = torch.nn.functional.pad(squares, (0, -len(squares) % num_buckets))
-        total += padded.view(-1, num_buckets).sum(dim=0).cpu()
+        total += in_buckets(piece.to(torch.float64).div(largest).square_(), num_buckets)
     return total.sqrt_().mul_(largest)

@@ -153,7 +153,7 @@ class SnapshotStore:
         if not wanted():
             kept.close()
             return
-        self._drop(head.version, head.stage_index)
+        self.discard(head.version, head.stage_index)
         self._kept[head.version, head.stage_index] = kept
 
     async def get(self, stage_index: int, version: int) -> tuple[Snapshot, Sequence[Tensor]]:
@@ -170,13 +170,10 @@ class SnapshotStore:
     def keep_only(self, version: int | None) -> None:
         """Drop the snapshots of all other versions."""
         for key in [key for key in self._kept if key[0] != version]:
-            self._drop(*key)
+            self.discard(*key)
 
     def discard(self, version: int, stage_index: int) -> None:
         """Drop a snapshot, if it is kept."""
-        self._drop(version, stage_index)
-
-    def _drop(self, version: int, stage_index: int) -> None:
         kept = self._kept.pop((version, stage_index), None)
         if kept is not None:
             kept.close()

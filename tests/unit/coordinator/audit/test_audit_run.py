@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,13 +45,15 @@ def finding(audited: PeerId, stage_index: int, refused: Receipts) -> AuditFindin
 class Servers:
     """Answer more than they are asked for."""
 
-    async def findings(self, requests: Mapping[PeerId, FindingsRequest]) -> dict[PeerId, FindingsReply | SwarmError]:
+    async def findings(
+        self, auditors: Iterable[PeerId], request: FindingsRequest
+    ) -> dict[PeerId, FindingsReply | SwarmError]:
         told = [finding(A, 0, []), *(finding(A, stage, MANY) for stage in range(1, 5)), finding(B, 0, MANY)]
-        return {peer: FindingsReply(findings=told) for peer in requests}
+        return {peer: FindingsReply(findings=told) for peer in auditors}
 
-    async def sketch(self, requests: Mapping[PeerId, SketchRequest]) -> dict[PeerId, SketchReply | SwarmError]:
+    async def sketch(self, peers: Iterable[PeerId], request: SketchRequest) -> dict[PeerId, SketchReply | SwarmError]:
         stages = [StageSketch(stage_index=index, values=[0.0] * SKETCH_LENGTH) for index in range(3)]
-        return {peer: SketchReply(stages=stages) for peer in requests}
+        return {peer: SketchReply(stages=stages) for peer in peers}
 
 
 def run() -> AuditRun:

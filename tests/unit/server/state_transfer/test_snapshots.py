@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace as replaced
 from torch import Tensor
 
-from lightning_swarm.client.model_state import ModelState, gather_snapshots, taken_alike
+from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.coordinator.commit import agreed_snapshots, choose_keepers
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, NotEnlisted, ProtocolError, TicketGone, Unreachable
@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.state import HeldSnapshots, Snapshot, Sna
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
-from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_told, version_to_keep
+from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_told, taken_alike, version_to_keep
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
 from tests.unit.conftest import MakeSwarm, needs_full_disk, on_a_full_disk
 from tests.unit.model.forged import forged
