@@ -73,7 +73,7 @@ in a run that takes any peer), `refused` (requests of peers whose certificates d
 """
 
 _EXPORT: Final = """\
-{what} Nothing in the checkpoint is executed; OUT is overwritten.
+{what} With torch 2.10 or newer nothing in the checkpoint is executed. OUT is overwritten.
 
     lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
     lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer

@@ -28,6 +28,12 @@ def check_kind(config: Any) -> None:
             f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
             "your own."
         )
+    # Peft imports the module that such a config names.
+    if getattr(config, "megatron_config", None):
+        raise ConfigError(
+            "a served model has no layers of Megatron, and the adapter's config has `megatron_config`. Take another "
+            "adapter, or save it without."
+        )
 
 
 def is_of_adapter(name: str) -> bool:

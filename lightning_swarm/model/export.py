@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.optimizer_state import by_numbers
 from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, ShardedCheckpoint, is_folder
+
+_log = logging.getLogger(__name__)
+
+_SAFE_TORCH: Final = Version("2.10.0")  # the first whose `weights_only=True` has no known way around it
 
 
 def export_safetensors(checkpoint: Path, target: Path) -> int:
@@ -103,9 +109,22 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         content, parts = _read(checkpoint / REST), ShardedCheckpoint(checkpoint).read_all()
         content["state_dict"] = parts.get(WEIGHTS, {})
         if OPTIMIZER in parts:
-            content["optimizer_states"] = [by_numbers({"state": {}, **parts[OPTIMIZER]})]
+            try:
+                content["optimizer_states"] = [by_numbers({"state": {}, **parts[OPTIMIZER]})]
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"the optimizer state in {checkpoint} is not as Lightning writes it: {error!r}. Take another "
+                    "checkpoint."
+                ) from error
         return content
     rule = "the checkpoint must be a file that Lightning wrote"
+    if Version(torch.__version__) < _SAFE_TORCH:
+        _log.warning(
+            "torch %s may execute code that a checkpoint's author hid in it (CVE-2026-24747). Install torch %s or "
+            "newer, or export only checkpoints of authors whom you trust.",
+            torch.__version__,
+            _SAFE_TORCH,
+        )
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
@@ -116,7 +135,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             f"({str(error).splitlines()[0]}). Save it again with `trainer.save_checkpoint(path, weights_only=True)`, "
             "and without objects in its hyperparameters."
         ) from error
-    except (OSError, RuntimeError, EOFError) as error:
+    except Exception as error:  # whatever torch raises for bytes that it did not write
         raise ConfigError(f"{rule}, and {checkpoint} cannot be read: {error}. Check the path.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{rule}, and {checkpoint} holds a {type(content).__name__}. Check the path.")

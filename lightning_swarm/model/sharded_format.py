@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -33,6 +31,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model.optimizer_state import GROUP
+from lightning_swarm.model.sharded_index import read_index
 from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.state import WrittenValue
 
@@ -44,13 +43,6 @@ WEIGHTS: Final = "model"
 OPTIMIZER: Final = "optimizer_0"
 
 _INDEX: Final = ".metadata"
-_ALLOWED: Final = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-}
-"""Names in an index beside the records of its own module, dtypes and paths."""
 
 
 def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[WrittenValue]:
@@ -141,14 +133,7 @@ class ShardedCheckpoint:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader = FileSystemReader(path)
-        try:
-            with (path / _INDEX).open("rb") as file:
-                self._metadata: Metadata = _Unpickler(file).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-            raise ConfigError(
-                f"a sharded checkpoint must have an index that torch.distributed.checkpoint wrote; {path / _INDEX} "
-                f"cannot be read: {error}. Take another checkpoint."
-            ) from error
+        self._metadata = read_index(path / _INDEX)
         self._check_files()
         self._paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data
 
@@ -170,7 +155,7 @@ class ShardedCheckpoint:
         """The keys of each weight, and of each parameter's optimizer state."""
         found: dict[str, dict[str, list[str]]] = {WEIGHTS: {}, OPTIMIZER: {}}
         for key, path in self._paths.items():
-            if path[0] == WEIGHTS or path[:2] == (OPTIMIZER, "state"):
+            if (path[0] == WEIGHTS and len(path) > 1) or (path[:2] == (OPTIMIZER, "state") and len(path) > 3):
                 found[path[0]].setdefault(path[1 if path[0] == WEIGHTS else 2], []).append(key)
         return found
 
@@ -205,7 +190,9 @@ class ShardedCheckpoint:
     def read_groups(self) -> dict[str, Any]:
         """Read the optimizer's groups in the form of `optimizer_state.by_names`, and what it wrote into them."""
         groups = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "param_groups")]
-        written = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3] == GROUP]
+        written = [
+            key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3:4] == (GROUP,)
+        ]
         return {"state": {}, **self._read([*groups, *written])[OPTIMIZER]}
 
     def read_state(self, names: Iterable[str] | None) -> dict[str, Any]:
@@ -223,7 +210,13 @@ class ShardedCheckpoint:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, self._metadata, True)
         self._reader.set_up_storage_reader(self._metadata, True)
-        self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        try:
+            self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        except Exception as error:  # whatever torch raises for bytes that it did not write
+            raise ConfigError(
+                "the values of a sharded checkpoint must be tensors, numbers and text that "
+                f"torch.distributed.checkpoint wrote; some in {self._path} cannot be read: {str(error).splitlines()[0]}. Take another checkpoint."
+            ) from error
         return _nested({self._paths[key]: planner.state_dict[key] for key in keys})
 
 
@@ -232,19 +225,6 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # Torch's own planner would execute what is there.
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads an index, a pickle of records, and refuses anything else in it."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        is_allowed = (module, name) in _ALLOWED
-        may_hold_records = module in (Metadata.__module__, "torch") or module.split(".", maxsplit=1)[0] == "pathlib"
-        found = super().find_class(module, name) if may_hold_records or is_allowed else None
-        if is_allowed or isinstance(found, torch.dtype if module == "torch" else type):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
 
 
 def _nested(values: Mapping[Sequence[Any], Any]) -> dict[str, Any]:

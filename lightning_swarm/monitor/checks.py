@@ -12,11 +12,12 @@ from packaging.specifiers import SpecifierSet
 SUPPORTED_PYTHON: Final = ">=3.11"
 # Repeats the package's requirements: pip does not enforce them on what is installed later.
 SUPPORTED: Final[Mapping[str, str]] = {
-    "lightning": ">=2.5,<2.7",
+    "lightning": ">=2.5,!=2.6.2,!=2.6.3,<2.7",
     "torch": ">=2.4",
     "hivemind": ">=1.1.12,<1.2",
     "numpy": "<2.4",
 }
+_MALWARE: Final = {"lightning": ("2.6.2", "2.6.3")}
 LEAST_FREE_BYTES: Final = 1 << 30
 MOST_SKEW_S: Final = 3.0  # hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock
 
@@ -48,6 +49,10 @@ def check_version(package: str, version: str | None) -> Finding:
     install = f'Run: pip install "{package}{supported}"'
     if version is None:
         return Finding(package, "not installed", install)
+    if version in _MALWARE.get(package, ()):
+        return Finding(
+            package, f"{version}, which steals credentials", f"{install}. Then change all passwords and keys used here."
+        )
     if not SpecifierSet(supported).contains(version, prereleases=True):
         return Finding(package, f"{version}, but {supported} is needed", install)
     return Finding(package, version)

@@ -186,7 +186,7 @@ class ServedModelClient:
                 )
         except SwarmError:
             raise
-        except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:  # peft's own, where it does not fit
+        except Exception as error:  # peft's own, where the folder does not fit; its files may be a stranger's
             raise ConfigError(
                 "`adapter` must be a folder that peft's `save_pretrained` has written of an adapter of this model, "
                 f"got {str(folder)!r}: {shorten(str(error))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -230,7 +231,7 @@ def test_a_server_that_takes_no_adapter_is_replaced(tmp_path: Path, swarm: Serve
         assert torch.equal(write(model, "greedy"), write(plain("llama", folder), "greedy"))
 
 
-@pytest.mark.parametrize("kind", ["no folder", "another model's", "a smaller model's", "IA3"])
+@pytest.mark.parametrize("kind", ["no folder", "another model's", "a smaller model's", "IA3", "a hostile module"])
 def test_a_folder_that_is_none_is_refused(tmp_path: Path, swarm: ServedSwarm, kind: str) -> None:
     folder = tmp_path / "adapter"
     if kind == "another model's":
@@ -241,5 +242,11 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, swarm: ServedSwarm, ki
     elif kind == "IA3":
         config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[])
         peft.get_peft_model(make_model("llama"), config).save_pretrained(folder)
-    with pytest.raises(ConfigError, match="got IA3" if kind == "IA3" else "`adapter` must be a folder"):
+    elif kind == "a hostile module":
+        save_adapter("llama", folder)
+        config_file = folder / "adapter_config.json"
+        named = {"megatron_config": {"a": 1}, "megatron_core": "antigravity"}
+        config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **named}))
+    messages = {"IA3": "got IA3", "a hostile module": "`megatron_config`"}
+    with pytest.raises(ConfigError, match=messages.get(kind, "`adapter` must be a folder")):
         remote(swarm, folder)

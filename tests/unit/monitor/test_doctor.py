@@ -68,7 +68,8 @@ def test_nothing_is_wrong_with_a_good_machine(finding: Finding) -> None:
     [
         (checks.check_python("3.10.14"), "3.10.14", "Use a Python >=3.11"),
         (checks.check_version("numpy", "2.4.0"), "2.4.0, but <2.4 is needed", 'pip install "numpy<2.4"'),
-        (checks.check_version("lightning", "2.7.0"), "2.7.0, but >=2.5,<2.7", 'pip install "lightning>=2.5,<2.7"'),
+        (checks.check_version("lightning", "2.7.0"), "2.7.0, but >=2.5", 'pip install "lightning>=2.5,!=2.6.2,!=2.6.3'),
+        (checks.check_version("lightning", "2.6.3"), "2.6.3, which steals credentials", "change all passwords"),
         (checks.check_version("torch", "2.3.1"), "2.3.1, but >=2.4", 'pip install "torch>=2.4"'),
         (checks.check_version("hivemind", None), "not installed", 'pip install "hivemind>=1.1.12,<1.2"'),
         (checks.check_binary(None, executable=False), "without its program p2pd", "--force-reinstall"),

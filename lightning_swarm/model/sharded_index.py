@@ -1,0 +1,204 @@
+"""Reads the index of a sharded checkpoint, a pickle, without executing anything in it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+
+
+class _Record:
+    """Stands in for an object of an index, and keeps its state as plain data."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.state: Any = arguments
+
+    # Also keeps a pickle from setting attributes of this class: it would call this method without `self`.
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _record(name: str) -> type[_Record]:
+    return type(name, (_Record,), {})
+
+
+_METADATA: Final = _record("Metadata")
+_TENSOR: Final = _record("TensorStorageMetadata")
+_BYTES: Final = _record("BytesStorageMetadata")
+_CHUNK: Final = _record("ChunkStorageMetadata")
+_PROPERTIES: Final = _record("TensorProperties")
+_PLACE: Final = _record("MetadataIndex")
+_STORED: Final = _record("_StorageInfo")
+
+_METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
+    **{(_METADATA_MODULE, one.__name__): one for one in (_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _PLACE)},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORED,
+    **dict.fromkeys(
+        [
+            (_METADATA_MODULE, "StorageMeta"),
+            (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+            ("torch.serialization", "_get_layout"),
+            *(
+                (module, name)
+                for module in ("pathlib", "pathlib._local")
+                for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+            ),
+        ],
+        _Record,
+    ),
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+"""The only names in an index, and the harmless objects that unpickling makes of them. No name is looked up."""
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index") from None
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to an object outside of it")
+
+
+def read_index(path: Path) -> Metadata:
+    """Read an index file, and check it.
+
+    Raises ConfigError for any other file, for one that names more than an index does, and for contradictions in it.
+    """
+    try:
+        with path.open("rb") as file:
+            return _metadata(_unpickled(file))
+    except (OSError, _Malformed) as error:
+        raise ConfigError(
+            f"a sharded checkpoint must have an index that torch.distributed.checkpoint wrote; {path} "
+            f"cannot be read: {error}. Take another checkpoint."
+        ) from error
+
+
+class _Malformed(Exception):
+    """An index says something that no writer of a checkpoint says."""
+
+
+def _unpickled(file: IO[bytes]) -> Any:
+    try:
+        return _Unpickler(file).load()
+    except OSError:
+        raise
+    except Exception as error:  # the bytes are a stranger's, and may raise anything
+        raise _Malformed(str(error) or type(error).__name__) from error
+
+
+def _metadata(raw: Any) -> Metadata:
+    index = _fields(raw, _METADATA, state_dict_metadata=dict, storage_data=dict, planner_data=dict)
+    tensors = {_text(key): _entry(value) for key, value in index["state_dict_metadata"].items()}
+    stored = {_place(place): _stored(value) for place, value in index["storage_data"].items()}
+    paths = {_text(key): _path(value) for key, value in index["planner_data"].items()}
+    prefixes = {path[:length] for path in paths.values() for length in range(1, len(path))}
+    if paths.keys() != tensors.keys() or len({*paths.values()} - prefixes) != len(paths):
+        raise _Malformed("its values and their paths do not fit together")
+    for key, entry in tensors.items():
+        _check_stored(key, entry, stored)
+    return Metadata(state_dict_metadata=tensors, planner_data=paths, storage_data=stored)
+
+
+def _entry(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(raw, _BYTES):
+        return BytesStorageMetadata()
+    tensor = _fields(raw, _TENSOR, properties=_PROPERTIES, size=tuple, chunks=list)
+    properties = tensor["properties"].state
+    if not isinstance(properties, tuple) or not properties or not isinstance(properties[0], torch.dtype):
+        raise _Malformed("a tensor has no dtype")
+    size = _size(tensor["size"])
+    chunks = [_fields(chunk, _CHUNK, offsets=tuple, sizes=tuple) for chunk in tensor["chunks"]]
+    places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    is_inside = all(
+        len(chunk.offsets) == len(chunk.sizes) == len(size)
+        and all(start + length <= whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
+        for chunk in places
+    )
+    # Else some of the tensor would be read from nowhere.
+    if not is_inside or sum(math.prod(chunk.sizes) for chunk in places) != math.prod(size):
+        raise _Malformed(f"the parts of a tensor of {tuple(size)} do not make it up")
+    return TensorStorageMetadata(TensorProperties(dtype=properties[0]), size, places)
+
+
+def _place(raw: Any) -> MetadataIndex:
+    place = _fields(raw, _PLACE, fqn=str)
+    offset = place.get("offset")
+    return MetadataIndex(place["fqn"], None if offset is None else _size(offset))
+
+
+def _stored(raw: Any) -> _StorageInfo:
+    stored = _fields(raw, _STORED, relative_path=str, offset=int, length=int)
+    name, offset, length = stored["relative_path"], stored["offset"], stored["length"]
+    if name in ("", "..") or name != Path(name).name or "\0" in name or "\\" in name:
+        raise _Malformed(f"it names {name!r}, which is no file in its folder")
+    if min(offset, length) < 0:
+        raise _Malformed(f"it has a value at {offset} of {length} bytes")
+    if stored.get("transform_descriptors"):
+        raise _Malformed(
+            f"its values were transformed by {stored['transform_descriptors']}, and only plain ones are read"
+        )
+    return _StorageInfo(name, offset, length)
+
+
+def _check_stored(
+    key: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]
+) -> None:
+    """Check that a value is in the files, with as many bytes as its shape says: memory is allocated by that."""
+    places = [(MetadataIndex(key), 0)]
+    if isinstance(entry, TensorStorageMetadata):
+        item = entry.properties.dtype.itemsize
+        places = [(MetadataIndex(key, chunk.offsets), math.prod(chunk.sizes) * item) for chunk in entry.chunks]
+    for place, num_bytes in places:
+        if place not in stored or stored[place].length < num_bytes:
+            raise _Malformed(f"the files have less of {key!r} than its shape says")
+
+
+def _path(raw: Any) -> tuple[str | int, ...]:
+    if not isinstance(raw, tuple) or not raw or not all(isinstance(key, str | int) for key in raw):
+        raise _Malformed(f"a value has no path, got {raw!r:.100}")
+    return raw
+
+
+def _size(raw: Any) -> torch.Size:
+    if not isinstance(raw, tuple) or not all(type(number) is int and number >= 0 for number in raw):
+        raise _Malformed(f"a shape is made of numbers from 0, got {raw!r:.100}")
+    return torch.Size(raw)
+
+
+def _text(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise _Malformed(f"a key is a text, got {raw!r:.100}")
+    return raw
+
+
+def _fields(raw: Any, kind: type[_Record], **types: type | Sequence[type]) -> Mapping[str, Any]:
+    """Return the state of a record of one kind, in which these fields are of these types."""
+    state = raw.state if type(raw) is kind else None
+    if not isinstance(state, dict) or not all(type(state.get(name)) is wanted for name, wanted in types.items()):
+        raise _Malformed(f"it has no {kind.__name__} where one belongs")
+    return state
