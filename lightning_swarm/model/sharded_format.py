@@ -214,8 +214,8 @@ class ShardedCheckpoint:
             self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         except Exception as error:  # whatever torch raises for bytes that it did not write
             raise ConfigError(
-                "the values of a sharded checkpoint must be tensors, numbers and text that "
-                f"torch.distributed.checkpoint wrote; some in {self._path} cannot be read: {str(error).splitlines()[0]}. Take another checkpoint."
+                "the values of a sharded checkpoint must be tensors, numbers and text of torch.distributed.checkpoint; "
+                f"in {self._path} some cannot be read: {str(error).splitlines()[0]}. Take another checkpoint."
             ) from error
         return _nested({self._paths[key]: planner.state_dict[key] for key in keys})
 

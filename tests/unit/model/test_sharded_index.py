@@ -219,7 +219,9 @@ def test_no_other_file_of_the_folder_is_executed(name: str, folder: Path, monkey
 
 
 def test_groups_without_parameters_are_no_optimizers(tmp_path: Path) -> None:
-    sharded_format.finish(tmp_path, sharded_format.write(tmp_path, 0, {"optimizer_0": {"param_groups": [{"lr": 0.1}]}}), {})
+    sharded_format.finish(
+        tmp_path, sharded_format.write(tmp_path, 0, {"optimizer_0": {"param_groups": [{"lr": 0.1}]}}), {}
+    )
     torch.save({}, tmp_path / "meta.pt")
     with pytest.raises(ConfigError, match=r"optimizer state in .* is not as Lightning writes it: KeyError"):
         export_file(tmp_path, tmp_path / "out.ckpt")
