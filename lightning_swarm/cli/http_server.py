@@ -6,17 +6,18 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
 
+from lightning_swarm.cli.http_limits import RequestLimits, names_of
 from lightning_swarm.cli.texts import RequestError, ServedText, TextSettings, TextWriter
 from lightning_swarm.core.errors import ConfigError, SwarmError
 
-_MAX_BODY_BYTES: Final = 16 << 20
-_MAX_TEXTS: Final = 64  # that are written at once
 _HEALTH_S: Final = 10.0  # for so long a token proves that texts can be written
 
 
@@ -68,14 +69,17 @@ class TextEndpoint:
         self._health: tuple[float, str] = (float("-inf"), "")  # when it was looked at, and what was wrong
         self._looking = asyncio.Lock()
         self._probe: TextWriter | None = None  # of the health
-        self._texts = asyncio.Semaphore(_MAX_TEXTS)
+        self._limits = RequestLimits()
 
-    def app(self) -> Any:
-        """Return the ASGI application."""
+    def app(self, hosts: Sequence[str] = ("*",)) -> Any:
+        """Return the ASGI application; `hosts` are the names by which clients may address it."""
         from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.routing import Route
 
         return Starlette(
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
             routes=[
                 Route("/health", self._answer_health),
                 Route("/v1/models", self._answer_models),
@@ -141,33 +145,35 @@ class TextEndpoint:
         raise RequestError(404, f"there is no model {name!r} here; there is {sorted(self._served)}")
 
     async def _answer_completion(self, request: Any) -> Any:
-        asked = await _read(request, _Completion)
-        served = self._model(asked.model)
-        prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-        if len(prompts) != 1 or not prompts[0]:
-            raise RequestError(400, f"a completion is of one prompt that is not empty, got {len(prompts)}")
-        given = await asyncio.to_thread(served.tokenizer, prompts[0], return_tensors="pt")
+        async with self._limits.body(request) as body:
+            asked = _decoded(body, _Completion)
+            served = self._model(asked.model)
+            prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
+            if len(prompts) != 1 or not prompts[0]:
+                raise RequestError(400, f"a completion is of one prompt that is not empty, got {len(prompts)}")
+            tokenize = partial(served.tokenizer, prompts[0], return_tensors="pt")
+            given = await self._limits.tokenized(tokenize, len(body))
         return await self._answer(request, asked, served, given, chat=False)
 
     async def _answer_chat(self, request: Any) -> Any:
-        asked = await _read(request, _Chat)
-        served = self._model(asked.model)
-        given = await asyncio.to_thread(_tokens_of_chat, served, asked.messages)
+        async with self._limits.body(request) as body:
+            asked = _decoded(body, _Chat)
+            served = self._model(asked.model)
+            given = await self._limits.tokenized(partial(_tokens_of_chat, served, asked.messages), len(body))
         return await self._answer(request, asked, served, given, chat=True)
 
     async def _answer(self, request: Any, asked: TextSettings, served: ServedText, given: Any, *, chat: bool) -> Any:
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import JSONResponse
 
         served.check_length(given["input_ids"].shape[1], asked.num_tokens)
-        if self._texts.locked():
-            raise RequestError(429, f"{_MAX_TEXTS} texts are written here at once, and no more")
-        await self._texts.acquire()
+        held = ExitStack()
+        held.enter_context(self._limits.text(asked.num_tokens))
         writer = TextWriter(served, {name: given[name] for name in ("input_ids", "attention_mask")}, asked)
         form = _Form("chat.completion" if chat else "text_completion", served.name, chat)
         if asked.stream:
             with_usage = bool((asked.stream_options or {}).get("include_usage"))
-            events = _events(writer, form, self._texts.release, with_usage=with_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
+            held.callback(writer.abort)
+            return _stream(_events(writer, form, with_usage=with_usage), held)
         text, reason = "", "stop"
         watching = asyncio.ensure_future(_until_gone(request))
         watching.add_done_callback(lambda _: writer.abort())
@@ -176,7 +182,7 @@ class TextEndpoint:
                 text, reason = text + piece.text, piece.finish_reason or reason
         finally:
             watching.cancel()
-            self._texts.release()
+            held.close()
         return JSONResponse({**form.whole(text, reason), "usage": writer.usage})
 
 
@@ -185,10 +191,20 @@ async def _until_gone(request: Any) -> None:
         pass
 
 
-async def _events(
-    writer: TextWriter, form: _Form, release: Callable[[], None], *, with_usage: bool
-) -> AsyncIterator[str]:
-    """Give a text as server-sent events. If the client is gone, this is closed, and the text ends."""
+def _stream(events: AsyncIterator[str], held: ExitStack) -> Any:
+    """Return a response of server-sent events. `held` is closed after it, also if the client left before the first."""
+    from starlette.responses import StreamingResponse
+
+    class Stream(StreamingResponse):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            with held:
+                await super().__call__(scope, receive, send)
+
+    return Stream(events, media_type="text/event-stream")
+
+
+async def _events(writer: TextWriter, form: _Form, *, with_usage: bool) -> AsyncIterator[str]:
+    """Yield a text as server-sent events."""
     try:
         async for piece in writer.pieces():
             yield f"data: {json.dumps(form.chunk(piece.text, piece.finish_reason))}\n\n"
@@ -197,9 +213,6 @@ async def _events(
         yield "data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001 - the status was sent already
         yield f"data: {json.dumps(_error(str(error), _status_of(error)))}\n\n"
-    finally:
-        writer.abort()
-        release()
 
 
 @dataclass
@@ -232,14 +245,9 @@ class _Form:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
 
 
-async def _read(request: Any, kind: type[Any]) -> Any:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise RequestError(413, f"a request has at most {_MAX_BODY_BYTES} bytes")
+def _decoded(body: bytes, kind: type[Any]) -> Any:
     try:
-        asked = msgspec.json.decode(bytes(body), type=kind)
+        asked = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RequestError(400, f"the request cannot be read: {error}") from error
     asked.check()
@@ -255,12 +263,16 @@ def _error(message: str, status: int, code: str | None = None) -> dict[str, Any]
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def run(served: Sequence[ServedText], *, host: str, port: int) -> None:
-    """Answer requests until the process is told to end."""
+def run(served: Sequence[ServedText], *, host: str, port: int, allowed_hosts: Sequence[str] = ()) -> None:
+    """Answer requests until the process is told to end.
+
+    If only this machine reaches the endpoint, requests must address it by a name of this machine, or an allowed one.
+    """
     try:
         import uvicorn
     except ModuleNotFoundError as error:
         raise ConfigError(
             'the HTTP endpoint needs uvicorn and starlette. Run: pip install "lightning-swarm[http]"'
         ) from error
-    uvicorn.run(TextEndpoint(served).app(), host=host, port=port, log_level="warning")
+    app = TextEndpoint(served).app(names_of(host, allowed_hosts))
+    uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -219,6 +219,13 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", metavar="IP", help="where to listen (default: this machine only)"
     )
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)d)")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further host name by which clients address an endpoint of this machine, as of a proxy (repeatable)",
+    )
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of a single model, if it is on this machine")
     parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
 
@@ -242,7 +249,7 @@ def run_http(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
         names = ", ".join(one.name for one in served)
         _say(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.")
-        http_server.run(served, host=arguments.host, port=arguments.port)
+        http_server.run(served, host=arguments.host, port=arguments.port, allowed_hosts=arguments.allow_host)
     finally:
         for one in served:
             one.model.swarm.close()

@@ -1,0 +1,100 @@
+"""Limits of the HTTP endpoint, so that one client can neither exhaust its memory nor keep all others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from typing import Any, Final, TypeVar
+
+from lightning_swarm.cli.texts import RequestError
+
+MAX_BODY_BYTES: Final = 4 << 20
+_BODY_S: Final = 30.0  # a body that takes longer is given up
+_SMALL_BODY_BYTES: Final = 64 << 10
+_SMALL_TEXT_TOKENS: Final = 512
+
+_T = TypeVar("_T")
+
+
+class Budget:
+    """A number of bytes, or of texts, that requests share. A quarter of it is kept for small requests."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self._total, self._what = total, what
+        self._used = self._used_by_large = 0
+
+    @contextmanager
+    def taken(self, amount: int, *, is_small: bool) -> Iterator[None]:
+        """Hold a share; raise RequestError if there is no room for it."""
+        large = 0 if is_small else amount
+        if self._used + amount > self._total or self._used_by_large + large > self._total * 3 // 4:
+            raise RequestError(
+                429, f"this endpoint has {self._total} {self._what} at once, and is busy. Try again later"
+            )
+        self._used, self._used_by_large = self._used + amount, self._used_by_large + large
+        try:
+            yield
+        finally:
+            self._used, self._used_by_large = self._used - amount, self._used_by_large - large
+
+
+class RequestLimits:
+    """Admits requests by the size of their bodies and of the texts that they ask for."""
+
+    def __init__(self) -> None:
+        self._bodies = Budget(64 << 20, "bytes of requests")
+        self._texts = Budget(64, "texts")
+        # Tokenizing a long prompt takes seconds. On the common threads it would hold up all short ones.
+        self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
+
+    @asynccontextmanager
+    async def body(self, request: Any) -> AsyncIterator[bytes]:
+        """Read a request's JSON body; its memory counts until the context ends."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a page of another origin can send other types without being asked to
+            raise RequestError(415, f"a request's Content-Type must be application/json, got {kind!r}")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+            raise RequestError(413, f"a request has at most {MAX_BODY_BYTES} bytes, got {declared}")
+        with ExitStack() as held:
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    content = await self._read(request, held)
+            except TimeoutError as error:
+                raise RequestError(408, f"a request must arrive within {_BODY_S:g} s") from error
+            yield content
+
+    async def _read(self, request: Any, held: ExitStack) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            if len(body) + len(part) > MAX_BODY_BYTES:
+                raise RequestError(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+            is_small = len(body) + len(part) <= _SMALL_BODY_BYTES
+            held.enter_context(self._bodies.taken(len(part), is_small=is_small))
+            body += part
+        return bytes(body)
+
+    async def tokenized(self, tokenize: Callable[[], _T], num_bytes: int) -> _T:
+        """Run a tokenizer on a thread. Long prompts take turns, and do not hold up short ones."""
+        pool = None if num_bytes <= _SMALL_BODY_BYTES else self._long_prompts
+        return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
+
+    def text(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Hold a place for a text of at most so many new tokens while it is written."""
+        return self._texts.taken(1, is_small=num_tokens <= _SMALL_TEXT_TOKENS)
+
+
+def names_of(host: str, also: Sequence[str]) -> list[str]:
+    """Return the names by which clients may address an endpoint that listens at `host`; `["*"]` is any.
+
+    A page in a user's browser can have its own name point to 127.0.0.1, and so read from an endpoint of this machine.
+    Its requests name the page's host.
+    """
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    return ["localhost", "127.0.0.1", "[::1]", host, *also] if is_local else ["*"]
