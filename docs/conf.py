@@ -35,7 +35,9 @@ default_role = "code"  # docstrings say `this` where they name code
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 # A block of `text` is output, and nothing to paste.
-copybutton_selector = "div.highlight-default pre, div.highlight-python pre, div.highlight-sh pre, div.highlight-yaml pre"
+copybutton_selector = (
+    "div.highlight-default pre, div.highlight-python pre, div.highlight-sh pre, div.highlight-yaml pre"
+)
 
 
 def _shorten_limits(app: Sphinx, kind: str, name: str, found: object, options: object, arguments: str, returned: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
