@@ -40,9 +40,11 @@ copybutton_selector = (
 )
 
 
-def _shorten_limits(app: Sphinx, kind: str, name: str, found: object, options: object, arguments: str, returned: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _shorten_limits(
+    app: Sphinx, kind: str, name: str, documented: object, options: object, arguments: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
     """Write a default of `Limits()` as such, without its two dozen fields."""
-    return (re.sub(r"Limits\([^)]*\)", "Limits()", arguments), returned) if arguments else None
+    return None if arguments is None else (re.sub(r"Limits\([^)]*\)", "Limits()", arguments), returned)
 
 
 def setup(app: Sphinx) -> None:
