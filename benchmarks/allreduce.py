@@ -124,13 +124,13 @@ async def _by_gloo(size: int, own: Tensor) -> Round:
     return once
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=11)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         found = run_together(measure, arguments.peers, folder, arguments.parameters, arguments.repeats)
     rounds = {name: list(zip(*(one[name] for one in found), strict=True)) for name in found[0]}  # each, of all peers

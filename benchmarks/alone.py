@@ -12,7 +12,7 @@ import logging
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import lightning as L
 import torch
@@ -60,12 +60,12 @@ def fit(strategy: SwarmStrategy | str, num_steps: int) -> float:
     return time.perf_counter() - start_s
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure in turns, and print medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -316,14 +316,14 @@ def _draw(found: Mapping[str, Sequence[Sequence[float]]]) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train all ways, and show what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     names = ["none", *(name for name in options.only if name != "none")]
     found = study(names, options.seeds, options.steps, options.processes)
     show(found, options.steps)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -147,14 +148,14 @@ def swarm(folder: Path, megabytes: int) -> tuple[list[int], list[float], dict[st
         return tokens, arrivals.waits(), json.loads(said[-1])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """One row for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory-mb", type=int, default=2300, help="of each process (default: %(default)s)")
     parser.add_argument("--part", choices=["offload", "write", "tune"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.part == "offload":
         return offload(arguments.folder, arguments.memory_mb)
     if arguments.part == "write":

@@ -9,6 +9,7 @@ every run refuses.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Final
 
 # Before torch is imported, of which each peer of this machine has its own.
@@ -92,11 +93,11 @@ def one_run(name: str) -> dict[str, float]:
     return {**found, "farthest": farthest, "steps": trainer.global_step}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure all conditions, each in processes of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--condition", choices=[*CONDITIONS], help="measure it alone")
-    chosen = parser.parse_args().condition
+    chosen = parser.parse_args(words).condition
     if chosen is not None:
         print(json.dumps(one_run(chosen)), flush=True)
         return

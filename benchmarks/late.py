@@ -66,14 +66,14 @@ def show(found: Mapping[str, float], rates: Sequence[float], seeds: Sequence[int
     picture("late", title, "nats a byte", drawn)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train, and show what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="each one's highest")
     parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     jobs = [(rate, seed, name, options.steps) for rate in options.rates for seed in options.seeds for name in NAMES]
     show(study(jobs, options.processes), options.rates, options.seeds, options.steps)
 

@@ -202,6 +202,8 @@ class Traffic:
     tensor_bytes: Counter[str] = field(default_factory=Counter)  # between peers, by what they are for
 
 
+# The package counts the bytes of a method, and neither the purpose of its tensors nor the jobs of audits. So the methods
+# that compute and send are replaced by ones that count and then do as before, whatever their arguments.
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
     """Count what is computed and sent inside."""
@@ -221,8 +223,8 @@ def counted() -> Iterator[Traffic]:
             found.tensor_bytes[_purpose(method, message)] += message.num_tensor_bytes + answer.num_tensor_bytes
         return answer
 
-    Computation.forward, Computation.backward = forward, backward  # type: ignore[method-assign]
-    BaseTransport.stream = counting  # type: ignore[method-assign,assignment]
+    Computation.forward, Computation.backward = forward, backward  # type: ignore[method-assign, assignment]
+    BaseTransport.stream = counting  # type: ignore[method-assign]
     try:
         yield found
     finally:

@@ -90,11 +90,11 @@ def report(found: Found, title: str) -> str:
     rows += [[*key, *by_rule.values()] for key, by_rule in found.items()]
     lines = [table(f"{title}: whole run / first hour / last hour", rows)]
     cells = [
-        (trace, num_stages, ours, part, *pair)
+        (trace, num_stages, ours, part, own, others)
         for (trace, num_stages), by_rule in found.items()
         for ours, paper in PAIRS
-        for part, *pair in zip(Shares._fields, by_rule[ours], by_rule[paper], strict=True)
-        if not math.isnan(pair[0])
+        for part, own, others in zip(Shares._fields, by_rule[ours], by_rule[paper], strict=True)
+        if not math.isnan(own)
     ]
     same = sum(ours == paper for *_, ours, paper in cells)
     behind = [
@@ -128,11 +128,11 @@ def draw(found: Found) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Simulate, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     titles = {0.0: "Who comes serves at once", MOVE_S: f"Who comes downloads for {MOVE_S:g} s, too"}
     texts = []
     for join_s, title in titles.items():

@@ -8,6 +8,7 @@ over the next `WINDOW_S` seconds are at 0.9 of that.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -43,12 +44,12 @@ def picture(runs: list[Steps]) -> None:
     figure.savefig(OUT / "recovery.png", dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run it as often as asked, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=24.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     runs = [
         train("--role", "trainer", "--devices", 5, "--num-stages", 2, "--kill-after-s", arguments.seconds / 3,
               seconds=arguments.seconds)

@@ -147,7 +147,7 @@ def train(
     ]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
-    memory = next((one for one in said if "trainer_bytes" in one), {})
+    memory: dict[str, int] = next((one for one in said if "trainer_bytes" in one), {})
     return Steps(
         [one["at_s"] for one in steps],
         [one["samples"] for one in steps],

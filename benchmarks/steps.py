@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 
 import hivemind
 import torch
@@ -71,12 +72,12 @@ def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
     return took
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=5, help="of hivemind's optimizer")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "together", "swarm / hivemind"]]
     found: dict[str, list[float]] = {}
     for width in (64, 250_000):

@@ -167,7 +167,7 @@ def by_optimizer(together: Together, width: int, layers: int, batches: int, step
     return batches * BATCH_SIZE * (len(at_s) - 1) / (at_s[-1] - at_s[0])
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """What to measure; or, of a process that this module starts, what to train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -178,12 +178,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=60, help=argparse.SUPPRESS)
     parser.add_argument("--pauses-s", type=float, nargs="*", default=(), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
-    arguments = parse()
+    arguments = parse(words)
     if arguments.way:
         fit(arguments)
         return
