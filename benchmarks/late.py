@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from benchmarks.compression import WAYS, Rate, train
 from benchmarks.report import OUT, picture, table, write
+from benchmarks.together import mapped
 
 RATES: Final = (3e-4, 5e-4, 1e-3)
 NAMES: Final = ("none", "delay_optimizer_step")
@@ -29,18 +29,17 @@ def _key(rate: float, seed: int, name: str) -> str:
 
 def _trained(job: tuple[float, int, str, int]) -> tuple[float, int, str, float]:
     rate, seed, name, num_steps = job
-    return rate, seed, name, train(WAYS[name], seed, num_steps, Rate(rate, num_steps // 10))[-1]
+    return rate, seed, name, train(WAYS[name], seed, num_steps, Rate(rate, num_steps // 10), every=num_steps)[-1]
 
 
 def study(jobs: Sequence[tuple[float, int, str, int]], num_processes: int) -> Found:
     """Train them all; what was found is also written down after each."""
     found: Found = {}
     OUT.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
-        for rate, seed, name, loss in pool.imap(_trained, jobs):
-            found[_key(rate, seed, name)] = loss
-            (OUT / "late.json").write_text(json.dumps(found))
-            print(f"{rate:g}, seed {seed}, {name}: {loss:.4f}", flush=True)
+    for rate, seed, name, loss in mapped(_trained, jobs, num_processes):
+        found[_key(rate, seed, name)] = loss
+        (OUT / "late.json").write_text(json.dumps(found))
+        print(f"{rate:g}, seed {seed}, {name}: {loss:.4f}", flush=True)
     return found
 
 

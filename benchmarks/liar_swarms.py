@@ -202,8 +202,8 @@ class Traffic:
     tensor_bytes: Counter[str] = field(default_factory=Counter)  # between peers, by what they are for
 
 
-# The package counts the bytes of a method, and neither the purpose of its tensors nor the jobs of audits. So the methods
-# that compute and send are replaced by ones that count and then do as before, whatever their arguments.
+# The package counts the bytes of each method, but neither the purpose of its tensors nor the jobs of audits. Each
+# replacement counts and then calls what it replaces, whatever the arguments.
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
     """Count what is computed and sent inside."""

@@ -9,7 +9,6 @@ each parameter as that does (`tests/features/test_optimization.py`).
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.report import picture, table, write
 from benchmarks.runs import train
+from benchmarks.together import mapped
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
 
@@ -112,8 +112,7 @@ def losses(num_seeds: int, num_steps: int, num_processes: int) -> None:
     """Of both optimizers, seed by seed."""
     names = ("AdamW", "AdamW8bit")
     jobs = [(name, seed, num_steps) for seed in range(num_seeds) for name in names]
-    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
-        found = pool.map(learn, jobs, chunksize=1)
+    found = list(mapped(learn, jobs, num_processes))
     rows: list[list[object]] = [["seed", *names, "of AdamW"]]
     shares = []
     for seed in range(num_seeds):

@@ -105,8 +105,9 @@ def report(found: Found, title: str) -> str:
     )
     lines += [f"behind: {cell}" for cell in behind]
     for trace in TRACES:
-        mean = statistics.fmean(found[trace, size]["swarm, 300 s"].whole for size in (4, 8, 16))
-        lines.append(f"{trace}: {mean:.2f} on average over 4, 8 and 16 stages")
+        sizes = [size for size, number in SIZES.items() if number == 1]
+        mean = statistics.fmean(found[trace, size]["swarm, 300 s"].whole for size in sizes)
+        lines.append(f"{trace}: {mean:.2f} on average over {', '.join(map(str, sizes))} stages")
     return "\n".join(lines)
 
 

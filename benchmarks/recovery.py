@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
+from benchmarks.overhead import SWARM
 from benchmarks.report import OUT, table, write
 from benchmarks.runs import Steps, train
 
@@ -51,10 +52,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=24.0)
     arguments = parser.parse_args(words)
     runs = [
-        train("--role", "trainer", "--devices", 5, "--num-stages", 2, "--kill-after-s", arguments.seconds / 3,
-              seconds=arguments.seconds)
+        train(*SWARM, "--kill-after-s", arguments.seconds / 3, seconds=arguments.seconds)
         for _ in range(arguments.repeats)
-    ]  # fmt: skip
+    ]
     rows: list[list[object]] = [["run", "before", "survivors", "ratio", "back at 0.9 after"]]
     for number, steps in enumerate(runs, start=1):
         assert steps.killed_s is not None

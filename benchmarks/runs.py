@@ -18,7 +18,7 @@ from typing import IO, Self
 
 from lightning_swarm.peer.process import NEIGHBOURS
 
-_GRACE_S = 120.0
+_GRACE_S = 300.0  # to import, begin and end, also where others use the machine
 
 FAR_APART: Mapping[str, str] = MappingProxyType({NEIGHBOURS: "0"})
 """The environment of a swarm whose peers talk over libp2p though they are on one machine, as hivemind's do."""
@@ -105,12 +105,17 @@ def lines_of(
 
     Raises:
         RuntimeError: It failed; has its last lines.
+        subprocess.TimeoutExpired: It took longer; likewise.
     """
     with start(
         *arguments, before=before, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as run:
         try:
             out, errors = run.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            run.kill()
+            error.add_note(f"It wrote last:\n{run.communicate()[1][-4000:]}")
+            raise
         except BaseException:
             run.kill()
             raise

@@ -25,6 +25,7 @@ from benchmarks.train import Blocks, Nop
 
 NUM_PEERS = 4
 NUM_BLOCKS = 4
+WIDTHS = (64, 250_000)
 BATCH_SIZE = 8
 NUM_SAMPLES = 10
 SAMPLE_S = 0.3
@@ -80,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "together", "swarm / hivemind"]]
     found: dict[str, list[float]] = {}
-    for width in (64, 250_000):
+    for width in WIDTHS:
         name = f"{NUM_BLOCKS * width:,}"
         found[f"swarm, {name}"] = swarm_ms(width, arguments.seconds)
         found[f"hivemind, {name}"] = run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0]

@@ -31,6 +31,8 @@ from lightning_swarm import SwarmStrategy
 NUM_TRAINERS = 2
 BATCH_SIZE = 128
 WIDTH_IN = 64
+SIZES = (("1M", 700, 2, 80, 10), ("30M", 2700, 4, 16, 4))
+"""Of models: name, width, layers; and how many steps, of a batch of each trainer and of many."""
 NUM_WARM = 5  # steps that do not count
 MANY = 16  # batches of a long step
 PAUSES_S = (0.05, 0.15)
@@ -187,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.way:
         fit(arguments)
         return
-    sizes = [("1M", 700, 2, 80, 10)] + ([("30M", 2700, 4, 16, 4)] if arguments.large else [])
+    sizes = SIZES if arguments.large else SIZES[:1]
     found: dict[str, list[float]] = {}
     rows: list[list[object]] = [["a step", "swarm", "DDP", "hivemind.Optimizer", "swarm / DDP", "swarm / hivemind"]]
 

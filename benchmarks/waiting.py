@@ -45,7 +45,7 @@ def _pace(stage: int) -> float:
     return _own
 
 
-class Wait(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     """A third of a microbatch's time goes into its forward, the rest into its backward."""
 
     @staticmethod
@@ -60,6 +60,12 @@ class Wait(torch.autograd.Function):
         return gradients[0], None
 
 
+def waited(hidden: Tensor, seconds: float) -> Tensor:
+    """Return the same after a while, and let the gradient take twice as long: as a microbatch of so many seconds."""
+    out: Tensor = _Wait.apply(hidden, seconds)
+    return out
+
+
 class Waiting(nn.Module):
     """A stage that waits, too."""
 
@@ -71,7 +77,7 @@ class Waiting(nn.Module):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """As the block's."""
-        out: Tensor = Wait.apply(self.block(hidden), 1.0 / _pace(self._stage))
+        out: Tensor = waited(self.block(hidden), 1.0 / _pace(self._stage))
         return out
 
 

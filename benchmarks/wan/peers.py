@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from benchmarks.hosts import DEVICE, Hosts
 from benchmarks.runs import Stepped
-from benchmarks.waiting import Wait
+from benchmarks.waiting import waited
 from lightning_swarm.planner.simulator.microbatches import SyntheticBlock
 
 WAYS: Final = ("gpipe", "1f1b", "ddp", "hivemind")
@@ -54,7 +54,7 @@ class Layer(nn.Module):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """As the block's."""
-        out: Tensor = Wait.apply(self.block(hidden), self._seconds)
+        out: Tensor = waited(self.block(hidden), self._seconds)
         return out
 
 

@@ -29,8 +29,8 @@ class Switch:
     on: bool = False
 
 
-# The package routes tensors in one way only, and needs no argument for another. So the class that a pipeline makes for
-# each microbatch is replaced in this process; `Relayed` builds on internals of that class, and its test covers both ways.
+# The package routes tensors in one way only, so it has no argument for another. `Relayed` builds on internals of the
+# class that it replaces; tests/benchmarks/test_wan.py compares both ways.
 def install() -> Switch:
     """Have this trainer's microbatches follow the switch that is returned."""
     switch = Switch()
