@@ -11,6 +11,12 @@ import pytest
 from benchmarks.hosts import Hosts
 from tests.benchmarks.small import Small, run
 
+# A benchmark's process ends after it, and leaves its children's pipes to that.
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
 LINKS = {
     "generation_links": Small("--stages 1 --round-trip 20 --width 64"),
     "latency": Small("--seconds 1", {"ROWS": ((100.0, 0.01),)}),
@@ -39,7 +45,6 @@ def why_not() -> str:
         return f"network namespaces or TAP devices are not permitted here: {error}"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", LINKS)
 def test_it_measures(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := why_not():

@@ -9,6 +9,12 @@ import pytest
 from benchmarks import overhead
 from tests.benchmarks.small import Small, run
 
+# A benchmark's process ends after it, and leaves its children's pipes to that.
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
 TINY = ("--width", 64, "--num-blocks", 2, "--batch-size", 4)
 LARGE = ("--devices", 2, "--num-stages", 2, "--max-steps", 2, "--d-model", 64, "--num-blocks", 2)
 SERVED = "--width 64 --num-blocks 2"  # of a model that is served
@@ -39,19 +45,16 @@ PROCESSES = {
 """Each starts two to five processes at once, once or a few times."""
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROCESSES)
 def test_it_measures(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(name, PROCESSES[name], folder, monkeypatch)
 
 
-@pytest.mark.thorough
 def test_memory_measures_peers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"WIDTH": 64, "NUM_BLOCKS": 2, "OPTIONS": {"8 bits": ("--eight-bits",)}}
     run("memory", Small("--steps 0", sizes), folder, monkeypatch)
 
 
-@pytest.mark.thorough
 def test_lightnings_own_tests_run_in_a_swarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = folder / "lightning" / "tests" / "tests_pytorch" / "core"
     tests.mkdir(parents=True)
