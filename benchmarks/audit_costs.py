@@ -69,8 +69,8 @@ def standing_of(strategy: InMemoryStrategy) -> Standing:
     return coordinator.generation.context.audit_memory.standing
 
 
-def passed_probation(strategy: InMemoryStrategy) -> None:
-    """Have all servers count as ones that were audited often enough, for a long run is measured."""
+def end_probation(strategy: InMemoryStrategy) -> None:
+    """Count all servers' work as audited often enough: the costs of a long run are measured."""
     standing_of(strategy).passed.update({peer.transport.peer_id: PROBATION for peer in strategy.peers})
 
 
@@ -96,7 +96,7 @@ class _Clock(L.Callback):
 
     @override
     def on_train_start(self, *_: Any) -> None:
-        passed_probation(self._strategy)
+        end_probation(self._strategy)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -136,7 +136,7 @@ class _VirtualClock(L.Callback):
 
     @override
     def on_train_start(self, *_: Any) -> None:
-        passed_probation(self._strategy)
+        end_probation(self._strategy)
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:

@@ -114,7 +114,7 @@ def lines_of(
             out, errors = run.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as error:
             run.kill()
-            error.add_note(f"It wrote last:\n{run.communicate()[1][-4000:]}")
+            error.add_note(f"It wrote last:\n{(error.stderr or b'')[-4000:].decode(errors='replace')}")
             raise
         except BaseException:
             run.kill()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,10 @@ SMALL = {
     "traffic": Small("--most 10"),
 }
 """Each takes about a second."""
+
+
+HELPERS = {"bare", "delays", "ends", "gpipe", "together", "train", "waiting", "wan.peers", "wan.swarm"}
+"""Programs of the processes that benchmarks start."""
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Conversion of an array")  # by hivemind's codecs
@@ -77,8 +85,15 @@ def test_make_runs_benchmarks_that_are_there() -> None:
     assert {*line.split()} <= {*SMALL, *PROCESSES}
 
 
-HELPERS = {"bare", "delays", "ends", "gpipe", "together", "train", "waiting", "wan.peers", "wan.swarm"}
-"""Programs of the processes that benchmarks start."""
+@pytest.mark.skipif(shutil.which("make") is None, reason="it needs make")
+def test_make_goes_on_past_a_benchmark_that_fails() -> None:
+    """There is no program in `wan`, and no `tea`: both fail at once."""
+    command = ["make", "-C", str(ROOT), "-o", ".venv/.installed", "bench", "BENCHMARKS=wan tea"]
+    environment = {**os.environ, "BIN": str(Path(sys.executable).parent)}
+    made = subprocess.run([*command, "-e"], env=environment, capture_output=True, text=True, check=False)
+    assert [line for line in made.stdout.splitlines() if line.startswith("==")] == ["== wan", "== tea"]
+    assert "Failed: wan tea" in made.stderr.splitlines()
+    assert made.returncode != 0
 
 
 def modules_with_main() -> set[str]:
