@@ -58,6 +58,7 @@ async def _measure(together: Together, num_parameters: int, repeats: int) -> dic
             "hivemind": lambda number, own: _by_hivemind(together, p2p, their_ids, number, own),
             "gloo": lambda _, own: _by_gloo(together.size, own),
         }
+        # The swarm's daemon has a public number, and hivemind's has none.
         processes = [psutil.Process(), psutil.Process(transport.daemon_pid), psutil.Process(p2p._child.pid)]
         spent: dict[str, list[Spent]] = {name: [] for name in ways}
         for number in range(repeats + 1):
