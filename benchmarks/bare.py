@@ -28,7 +28,7 @@ def is_bare(step: int) -> bool:
 
 
 # No user may switch these safeguards off, and no setting changes within a run, so the package has no argument for it.
-# Each replacement calls what it replaces with the same arguments, under a public name of the package.
+# Each replacement has a public name and calls the original with the same arguments.
 @contextmanager
 def taking_turns() -> Iterator[None]:
     """Make the bare steps keep no copies of microbatches, ping no peer, and have the coordinator vote alone."""

@@ -203,7 +203,7 @@ class Traffic:
 
 
 # The package counts the bytes of each method, but neither the purpose of its tensors nor the jobs of audits. Each
-# replacement counts and then calls what it replaces, whatever the arguments.
+# replacement counts and calls the original, whatever the arguments.
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
     """Count what is computed and sent inside."""
