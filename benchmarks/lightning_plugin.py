@@ -28,8 +28,8 @@ HOW = "SWARM_LIGHTNING_HOW"
 _began = False  # the test in hand ran a swarm
 
 
-# Lightning's tests name no strategy, and Lightning chooses its default in a private method. The package has no setting for a
-# swarm of one process by default, and none to cut a model without a list of blocks.
+# Lightning's tests name no strategy, and Lightning chooses its default in a private method. The package has no setting
+# for a swarm of one process by default, and none to cut a model without a list of blocks.
 def _choose_swarm() -> None:
     """Have Trainers choose a swarm where they would choose one CPU device."""
     # A run of the tests as they are must not import it.
