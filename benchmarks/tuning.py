@@ -135,7 +135,7 @@ def rates(*users: tuple[object, ...], seconds: float) -> list[dict[str, Any]]:
         for run in runs:
             assert run.stdout is not None
             if not any(line.startswith("ready") for line in run.stdout):
-                raise RuntimeError(f"a user ended before its first steps: {run.args}")
+                raise RuntimeError(f"a user ended before its first steps: {run.args!r}")
         for run in runs:
             assert run.stdin is not None
             run.stdin.write("\n")
