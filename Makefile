@@ -91,7 +91,9 @@ docs: $(STAMP) ## build the documentation into runs/docs
 BENCHMARKS := decisions throughput streaming allreduce hops steps alone startup recovery overhead
 
 bench: $(STAMP) ## run the benchmarks; one of them: .venv/bin/python -m benchmarks.recovery
-	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@failed=; for name in $(BENCHMARKS); do \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "Failed:$$failed" >&2; exit 1; }
 
 clean: ## remove what make made: .venv, runs/ (with its checkpoints), caches
 	@rm -rf $(VENV) runs examples/existing_project/runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

@@ -58,6 +58,7 @@ async def _measure(together: Together, num_parameters: int, repeats: int) -> dic
             "hivemind": lambda number, own: _by_hivemind(together, p2p, their_ids, number, own),
             "gloo": lambda _, own: _by_gloo(together.size, own),
         }
+        # The swarm's daemon has a public number, and hivemind's has none.
         processes = [psutil.Process(), psutil.Process(transport.daemon_pid), psutil.Process(p2p._child.pid)]
         spent: dict[str, list[Spent]] = {name: [] for name in ways}
         for number in range(repeats + 1):
@@ -124,13 +125,13 @@ async def _by_gloo(size: int, own: Tensor) -> Round:
     return once
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=11)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         found = run_together(measure, arguments.peers, folder, arguments.parameters, arguments.repeats)
     rounds = {name: list(zip(*(one[name] for one in found), strict=True)) for name in found[0]}  # each, of all peers

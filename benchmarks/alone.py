@@ -12,7 +12,8 @@ import logging
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import lightning as L
 import torch
@@ -23,6 +24,7 @@ from typing_extensions import override
 from benchmarks.report import median, table, write
 from lightning_swarm import SwarmStrategy
 
+NUM_STAGES = (1, 2, 4)
 _WIDTH = 32
 _BATCH = 8
 
@@ -60,12 +62,12 @@ def fit(strategy: SwarmStrategy | str, num_steps: int) -> float:
     return time.perf_counter() - start_s
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure in turns, and print medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -76,9 +78,7 @@ def main() -> None:
         "plain Trainer": lambda: "auto",
         "SwarmStrategy()": SwarmStrategy,
         "a swarm without a cut": lambda: SwarmStrategy(num_stages=1, run_id="alone"),
-        "1 stage": lambda: stages(1),
-        "2 stages": lambda: stages(2),
-        "4 stages": lambda: stages(4),
+        **{f"{number} stages": partial(stages, number) for number in NUM_STAGES},
     }
     starts, steps = defaultdict(list), defaultdict(list)
     for make in ways.values():

@@ -7,12 +7,13 @@ side wait for audits is measured apart, on a virtual clock, where microbatches a
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import pstats
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,8 @@ from typing_extensions import override
 from benchmarks.liar_swarms import Traffic, counted, hush
 from benchmarks.report import table, write
 from benchmarks.train import Blocks, Noise
-from lightning_swarm.coordinator.audit import policy
+from lightning_swarm.coordinator.audit import step_audits
+from lightning_swarm.coordinator.audit.policy import PROBATION, Standing
 from lightning_swarm.protocol.settings import AUDIT_SHARE
 from lightning_swarm.testing import InMemoryStrategy, local_swarm
 
@@ -58,17 +60,43 @@ class Costs:
     audits: int = 0
 
 
+def standing_of(strategy: InMemoryStrategy) -> Standing:
+    """Return what the run's coordinator knows of its servers from audits."""
+    server = strategy.peers[0].server
+    assert server is not None
+    coordinator = server.admission.leadership.coordinator
+    assert coordinator is not None
+    return coordinator.generation.context.audit_memory.standing
+
+
+def end_probation(strategy: InMemoryStrategy) -> None:
+    """Count all servers' work as audited often enough: the costs of a long run are measured."""
+    standing_of(strategy).passed.update({peer.transport.peer_id: PROBATION for peer in strategy.peers})
+
+
+# A run draws the steps that have audits. For the time of a median step each step has its share of them.
+@contextlib.contextmanager
+def alike_in_each_step() -> Iterator[None]:
+    """Have each step audit the same share of the work."""
+    drawn = step_audits.share_of_step  # type: ignore[attr-defined]
+    step_audits.share_of_step = lambda share, draw: share  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        step_audits.share_of_step = drawn  # type: ignore[attr-defined]
+
+
 class _Clock(L.Callback):
     def __init__(self, traffic: Traffic, strategy: InMemoryStrategy, costs: Costs) -> None:
         self._traffic, self._strategy, self._costs = traffic, strategy, costs
         self._began_s, self._audits_before = 0.0, 0
 
     def _num_passed(self) -> int:
-        server = self._strategy.peers[0].server
-        assert server is not None
-        coordinator = server.admission.leadership.coordinator
-        assert coordinator is not None
-        return sum(coordinator.generation.context.audit_memory.standing.passed.values())
+        return sum(standing_of(self._strategy).passed.values())
+
+    @override
+    def on_train_start(self, *_: Any) -> None:
+        end_probation(self._strategy)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -107,6 +135,10 @@ class _VirtualClock(L.Callback):
         self._strategy, self._ends_s = strategy, ends_s
 
     @override
+    def on_train_start(self, *_: Any) -> None:
+        end_probation(self._strategy)
+
+    @override
     def on_train_batch_end(self, *_: Any) -> None:
         self._ends_s.append(self._strategy.virtual_loop.time())
 
@@ -140,13 +172,13 @@ def profile(settings: dict[str, Any]) -> dict[str, float]:
 
 def measure_costs() -> None:
     """Measure both ways in turns, and print the table and where the extra goes."""
-    policy.PROBATION = 0  # type: ignore[misc]  # what is measured is a run in which all servers have passed it
-    in_step, policy._SHARE_OF_STEP = policy._SHARE_OF_STEP, AUDIT_SHARE  # type: ignore[misc]  # as much in each step
     found: dict[str, list[Costs]] = {way: [] for way in WAYS}
-    for turn in range(NUM_TURNS):
-        for way in WAYS if turn % 2 else reversed(WAYS):
-            found[way].append(one_run(WAYS[way], turn))
-            print(way, statistics.median(found[way][-1].steps_s), found[way][-1].audits, flush=True)
+    with alike_in_each_step():
+        for turn in range(NUM_TURNS):
+            for way in WAYS if turn % 2 else reversed(WAYS):
+                found[way].append(one_run(WAYS[way], turn))
+                print(way, statistics.median(found[way][-1].steps_s), found[way][-1].audits, flush=True)
+        before, after = profile(WAYS["undefended"]), profile(WAYS["audited"])
     rows: list[list[object]] = [["a step's", *WAYS, "ratio", "quartiles"]]
     rows.append(_row("CPU time, ms", [[1e3 * statistics.median(one.steps_s) for one in found[way]] for way in WAYS]))
     rows.append(_row("mean CPU time, ms", [[1e3 * statistics.mean(one.steps_s) for one in found[way]] for way in WAYS]))
@@ -156,7 +188,6 @@ def measure_costs() -> None:
     rows.append(
         _row("bytes of averaging, kB", [[one.tensor_bytes["averaging"] / num / 1e3 for one in found[w]] for w in WAYS])
     )
-    policy._SHARE_OF_STEP = in_step  # type: ignore[misc]
     waited = {way: [waits(WAYS[way], turn) for turn in range(NUM_TURNS)] for way in WAYS}
     long = f"of {NUM_VIRTUAL_STEPS} steps side by side"
     rows.append(_row(f"time, s, {long}", [[seconds for seconds, _ in waited[way]] for way in WAYS]))
@@ -168,8 +199,6 @@ def measure_costs() -> None:
         f"Costs of audits at a share of 1/16: {NUM_PEERS} peers, two stages of {WIDTH}-wide transformer blocks, "
         f"{BATCH // MICROBATCH} microbatches; {audits:.3f} of server-steps audited"
     )
-    policy._SHARE_OF_STEP = AUDIT_SHARE  # type: ignore[misc]
-    before, after = profile(WAYS["undefended"]), profile(WAYS["audited"])
     extra = sorted(((after.get(name, 0.0) - before.get(name, 0.0), name) for name in after), reverse=True)[:12]
     extras: list[list[object]] = [["function", "extra seconds", "of undefended"]]
     extras += [[name, f"{seconds:.2f}", f"{seconds / sum(before.values()):.3f}"] for seconds, name in extra]

@@ -1,20 +1,21 @@
-"""`benchmarks.train`, in which every other `BLOCK` steps go without what a swarm does against faults.
+"""`benchmarks.train`, in which every other `BLOCK` steps go without a swarm's safeguards against faults.
 
-A machine's speed changes from minute to minute by more than what is to be found out, so both ways take turns within one
+A machine's speed changes from minute to minute by more than the safeguards cost, so both ways take turns within one
 run. Every peer of the swarm runs this module and counts the steps by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from benchmarks import train
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer, ReplayCopy
-from lightning_swarm.coordinator import commit, record_check
-from lightning_swarm.coordinator.membership.rosters import choose_voters
+from lightning_swarm.coordinator import record_check
+from lightning_swarm.coordinator.membership import rosters
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.liveness import Liveness, _WatchedPeer
-from lightning_swarm.protocol.messages.run import Member, SeatedMembers
+from lightning_swarm.network.liveness import Exchange, Liveness
+from lightning_swarm.protocol.messages.run import SeatedMembers
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
@@ -22,44 +23,45 @@ BLOCK = 4
 
 
 def is_bare(step: int) -> bool:
-    """Whether `step` goes without."""
+    """Return whether `step` goes without safeguards."""
     return step // BLOCK % 2 == 1
 
 
-def take_turns() -> None:
-    """In the bare steps: no copies of microbatches, no pings, and nobody votes but the coordinator."""
-    keep, arm, apply = ReplayBuffer.keep, Liveness._arm, RunState.apply
-    step = 0  # that is open
+# No user may switch these safeguards off, and no setting changes within a run, so the package has no argument for it.
+# Each replacement has a public name and calls the original with the same arguments.
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """Make the bare steps keep no copies of microbatches, ping no peer, and have the coordinator vote alone."""
+    keep, watch, apply, number = ReplayBuffer.keep, Liveness.watching, RunState.apply, rosters.number_of_voters
+    step = 0  # the open one
 
     async def keep_by_turns(self: ReplayBuffer, copy: ReplayCopy) -> None:
         if not is_bare(copy.microbatch.key.step):
             await keep(self, copy)
 
-    def arm_by_turns(self: Liveness, peer: PeerId, watched: _WatchedPeer) -> None:
-        if not is_bare(step):
-            arm(self, peer, watched)
+    def watch_by_turns(self: Liveness, peer: PeerId, exchange: Exchange) -> AbstractContextManager[None]:
+        return nullcontext() if is_bare(step) else watch(self, peer, exchange)
 
-    def count(self: RunState, record: Record, seats: SeatedMembers | None = None) -> None:
+    def apply_and_count(self: RunState, record: Record, seats: SeatedMembers | None = None) -> None:
         nonlocal step
         apply(self, record, seats)
         step = record.step + 1
 
-    def choose(
-        rosters: Sequence[Sequence[Member]],
-        on_trainers: Sequence[bool],
-        voters: Sequence[Member],
-        hosts: Mapping[PeerId, str],
-    ) -> list[Member]:
-        chosen = choose_voters(rosters, on_trainers, voters, hosts)
-        return chosen[:1] if is_bare(step + 1) else chosen  # for the step after the one that closes
+    def number_by_turns(num_members: int) -> int:
+        # A record names the voters of the step after its own.
+        return min(number(num_members), 1) if is_bare(step + 1) else number(num_members)
 
-    ReplayBuffer.keep = keep_by_turns  # type: ignore[method-assign]
-    Liveness._arm = arm_by_turns  # type: ignore[method-assign]
-    RunState.apply = count  # type: ignore[method-assign]
-    commit.choose_voters = choose
-    record_check._check_voters = lambda run, record: None  # who vote are too few
+    ReplayBuffer.keep, Liveness.watching = keep_by_turns, watch_by_turns  # type: ignore[method-assign, assignment]
+    RunState.apply = apply_and_count  # type: ignore[method-assign]
+    rosters.number_of_voters = record_check.number_of_voters = number_by_turns  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        ReplayBuffer.keep, Liveness.watching = keep, watch  # type: ignore[method-assign]
+        RunState.apply = apply  # type: ignore[method-assign]
+        rosters.number_of_voters = record_check.number_of_voters = number  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
-    take_turns()
-    train.main()
+    with taking_turns():
+        train.main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def losses(boundary: Boundary | None, scale: float | None, arguments: argparse.N
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train with each, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--scales", nargs="+", default=["1", "4", "8", "torch"])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     rows: list[list[object]] = [["layers", "scale", "first loss", "half-way", f"after {arguments.steps} steps"]]
     drawn: dict[str, list[float]] = {}

@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -113,8 +114,8 @@ def measure(all_: dict[str, Way], size: int, turns: int, turn_s: float) -> dict[
     for _ in range(turns):
         for name, way in all_.items():
             encoded = way.encode(x)
-            found[name].encode_s.append(_seconds(lambda way=way: way.encode(x), turn_s))
-            found[name].decode_s.append(_seconds(lambda way=way, encoded=encoded: way.decode(encoded, x), turn_s))
+            found[name].encode_s.append(_seconds(partial(way.encode, x), turn_s))
+            found[name].decode_s.append(_seconds(partial(way.decode, encoded, x), turn_s))
     return found
 
 
@@ -200,12 +201,12 @@ def _between(size: float, sizes: Sequence[int], seconds: Sequence[float]) -> flo
     return seconds[place] * (size / sizes[place]) ** (steps[0] / steps[1])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--turn-seconds", type=float, default=0.05)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     all_ = ways()
     found = {size: measure(all_, size, arguments.turns, arguments.turn_seconds) for size in SIZES}
@@ -220,7 +221,7 @@ def main() -> None:
         "lost",
         "outliers",
     ]
-    rows = [head, *(row for size in SIZES for row in _rows(size, found[size]))]
+    rows: list[Sequence[object]] = [head, *(row for size in SIZES for row in _rows(size, found[size]))]
     others = ", ".join(f"{name} to {other}" for name, other in BASELINES.items())
     write("codecs", table("Codecs, one thread, medians", rows) + f"\nRatios of speeds, by turns: {others}")
     picture(found)

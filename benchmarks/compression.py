@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from benchmarks.report import OUT, table, write
+from benchmarks.together import mapped
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
 from lightning_swarm.model.boundary_layers import Bottleneck, Boundary, Maxout, boundary_layers, insert_boundary
@@ -242,7 +242,7 @@ def _batches(data: PythonSource) -> Iterator[Sequence[Tensor]]:
 
 def _trained(job: tuple[str, int, int]) -> tuple[str, int, list[float]]:
     name, seed, num_steps = job
-    return name, seed, train(WAYS[name], seed, num_steps)
+    return name, seed, train(WAYS[name], seed, num_steps, every=EVERY)
 
 
 def study(names: Sequence[str], num_seeds: int, num_steps: int, num_processes: int) -> dict[str, list[list[float]]]:
@@ -250,13 +250,12 @@ def study(names: Sequence[str], num_seeds: int, num_steps: int, num_processes: i
     jobs = [(name, seed, num_steps) for seed in range(num_seeds) for name in names]
     found: dict[str, list[list[float]]] = {name: [] for name in names}
     OUT.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
-        begin_s = time.monotonic()
-        for number, (name, seed, losses) in enumerate(pool.imap(_trained, jobs), 1):
-            found[name].append(losses)
-            (OUT / "compression.json").write_text(json.dumps(found))
-            took_s = time.monotonic() - begin_s
-            print(f"{number} of {len(jobs)}: {name}, seed {seed}: {losses[-1]:.4f} ({took_s:.0f} s)", flush=True)
+    begin_s = time.monotonic()
+    for number, (name, seed, losses) in enumerate(mapped(_trained, jobs, num_processes), 1):
+        found[name].append(losses)
+        (OUT / "compression.json").write_text(json.dumps(found))
+        took_s = time.monotonic() - begin_s
+        print(f"{number} of {len(jobs)}: {name}, seed {seed}: {losses[-1]:.4f} ({took_s:.0f} s)", flush=True)
     return found
 
 
@@ -316,14 +315,14 @@ def _draw(found: Mapping[str, Sequence[Sequence[float]]]) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train all ways, and show what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     names = ["none", *(name for name in options.only if name != "none")]
     found = study(names, options.seeds, options.steps, options.processes)
     show(found, options.steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -32,7 +32,7 @@ from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
-from lightning_swarm.peer.discovery import RunDirectory, WantedServers
+from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement, WantedServers
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 from lightning_swarm.protocol.messages.run import Manifest, Member
@@ -54,6 +54,11 @@ WIDTH: Final = 4
 RUN: Final = "run"
 HYPERPARAMETERS: Final[list[dict[str, Any]]] = [{"lr": 0.1}]
 LIMITS: Final = Limits(call_timeout=600.0)
+
+
+async def anyone(peers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
+    """Let all servers take part: the run has no invitations."""
+    return dict(peers)
 
 
 def names_of(number: int) -> list[PeerId]:
@@ -103,7 +108,7 @@ class Trainer:
                 num_rows=1,
                 inputs=(torch.ones(1, WIDTH),),
                 extras=[{} for _ in range(NUM_STAGES)],
-                mode=ComputeMode(training=True, grad=True),
+                modes=[ComputeMode(training=True, grad=True)] * NUM_STAGES,
                 weight=grant.weight,
             )
             passages.append(MicrobatchRun(self._link, microbatch))
@@ -177,7 +182,7 @@ class Swarm:
         )
         return Server(context, self._model())
 
-    def _manifest(self, rosters: Sequence[Sequence[Member]], trainers: Sequence[PeerId]) -> Manifest:
+    def _manifest(self, rosters: Sequence[list[Member]], trainers: Sequence[PeerId]) -> Manifest:
         return Manifest(
             protocol_version=PROTOCOL_VERSION,
             run_id=RUN,
@@ -211,7 +216,7 @@ class Swarm:
             await server.start()
             await self._directories[member.peer_id].announce(member.boot_id, timeout=10.0)
         wanted = WantedServers(num_servers=len(self.servers), num_trainers=0)
-        await lead.find_servers(wanted, timeout=10.0, check=lambda: None)
+        await lead.find_servers(wanted, timeout=10.0, check=lambda: None, invited=anyone)
 
     async def step(self) -> None:
         """Of all trainers."""

@@ -6,10 +6,11 @@ goes or arrives.
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from benchmarks.report import picture, table, write
@@ -62,8 +63,9 @@ def move_us(num_stages: int, num_lost: int) -> tuple[float, int]:
     return median_us(lambda: plan(stages, costs), 100), len(plan(stages, costs))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(words)
     routes: list[list[object]] = [["peers", "microseconds"]]
     routes += [[num_peers, f"{route_us(num_peers):.0f}"] for num_peers in NUM_PEERS]
     moves: list[list[object]] = [["stages", "lost", "moves", "microseconds"]]

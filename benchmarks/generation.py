@@ -129,7 +129,7 @@ def measure(num_stages: int, width: int, num_blocks: int, repeats: int, num_prom
     return seconds
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """All numbers of stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of it (default: 32)")
     parser.add_argument("--repeats", type=int, default=5, help="texts of each way (default: 5)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     rows: list[list[object]] = [["stages", "swarm, tokens/s", "plain, tokens/s", "ratio", "ms a token more"]]
     found: dict[str, list[float]] = {}

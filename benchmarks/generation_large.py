@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,9 @@ def offload(folder: Path, megabytes: int) -> None:
     print(json.dumps({"tokens": tokens, "seconds": waits}), flush=True)
 
 
-def write_folder(folder: Path) -> None:
+def write_folder(folder: Path, num_blocks: int, width: int) -> None:
     """In a process of its own, which may be large: make the model."""
-    save(folder, NUM_BLOCKS, WIDTH)
+    save(folder, num_blocks, width)
     os.sync()  # the kernel can only forget what is on the disk
 
 
@@ -147,24 +148,27 @@ def swarm(folder: Path, megabytes: int) -> tuple[list[int], list[float], dict[st
         return tokens, arrivals.waits(), json.loads(said[-1])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """One row for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory-mb", type=int, default=2300, help="of each process (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS)
     parser.add_argument("--part", choices=["offload", "write", "tune"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.part == "offload":
         return offload(arguments.folder, arguments.memory_mb)
     if arguments.part == "write":
-        return write_folder(arguments.folder)
+        return write_folder(arguments.folder, arguments.num_blocks, arguments.width)
     if arguments.part == "tune":
         return tune(arguments.folder, arguments.address)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "model")
         own = ("-m", "benchmarks.generation_large", "--folder", folder, "--memory-mb", arguments.memory_mb)
-        if start(*own, "--part", "write").wait():
+        size = ("--width", arguments.width, "--num-blocks", arguments.num_blocks)
+        if start(*own, *size, "--part", "write").wait():
             raise RuntimeError("the model could not be made")
         gigabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
         tokens, seconds, tuned = swarm(folder, arguments.memory_mb)

@@ -77,7 +77,7 @@ def beside_a_long_prompt(remote: Any, prompts: Sequence[torch.Tensor], chunk: in
     return alone_s, max(wait for one in arrivals for wait in one.waits(begin_s))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=8)
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a long prompt in each step")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     cores = os.cpu_count() or 1
     rows: list[list[object]] = [["what", "tokens/s", "swarm / it"]]

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="gpipe")
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--num-threads", type=int, default=1)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         run_together(train, arguments.devices, folder, arguments)
 

@@ -9,6 +9,7 @@ every run refuses.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Final
 
 # Before torch is imported, of which each peer of this machine has its own.
@@ -20,19 +21,20 @@ os.environ |= {
 
 import argparse
 import json
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
 import lightning as L
+from typing_extensions import override
 
 from benchmarks.liar_swarms import dropped, hush, text
 from benchmarks.report import table, write
+from benchmarks.runs import lines_of
 from lightning_swarm import Compression, Limits, SwarmStrategy
-from lightning_swarm.coordinator.audit.audit_run import Assignment, AuditResults
+from lightning_swarm.coordinator.audit import step_audits
+from lightning_swarm.coordinator.audit.audit_run import AuditResult, compare
 from lightning_swarm.coordinator.audit.policy import WorkComparison, tolerance_between_machines
-from lightning_swarm.coordinator.audit.step_audits import StepAudits, _Examined
+from lightning_swarm.protocol.compression import Codecs
 
 NUM_PEERS, NUM_STAGES, NUM_STEPS = 8, 2, 40
 CONDITIONS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -47,28 +49,37 @@ CONDITIONS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def one_run(name: str) -> dict[str, float]:
+class Convictions(L.Callback):
+    """Counts convictions, which the strategy forgets when the run is over."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        self._found = found
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, SwarmStrategy)
+        assert trainer.strategy.peer is not None
+        self._found["convictions"] = trainer.strategy.peer.events.counts["convicted"]
+
+
+def one_run(name: str, num_peers: int, num_steps: int) -> dict[str, float]:
     """Train in processes of all kinds, and count what audits find."""
     hush()
     precision, settings = CONDITIONS[name]
     task = (dropped if "dropout" in name else text)()
     found: Counter[str] = Counter()
-    farthest, compare, convict = 0.0, StepAudits._compare, StepAudits._convict
+    farthest = 0.0
 
-    def noted(self: StepAudits, step: _Examined, one: Assignment, results: AuditResults) -> WorkComparison:
+    def noted(claims: Any, its: AuditResult, *arguments: Any, **options: Any) -> WorkComparison:
         nonlocal farthest
-        its = results.found.get((one.unit, one.auditor))
         found["audits"] += 1
-        if its is not None and its.distance is not None:
+        if its.distance is not None:
             found["between kinds"] += 1
-            farthest = max(farthest, its.distance / tolerance_between_machines(its.precision, self._codec_bits))
-        return compare(self, step, one, results)
+            farthest = max(farthest, its.distance / tolerance_between_machines(its.precision, codec_bits))
+        return compare(claims, its, *arguments, **options)
 
-    def convicted(self: StepAudits, *arguments: Any) -> None:
-        found["convictions"] += 1
-        convict(self, *arguments)
-
-    StepAudits._compare, StepAudits._convict = noted, convicted  # type: ignore[method-assign]
+    # A coordinator keeps no distances, so its comparison of each audit is replaced by one that notes them.
+    step_audits.compare = noted  # type: ignore[attr-defined]
     strategy = SwarmStrategy(
         num_stages=NUM_STAGES,
         microbatch_size=4,
@@ -77,39 +88,43 @@ def one_run(name: str) -> dict[str, float]:
         limits=Limits(call_timeout=60.0, start_timeout=400.0),
         **settings,
     )
+    codecs = Codecs.of(strategy.config.settings.compression)
+    codec_bits = min((one.bits for one in (codecs.activations, codecs.gradients) if one is not None), default=None)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=NUM_PEERS,
+        devices=num_peers,
         strategy=strategy,
         precision=precision,  # type: ignore[arg-type]
-        max_steps=NUM_STEPS,
+        max_steps=num_steps,
+        callbacks=[Convictions(found)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(task.model(0), task.loader(0, NUM_STEPS))
+    trainer.fit(task.model(0), task.loader(0, num_steps))
     return {**found, "farthest": farthest, "steps": trainer.global_step}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure all conditions, each in processes of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--condition", choices=[*CONDITIONS], help="measure it alone")
-    chosen = parser.parse_args().condition
-    if chosen is not None:
-        print(json.dumps(one_run(chosen)), flush=True)
+    parser.add_argument("--peers", type=int, default=NUM_PEERS)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    arguments = parser.parse_args(words)
+    if arguments.condition is not None:
+        print(json.dumps(one_run(arguments.condition, arguments.peers, arguments.steps)), flush=True)
         return
     rows: list[list[object]] = [["conditions", "audits", "between kinds", "convictions", "farthest apart, of allowed"]]
     for name in CONDITIONS:
-        command = [sys.executable, "-m", "benchmarks.honest_kinds", "--condition", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
-        its = json.loads(done.stdout.splitlines()[-1])
-        assert its["steps"] == NUM_STEPS, its
+        options = ("--condition", name, "--peers", arguments.peers, "--steps", arguments.steps)
+        its = json.loads(lines_of("-m", "benchmarks.honest_kinds", *options, timeout=1800.0)[-1])
+        assert its["steps"] == arguments.steps, its
         counts = [its.get(what, 0) for what in ("audits", "between kinds", "convictions")]
         print(name, counts, its["farthest"], flush=True)
         rows.append([name, *counts, f"{its['farthest']:.2g}"])
-    write("honest-kinds", table(f"Four kinds of kernels, {NUM_PEERS} honest peers, {NUM_STAGES} stages", rows))
+    write("honest-kinds", table(f"Four kinds of kernels, {arguments.peers} honest peers, {NUM_STAGES} stages", rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import hivemind
@@ -89,12 +89,12 @@ def _call(experts: list[RemoteExpert], seconds: float, num_threads: int) -> list
     return took
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure by turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [["round", *WAYS, "swarm / moe", "next door / moe"]]
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(1, arguments.rounds + 1):

@@ -11,6 +11,7 @@ import argparse
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,11 +28,11 @@ WAYS: Final[dict[str, tuple[object, ...]]] = {
 _TIMEOUT_S: Final = 900.0
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """One row for each way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory-mb", type=int, default=2300, help="of each process (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [["built and trained by", "ended at", "processes held at most, MB"]]
     with tempfile.TemporaryDirectory() as folder:
         for way, options in WAYS.items():

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from benchmarks.compression import WAYS, Rate, train
 from benchmarks.report import OUT, picture, table, write
+from benchmarks.together import mapped
 
 RATES: Final = (3e-4, 5e-4, 1e-3)
 NAMES: Final = ("none", "delay_optimizer_step")
@@ -29,18 +29,17 @@ def _key(rate: float, seed: int, name: str) -> str:
 
 def _trained(job: tuple[float, int, str, int]) -> tuple[float, int, str, float]:
     rate, seed, name, num_steps = job
-    return rate, seed, name, train(WAYS[name], seed, num_steps, Rate(rate, num_steps // 10))[-1]
+    return rate, seed, name, train(WAYS[name], seed, num_steps, Rate(rate, num_steps // 10), every=num_steps)[-1]
 
 
 def study(jobs: Sequence[tuple[float, int, str, int]], num_processes: int) -> Found:
     """Train them all; what was found is also written down after each."""
     found: Found = {}
     OUT.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
-        for rate, seed, name, loss in pool.imap(_trained, jobs):
-            found[_key(rate, seed, name)] = loss
-            (OUT / "late.json").write_text(json.dumps(found))
-            print(f"{rate:g}, seed {seed}, {name}: {loss:.4f}", flush=True)
+    for rate, seed, name, loss in mapped(_trained, jobs, num_processes):
+        found[_key(rate, seed, name)] = loss
+        (OUT / "late.json").write_text(json.dumps(found))
+        print(f"{rate:g}, seed {seed}, {name}: {loss:.4f}", flush=True)
     return found
 
 
@@ -66,14 +65,14 @@ def show(found: Mapping[str, float], rates: Sequence[float], seeds: Sequence[int
     picture("late", title, "nats a byte", drawn)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train, and show what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="each one's highest")
     parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     jobs = [(rate, seed, name, options.steps) for rate in options.rates for seed in options.seeds for name in NAMES]
     show(study(jobs, options.processes), options.rates, options.seeds, options.steps)
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 
 from benchmarks.ends import Measured
@@ -53,11 +54,11 @@ def ask(hosts: Hosts, *, seconds: float, num_trips: int) -> Measured:
             server.kill()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     rows: list[list[object]] = [["link, Mb/s", "one way, ms", "round trip, ms", "Mb/s"]]

@@ -202,6 +202,8 @@ class Traffic:
     tensor_bytes: Counter[str] = field(default_factory=Counter)  # between peers, by what they are for
 
 
+# The package counts the bytes of each method, but neither the purpose of its tensors nor the jobs of audits. Each
+# replacement counts and calls the original, whatever the arguments.
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
     """Count what is computed and sent inside."""
@@ -221,8 +223,8 @@ def counted() -> Iterator[Traffic]:
             found.tensor_bytes[_purpose(method, message)] += message.num_tensor_bytes + answer.num_tensor_bytes
         return answer
 
-    Computation.forward, Computation.backward = forward, backward  # type: ignore[method-assign]
-    BaseTransport.stream = counting  # type: ignore[method-assign,assignment]
+    Computation.forward, Computation.backward = forward, backward  # type: ignore[method-assign, assignment]
+    BaseTransport.stream = counting  # type: ignore[method-assign]
     try:
         yield found
     finally:

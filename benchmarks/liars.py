@@ -301,7 +301,7 @@ def baselines(task: Task, seeds: Sequence[int]) -> list[list[object]]:
     return rows
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run the experiment, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=sorted(TASKS), default="digits")
@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file to write all numbers to")
     parser.add_argument("--honest", type=int, help="instead: count convictions in so many audits of honest servers")
     parser.add_argument("--overhead", action="store_true", help="instead: what audits cost where nobody lies")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(words)
     if chosen.honest is not None:
         count_honest_audits(chosen.honest)
         return

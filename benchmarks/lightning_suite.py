@@ -70,7 +70,7 @@ class Outcome:
     error: str
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run the tests folder by folder, and print what became of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="unpacked sdist or checkout of Lightning, of the installed version")
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="run only every n-th file of a folder")
     parser.add_argument("--how", choices=["alone", "whole", "stage"], default="whole", help="the kind of run")
     parser.add_argument("--timeout", type=int, default=60, help="seconds for a test")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     tests = arguments.source.resolve() / "tests" / "tests_pytorch"
     if not tests.is_dir():
         parser.error(f"there is no {tests}: name an unpacked sdist or a checkout of Lightning")

@@ -49,13 +49,13 @@ def ddp(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
             other.wait()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure each size with each link, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--mbits", type=float, nargs="+", default=[1000.0, 100.0, 20.0])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if Hosts.missing() or len(os.sched_getaffinity(0)) < 2:
         parser.error(f"it needs Linux, root, two cores and iproute2; not found: {Hosts.missing() or 'two cores'}")
     rows: list[list[object]] = [

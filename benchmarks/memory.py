@@ -9,7 +9,6 @@ each parameter as that does (`tests/features/test_optimization.py`).
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.report import picture, table, write
 from benchmarks.runs import train
+from benchmarks.together import mapped
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
 
@@ -77,7 +77,7 @@ def _transformer() -> nn.Module:
 def learn(job: tuple[str, int, int]) -> float:
     """The loss on files that training never sees, by an optimizer, a seed and a number of steps."""
     name, seed, num_steps = job
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim.adamw import AdamW8bit
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -112,8 +112,7 @@ def losses(num_seeds: int, num_steps: int, num_processes: int) -> None:
     """Of both optimizers, seed by seed."""
     names = ("AdamW", "AdamW8bit")
     jobs = [(name, seed, num_steps) for seed in range(num_seeds) for name in names]
-    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
-        found = pool.map(learn, jobs, chunksize=1)
+    found = list(mapped(learn, jobs, num_processes))
     rows: list[list[object]] = [["seed", *names, "of AdamW"]]
     shares = []
     for seed in range(num_seeds):
@@ -124,14 +123,14 @@ def losses(num_seeds: int, num_steps: int, num_processes: int) -> None:
     write("memory_losses", table(f"Loss on unseen files after {num_steps} steps, in nats a byte", rows))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1.0, help="of each training, after its first step")
     parser.add_argument("--steps", type=int, default=1000, help="of the small GPT; 0: leave it out")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     peaks(arguments.seconds)
     if arguments.steps:
         losses(arguments.seeds, arguments.steps, arguments.processes)

@@ -66,12 +66,12 @@ def picture(runs: dict[str, Steps], best: float, interval_s: float) -> None:
     figure.savefig(OUT / "moving.png", dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train both ways, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--interval-s", type=float, default=4.0, help="between two decisions, at the latest")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     best = best_rate([speed for speeds in BEGIN for speed in speeds], len(BEGIN)) / MICROBATCH_S
     begun = min(map(sum, BEGIN)) / MICROBATCH_S
     runs = {name: run(name, arguments.seconds, arguments.interval_s) for name in ("none", "gain")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 
 from benchmarks.bare import BLOCK, is_bare
 from benchmarks.report import picture, table, write
@@ -29,12 +30,12 @@ def ratios(steps: Steps) -> list[float]:
     return [means[one] / means[other] if is_bare(one * BLOCK) else means[other] / means[one] for one, other in pairs]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run it as often as asked, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=30.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [["run", "pairs of blocks", "samples/s, safe / bare", "quartiles"]]
     found: list[float] = []
     for number in range(1, arguments.repeats + 1):

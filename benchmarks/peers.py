@@ -61,6 +61,7 @@ async def hivemind_peer(together: Together) -> AsyncIterator[tuple[P2P, Sequence
     for rank, (_, addresses) in enumerate(found):
         if rank != together.rank:
             maddrs = [Multiaddr(address.partition("/p2p/")[0]) for address in addresses]
+            # hivemind connects to peers of its table alone, and averaging needs no table.
             await p2p._client.connect(peers[rank], maddrs)
     together.exchange()
     try:

@@ -90,11 +90,11 @@ def report(found: Found, title: str) -> str:
     rows += [[*key, *by_rule.values()] for key, by_rule in found.items()]
     lines = [table(f"{title}: whole run / first hour / last hour", rows)]
     cells = [
-        (trace, num_stages, ours, part, *pair)
+        (trace, num_stages, ours, part, own, others)
         for (trace, num_stages), by_rule in found.items()
         for ours, paper in PAIRS
-        for part, *pair in zip(Shares._fields, by_rule[ours], by_rule[paper], strict=True)
-        if not math.isnan(pair[0])
+        for part, own, others in zip(Shares._fields, by_rule[ours], by_rule[paper], strict=True)
+        if not math.isnan(own)
     ]
     same = sum(ours == paper for *_, ours, paper in cells)
     behind = [
@@ -105,8 +105,9 @@ def report(found: Found, title: str) -> str:
     )
     lines += [f"behind: {cell}" for cell in behind]
     for trace in TRACES:
-        mean = statistics.fmean(found[trace, size]["swarm, 300 s"].whole for size in (4, 8, 16))
-        lines.append(f"{trace}: {mean:.2f} on average over 4, 8 and 16 stages")
+        sizes = [size for size, number in SIZES.items() if number == 1]
+        mean = statistics.fmean(found[trace, size]["swarm, 300 s"].whole for size in sizes)
+        lines.append(f"{trace}: {mean:.2f} on average over {', '.join(map(str, sizes))} stages")
     return "\n".join(lines)
 
 
@@ -128,11 +129,11 @@ def draw(found: Found) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Simulate, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     titles = {0.0: "Who comes serves at once", MOVE_S: f"Who comes downloads for {MOVE_S:g} s, too"}
     texts = []
     for join_s, title in titles.items():

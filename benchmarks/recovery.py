@@ -8,10 +8,12 @@ over the next `WINDOW_S` seconds are at 0.9 of that.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
+from benchmarks.overhead import SWARM
 from benchmarks.report import OUT, table, write
 from benchmarks.runs import Steps, train
 
@@ -43,17 +45,16 @@ def picture(runs: list[Steps]) -> None:
     figure.savefig(OUT / "recovery.png", dpi=120, bbox_inches="tight")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run it as often as asked, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=24.0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     runs = [
-        train("--role", "trainer", "--devices", 5, "--num-stages", 2, "--kill-after-s", arguments.seconds / 3,
-              seconds=arguments.seconds)
+        train(*SWARM, "--kill-after-s", arguments.seconds / 3, seconds=arguments.seconds)
         for _ in range(arguments.repeats)
-    ]  # fmt: skip
+    ]
     rows: list[list[object]] = [["run", "before", "survivors", "ratio", "back at 0.9 after"]]
     for number, steps in enumerate(runs, start=1):
         assert steps.killed_s is not None

@@ -16,6 +16,7 @@ join-idle-queue, Lu et al., Performance Evaluation 68(11), 2011.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
 import random
@@ -241,8 +242,9 @@ def share(name: str, rates: str, num_trainers: int, per_server: int, seed: int) 
     return 100.0 * ideal_s / took_s
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Simulate, and print the table."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(words)
     rows: list[list[object]] = [["servers", "trainers", "microbatches a server", *ROUTERS]]
     drawn: dict[str, list[float]] = {name: [] for name in ROUTERS}
     for rates, num_trainers, per_server in itertools.product(RATES, NUM_TRAINERS, PER_SERVER):

@@ -18,7 +18,7 @@ from typing import IO, Self
 
 from lightning_swarm.peer.process import NEIGHBOURS
 
-_GRACE_S = 120.0
+_GRACE_S = 300.0  # to import, begin and end, also where others use the machine
 
 FAR_APART: Mapping[str, str] = MappingProxyType({NEIGHBOURS: "0"})
 """The environment of a swarm whose peers talk over libp2p though they are on one machine, as hivemind's do."""
@@ -105,12 +105,17 @@ def lines_of(
 
     Raises:
         RuntimeError: It failed; has its last lines.
+        subprocess.TimeoutExpired: It took longer; likewise.
     """
     with start(
         *arguments, before=before, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as run:
         try:
             out, errors = run.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            run.kill()
+            error.add_note(f"It wrote last:\n{(error.stderr or b'')[-4000:].decode(errors='replace')}")
+            raise
         except BaseException:
             run.kill()
             raise
@@ -147,7 +152,7 @@ def train(
     ]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
-    memory = next((one for one in said if "trainer_bytes" in one), {})
+    memory: dict[str, int] = next((one for one in said if "trainer_bytes" in one), {})
     return Steps(
         [one["at_s"] for one in steps],
         [one["samples"] for one in steps],

@@ -189,12 +189,12 @@ def measured(swarm: Swarm, seconds: float) -> tuple[float, Swarm]:
         )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure and simulate each, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--only", default="", help="those whose names have this in them")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     rows: list[list[object]] = [["swarm", "samples/s", "simulated", "simulated / real"]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 
 import hivemind
 import torch
@@ -24,6 +25,7 @@ from benchmarks.train import Blocks, Nop
 
 NUM_PEERS = 4
 NUM_BLOCKS = 4
+WIDTHS = (64, 250_000)
 BATCH_SIZE = 8
 NUM_SAMPLES = 10
 SAMPLE_S = 0.3
@@ -71,15 +73,15 @@ def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
     return took
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=5, help="of hivemind's optimizer")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "together", "swarm / hivemind"]]
     found: dict[str, list[float]] = {}
-    for width in (64, 250_000):
+    for width in WIDTHS:
         name = f"{NUM_BLOCKS * width:,}"
         found[f"swarm, {name}"] = swarm_ms(width, arguments.seconds)
         found[f"hivemind, {name}"] = run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import AsyncIterator  # noqa: UP035 - hivemind knows a stream by this one
 
 import torch
@@ -97,7 +97,7 @@ async def _measure(together: Together, repeats: int) -> dict[str, list[list[floa
 
 
 async def _by_turns(
-    name: str, length: int, ways: list[Callable[[str], Awaitable[torch.Tensor]]], repeats: int
+    name: str, length: int, ways: Sequence[Callable[[str], Awaitable[torch.Tensor]]], repeats: int
 ) -> list[list[float]]:
     seconds: list[list[float]] = [[] for _ in ways]
     num_tensors = TURN_BYTES // int(name)
@@ -110,11 +110,11 @@ async def _by_turns(
     return seconds
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [
         ["tensor", *WAYS, "swarm / hivemind", "next door / hivemind", "turns with losses, each"]
     ]

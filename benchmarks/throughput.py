@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 
 import torch
 
@@ -23,7 +24,7 @@ SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 SEQUENCE = 1024
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Take the turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=7)
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--width", type=int, default=2048, help="with `--gpu`")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each way, with `--gpu`")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.gpu:
         on_gpu(arguments)
         return

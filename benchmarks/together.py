@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _PATIENCE_S = 300.0
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 
 
 class Together:
@@ -35,6 +39,15 @@ class Together:
             raise TimeoutError(f"the others of {self.size} did not come within {_PATIENCE_S:g} s")
         found: list[Any] = self._connection.recv()
         return found
+
+
+def mapped(function: Callable[[_Job], _Result], jobs: Sequence[_Job], num_processes: int) -> Iterator[_Result]:
+    """Run jobs in as many processes, a fresh one for each job, or with 0 in this one; yields results in order."""
+    if not num_processes:
+        yield from map(function, jobs)
+        return
+    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
+        yield from pool.imap(function, jobs)
 
 
 class _Done:

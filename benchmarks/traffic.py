@@ -103,11 +103,11 @@ def tables_of_swarms(sizes: Sequence[tuple[int, int]]) -> list[str]:
     ]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=1000, help="leave out what has more trainers or servers")
-    most = parser.parse_args().most
+    most = parser.parse_args(words).most
     tables = tables_of_swarms([size for size in BESIDE if max(size) <= most])
     alike: list[list[object]] = [
         ["servers and trainers", "microbatches of a batch", "its record", "coordinator", "a peer", "largest call", "is"]

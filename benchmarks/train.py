@@ -13,18 +13,19 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import lightning_swarm.nn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_swarm import Limits, SwarmStrategy
+from lightning_swarm import nn as swarm_nn
 from lightning_swarm.testing import SharedGPU
 
 SEQUENCE = 64
@@ -79,7 +80,7 @@ class Blocks(L.LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self._eight_bits:
-            from bitsandbytes.optim import AdamW8bit  # takes seconds, and memory
+            from bitsandbytes.optim.adamw import AdamW8bit  # takes seconds, and memory
 
             return AdamW8bit(self.parameters(), lr=1e-4)
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
@@ -115,7 +116,7 @@ class Language(Blocks):
 
     def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__(width, num_blocks)
-        self.blocks = lightning_swarm.nn.Sequential(_Embed(width), *self.blocks, _LossHead(width))
+        self.blocks = swarm_nn.Sequential(_Embed(width), *self.blocks, _LossHead(width))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -239,7 +240,7 @@ class Turns(L.Callback):
         """What the line said."""
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """What to train, and for how long."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true", help="no swarm")
@@ -268,7 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-bytes", type=int, default=Limits().cache_bytes, help="for what waits for its backward")
     parser.add_argument("--eight-bits", action="store_true", help="AdamW8bit")
     parser.add_argument("--snapshot-interval", type=float, help="0: none are taken; left out: the default")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
@@ -290,9 +291,9 @@ def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
     )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train; peers of the swarm run this, too."""
-    arguments = parse()
+    arguments = parse(words)
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.num_threads)
     torch.manual_seed(0)

@@ -31,6 +31,8 @@ from lightning_swarm import SwarmStrategy
 NUM_TRAINERS = 2
 BATCH_SIZE = 128
 WIDTH_IN = 64
+SIZES = (("1M", 700, 2, 80, 10), ("30M", 2700, 4, 16, 4))
+"""Of models: name, width, layers; and how many steps, of a batch of each trainer and of many."""
 NUM_WARM = 5  # steps that do not count
 MANY = 16  # batches of a long step
 PAUSES_S = (0.05, 0.15)
@@ -167,7 +169,7 @@ def by_optimizer(together: Together, width: int, layers: int, batches: int, step
     return batches * BATCH_SIZE * (len(at_s) - 1) / (at_s[-1] - at_s[0])
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """What to measure; or, of a process that this module starts, what to train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -178,16 +180,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=60, help=argparse.SUPPRESS)
     parser.add_argument("--pauses-s", type=float, nargs="*", default=(), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
-    arguments = parse()
+    arguments = parse(words)
     if arguments.way:
         fit(arguments)
         return
-    sizes = [("1M", 700, 2, 80, 10)] + ([("30M", 2700, 4, 16, 4)] if arguments.large else [])
+    sizes = SIZES if arguments.large else SIZES[:1]
     found: dict[str, list[float]] = {}
     rows: list[list[object]] = [["a step", "swarm", "DDP", "hivemind.Optimizer", "swarm / DDP", "swarm / hivemind"]]
 

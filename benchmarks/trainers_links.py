@@ -13,7 +13,7 @@ import re
 import subprocess
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -129,7 +129,7 @@ def measure(hosts: Hosts, way: str, size: str, steps: int) -> float:
     raise RuntimeError(f"{way}: the first trainer said no rate:\n{''.join(said[-40:])}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure each way, and print the table; or, of a process that this module starts, train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbits", type=float, nargs="+", default=[100.0])
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--size", help=argparse.SUPPRESS)
     parser.add_argument("--listen", default="127.0.0.1", help=argparse.SUPPRESS)
     parser.add_argument("--initial-peers", nargs="*", default=(), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.way:
         fit(arguments)
         return

@@ -51,7 +51,7 @@ SPEC = RunSpec(
 
 def seconds(options: Sequence[object], num_turns: int, environment: dict[str, str]) -> dict[str, list[float]]:
     """The time of each step of both ways, in turns; the first ones do not count."""
-    ways = {mode: ("benchmarks.train", ("--by-turns", *options, "--trust", mode)) for mode in MODES}
+    ways = {str(mode): ("benchmarks.train", ("--by-turns", *options, "--trust", mode)) for mode in MODES}
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     with Turns(ways, environment=environment) as turns:
         for turn in range(num_turns + 2):
@@ -90,12 +90,12 @@ def start_s(mode: Trust) -> float:
         return time.monotonic() - began_s
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--starts", type=int, default=30)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rows: list[list[object]] = [["what", "open", "invited", "invited / open", "quartiles"]]
     shown: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

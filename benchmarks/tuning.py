@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def tune(arguments: argparse.Namespace) -> None:
 
         strategy = AttachStrategy(arguments.user, weights=arguments.folder, microbatch_size=arguments.microbatch_size)
         base = strategy.base_model()
-        traffic = base.swarm._models.transport.traffic
+        traffic = base.swarm.routes.transport.traffic
     else:
         base = transformers.AutoModelForCausalLM.from_pretrained(arguments.folder)
     model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -134,7 +135,7 @@ def rates(*users: tuple[object, ...], seconds: float) -> list[dict[str, Any]]:
         for run in runs:
             assert run.stdout is not None
             if not any(line.startswith("ready") for line in run.stdout):
-                raise RuntimeError(f"a user ended before its first steps: {run.args}")
+                raise RuntimeError(f"a user ended before its first steps: {run.args!r}")
         for run in runs:
             assert run.stdin is not None
             run.stdin.write("\n")
@@ -160,7 +161,7 @@ def expected_bytes(width: int, num_blocks: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=512)
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--user", metavar="ADDRESS", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--num-threads", type=int, default=1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.folder:
         tune(arguments)
         return

@@ -11,6 +11,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ class _Wait(torch.autograd.Function):
         return gradients[0], None
 
 
+def waited(hidden: Tensor, seconds: float) -> Tensor:
+    """Return the same after a while, and let the gradient take twice as long: as a microbatch of so many seconds."""
+    out: Tensor = _Wait.apply(hidden, seconds)
+    return out
+
+
 class Waiting(nn.Module):
     """A stage that waits, too."""
 
@@ -70,7 +77,7 @@ class Waiting(nn.Module):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """As the block's."""
-        out: Tensor = _Wait.apply(self.block(hidden), 1.0 / _pace(self._stage))
+        out: Tensor = waited(self.block(hidden), 1.0 / _pace(self._stage))
         return out
 
 
@@ -84,7 +91,7 @@ class Places(L.Callback):
         print(json.dumps({"held": [sorted(peer.peer_id for peer in stage.peers) for stage in stages]}), flush=True)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train; peers of the swarm run this, too."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, required=True)
@@ -98,7 +105,7 @@ def main() -> None:
     parser.add_argument("--role", default="auto")
     parser.add_argument("--listen", default="127.0.0.1")
     parser.add_argument("--initial-peers", nargs="*", default=())
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = Simulated(arguments.num_stages, arguments.boundary_bytes, arguments.stage_bytes, Waiting)

@@ -8,6 +8,7 @@ for the last stage, and its gradient. Needs Linux, root and iproute2.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from benchmarks.hosts import DEVICE, Hosts, serving
 from benchmarks.report import picture, table, write
@@ -31,12 +32,12 @@ def counted(codec: str, width: int, seconds: float) -> tuple[float, float]:
     return steps.num_bytes[-1] / (sum(steps.samples) / MICROBATCH_SIZE) / NUM_TENSORS, steps.mean_rate()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Count with each codec, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--width", type=int, default=2048)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if Hosts.missing():
         parser.error(f"it needs Linux, root and iproute2; not found: {Hosts.missing()}")
     elements = MICROBATCH_SIZE * SEQUENCE * arguments.width

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,16 @@ def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `seed_everything` leaves in the environment, samplers of later runs in this process would take."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")
+
+
+@pytest.fixture
+def loggers_as_before() -> Iterator[None]:
+    """What a script sets for its own process is taken back."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "lightning_swarm")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_collection_finish() -> None:

@@ -32,11 +32,11 @@ def _windows(trainer: Stepped, number: int) -> Sequence[Sequence[float]]:
     return [[trainer.take("straight") for _ in range(WINDOW)] for _ in range(1 + number)][1:]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="of each swarm and link")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     stages = [[2 * LAYER_S] * (NUM_PEERS // 2) for _ in range(2)]

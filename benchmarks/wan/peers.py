@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from benchmarks.hosts import DEVICE, Hosts
 from benchmarks.runs import Stepped
-from benchmarks.waiting import _Wait
+from benchmarks.waiting import waited
 from lightning_swarm.planner.simulator.microbatches import SyntheticBlock
 
 WAYS: Final = ("gpipe", "1f1b", "ddp", "hivemind")
@@ -54,7 +54,7 @@ class Layer(nn.Module):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """As the block's."""
-        out: Tensor = _Wait.apply(self.block(hidden), self._seconds)
+        out: Tensor = waited(self.block(hidden), self._seconds)
         return out
 
 
@@ -221,7 +221,7 @@ def _serve(rank: int, take: Callable[[str], bool]) -> None:
         say = {"took_s": time.monotonic() - began_s if together else float("nan")}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train, as a peer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, required=True)
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--layer-bytes", type=int, required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--address", required=True)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     collaboration = Collaboration(arguments)  # before gloo: it forks
     distributed.init_process_group(

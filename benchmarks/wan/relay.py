@@ -15,8 +15,8 @@ import msgspec
 from typing_extensions import override
 
 from lightning_swarm.client.pipeline import pipeline
-from lightning_swarm.client.pipeline.context import nothing
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
+from lightning_swarm.core.tasks import nothing
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import BackwardRequest, ComputeMode, ForwardRequest, StageReport
 from lightning_swarm.protocol.methods import BACKWARD, FORWARD
@@ -24,13 +24,15 @@ from lightning_swarm.protocol.methods import BACKWARD, FORWARD
 
 @dataclass
 class Switch:
-    """Whether passages that begin go through the trainer."""
+    """Decides whether microbatches that begin go through the trainer."""
 
     on: bool = False
 
 
+# The package routes tensors in one way only, so it has no argument for another. `Relayed` builds on internals of the
+# class that it replaces; tests/benchmarks/test_wan.py compares both ways.
 def install() -> Switch:
-    """Have this trainer's passages heed what is returned."""
+    """Have this trainer's microbatches follow the switch that is returned."""
     switch = Switch()
 
     class Either(Relayed):
@@ -38,7 +40,7 @@ def install() -> Switch:
 
         relays = property(lambda self: switch.on)
 
-    pipeline.MicrobatchRun = Either  # type: ignore[misc]
+    pipeline.MicrobatchRun = Either  # type: ignore[attr-defined]
     return switch
 
 
@@ -64,10 +66,10 @@ class Relayed(MicrobatchRun):
 
     @override
     async def backward(
-        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = nothing
+        self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        if not self.relays:
-            return await super().backward(gradients, sent=sent)
+        if not (self.relays and adds):
+            return await super().backward(gradients, adds=adds, sent=sent)
         calls = self._calls
         with self.context.under_way():
             try:

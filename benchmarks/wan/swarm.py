@@ -89,7 +89,7 @@ class Ways(Turns):
         self._relays.on = how == "relay"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Train; servers run this, too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-stages", type=int, required=True)
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--delays", action="store_true")
     parser.add_argument("--listen", default="127.0.0.1")
     parser.add_argument("--initial-peers", nargs="*", default=())
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     trainer = L.Trainer(

@@ -94,13 +94,13 @@ def _fastest(took_s: Sequence[float]) -> float:
     return min((one for one in took_s if not math.isnan(one)), default=math.inf)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure equal and unequal peers, print the table, and draw it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="of each cell and way")
     parser.add_argument("--only", choices=sorted(SPEEDS), default=None)
     parser.add_argument("--round-trip", type=float, choices=ROUND_TRIPS_S, help="seconds; all of them by default")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     round_trips_s = ROUND_TRIPS_S if arguments.round_trip is None else (arguments.round_trip,)
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")

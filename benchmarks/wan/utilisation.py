@@ -82,14 +82,14 @@ def measure(layer: Layer, seconds: float, num_steps: int, send_bytes: int) -> li
     return found[::-1]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure each row, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=5.0, help="of a step, about")
     parser.add_argument("--steps", type=int, default=2, help="of each cell, after one more")
     parser.add_argument("--send-bytes", type=int, default=0, help="largest buffer of TCP, sending; 0: Linux's own")
     parser.add_argument("--only", default="", help="rows whose names have this in them")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     trips = [f"{round_trip_s * 1e3:.0f} ms" for round_trip_s in ROUND_TRIPS_S]

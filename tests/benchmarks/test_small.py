@@ -1,0 +1,105 @@
+"""Benchmarks that measure in one process, each in a small run of its real code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import audit_costs, honest_audits, simulated, spot, trust
+from benchmarks.routing import NUM_SLOWED
+from tests.benchmarks.small import ROOT, Small, run
+from tests.benchmarks.test_links import LINKS
+from tests.benchmarks.test_processes import PROCESSES
+
+SMALL = {
+    "alone": Small("--repeats 1 --steps 3", {"NUM_STAGES": (2,)}),
+    "boundary": Small("--steps 2 --ratios 2 --scales 1", {"BATCH": 2}),
+    "codecs": Small("--turns 1 --turn-seconds 0", {"SIZES": (1 << 12, 1 << 16)}),
+    "compression": Small("--steps 2 --seeds 1 --processes 0 --only 8bit", {"EVERY": 1}),
+    "decisions": Small(
+        constants={"NUM_PEERS": (10,), "NUM_STAGES": (4,), "PER_STAGE": 20, "NUM_LOST": (0, 2), "REPEATS": 1}
+    ),
+    "late": Small("--steps 10 --seeds 0 --rates 1e-3 --processes 0"),
+    "liars": Small("--attack 'no numbers' --liars 3 --defence audits", {"SINCE": 1, "NUM_STEPS": 2}),
+    "memory": Small("--steps 2 --seeds 1 --processes 0", {"OPTIONS": {}}),
+    "rebalancing": Small("--seeds 1", {"SIZES": {4: 1}, "TRACES": {"bursts": spot.bursts, "growth": spot.growth}}),
+    "routing": Small(constants={"NUM_SERVERS": NUM_SLOWED + 1, "NUM_STEPS": 4, "LEARNING": 2, "NUM_SEEDS": 1}),
+    "traffic": Small("--most 10"),
+}
+"""Each takes about a second."""
+
+
+HELPERS = {"bare", "delays", "ends", "gpipe", "together", "train", "waiting", "wan.peers", "wan.swarm"}
+"""Programs of the processes that benchmarks start."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Conversion of an array")  # by hivemind's codecs
+@pytest.mark.parametrize("name", SMALL)
+def test_it_measures(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nan" not in run(name, SMALL[name], folder, monkeypatch)
+
+
+def test_liars_counts_convictions_of_honest_servers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(honest_audits, "NUM_STEPS", 2)
+    found = run("liars", Small("--honest 1"), folder, monkeypatch)
+    assert " 0 convictions" in found
+
+
+@pytest.mark.thorough
+def test_liars_measures_what_audits_cost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"NUM_PEERS": 4, "WIDTH": 16, "BATCH": 8, "NUM_STEPS": 5, "WARM_UP": 3, "NUM_VIRTUAL_STEPS": 5}
+    for name, value in {**sizes, "NUM_TURNS": 2}.items():
+        monkeypatch.setattr(audit_costs, name, value)
+    found = run("liars", Small("--overhead"), folder, monkeypatch)
+    # The first steps of a stage audit all of its work; new servers' work is audited for longer, and these count as old.
+    [share] = re.findall(r"([\d.]+) of server-steps audited", found)
+    assert float(share) < 0.5
+
+
+def test_a_start_of_invited_peers_is_measured() -> None:
+    assert all(trust.start_s(mode) > 0.0 for mode in trust.MODES)
+
+
+def test_a_swarm_of_hosts_is_simulated() -> None:
+    slow, fast = (
+        simulated.predicted(simulated.Swarm([[50.0]] * 2, 8, boundary_bytes=250_000, mbits=[[mbit]] * 2), 3.0)
+        for mbit in (20.0, 40.0)
+    )
+    assert fast == pytest.approx(2 * slow, rel=0.2)  # links bind
+
+
+def test_every_benchmark_is_tried() -> None:
+    tried = [*SMALL, *PROCESSES, *LINKS]
+    assert len(tried) == len(set(tried))
+    assert {*tried, "lightning_suite"} | HELPERS == modules_with_main()
+
+
+def test_make_runs_benchmarks_that_are_there() -> None:
+    [line] = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {*line.split()} <= {*SMALL, *PROCESSES}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="it needs make")
+def test_make_goes_on_past_a_benchmark_that_fails() -> None:
+    """There is no program in `wan`, and no `tea`: both fail at once."""
+    command = ["make", "-C", str(ROOT), "-o", ".venv/.installed", "bench", "BENCHMARKS=wan tea"]
+    environment = {**os.environ, "BIN": str(Path(sys.executable).parent)}
+    made = subprocess.run([*command, "-e"], env=environment, capture_output=True, text=True, check=False)
+    assert [line for line in made.stdout.splitlines() if line.startswith("==")] == ["== wan", "== tea"]
+    assert "Failed: wan tea" in made.stderr.splitlines()
+    assert made.returncode != 0
+
+
+def modules_with_main() -> set[str]:
+    folder = ROOT / "benchmarks"
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
