@@ -112,10 +112,11 @@ async def _ask(
         problem = shorten(str(error))
     except TimeoutError:
         problem = f"did not answer within {timeout:g} s"
-    return Sighting(peer, _place(addresses), report, problem)
+    return Sighting(peer, place_of(addresses), report, problem)
 
 
-def _place(addresses: Sequence[str]) -> str:
+def place_of(addresses: Sequence[str]) -> str:
+    """The host and port of a peer, one that other machines can use if there is any, as printable text."""
     parsed = []
     for text in addresses:
         with contextlib.suppress(ConfigError):
