@@ -67,7 +67,7 @@ class Membership:
         return [self._gone(peer, stages[peer], died=True) for peer in sorted(before - self._all)]
 
     def _locate(self, addresses: Mapping[PeerId, Sequence[str]]) -> None:
-        self._places |= {peer: place_of(maddrs) for peer, maddrs in addresses.items() if maddrs}
+        self._places |= {peer: place for peer, maddrs in addresses.items() if (place := place_of(maddrs)) is not None}
 
     @property
     def _all(self) -> set[PeerId]:

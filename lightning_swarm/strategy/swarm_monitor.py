@@ -75,7 +75,7 @@ class SwarmMonitor(_Callback):
         # A fit that goes on after a rollback comes by here again, with counts that begin anew.
         self._gained.clear()
         self._before = self._counts(trainer)
-        self._interval = _interval(trainer)
+        self._interval = _interval(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,7 +92,8 @@ class SwarmMonitor(_Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        interval = _interval(trainer)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        interval = _interval(trainer, step + 1)
         if interval == self._interval or self._before is None or trainer.fit_loop._should_accumulate():
             return
         self._interval = interval
@@ -103,7 +104,7 @@ class SwarmMonitor(_Callback):
         self._gained.clear()
         if values:
             for logger in trainer.loggers:
-                logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(values, step=step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,10 +139,10 @@ class SwarmMonitor(_Callback):
         }
 
 
-def _interval(trainer: Trainer) -> int:
-    """The number of the interval of `log_every_n_steps` steps that the loop is in, counted as Lightning does."""
+def _interval(trainer: Trainer, num_steps: int) -> int:
+    """The number of complete intervals of `log_every_n_steps` steps in so many steps."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it in its connector
-    return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) // every if every else 0
+    return num_steps // every if every else 0
 
 
 def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:

@@ -27,9 +27,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def with_a_death(**options: Any) -> None:
-    """Two servers for each of two stages, and a trainer; one server is killed."""
+    """Two servers for each of two stages; one is killed. The lead is the coordinator, too, and notes it as an event."""
     plan = FaultPlan().kill("peer-2", at=Phase.BACKWARD, step=2)
-    swarm_of: dict[str, Any] = {"num_servers": 4, "num_gone": 1, "role": "trainer", "latency_s": 0.001, "max_steps": 6}
+    swarm_of: dict[str, Any] = {"num_servers": 4, "num_gone": 1, "latency_s": 0.001, "max_steps": 6}
     run_swarm(make_digits, loader(digits()), faults=plan, max_epochs=-1, **swarm_of, **options)
     plan.check()
 
@@ -46,12 +46,12 @@ def as_in_a_script() -> Iterator[None]:
 
 
 def test_a_peer_that_dies_makes_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with_a_death()
+    with caplog.at_level(logging.INFO, "lightning_swarm.events"):
+        with_a_death()
     (line,) = lines(caplog)
-    assert line.startswith("Peer peer-2 ")
-    assert line.endswith("died or was cut off: stage 0 has 1 server left, 4 peers in all")
-    own = [one for one in caplog.records if one.name == "lightning_swarm.events" and "gone" in one.message]
-    assert not [one for one in own if one.levelno >= logging.WARNING], "the lead says it once"
+    assert line == "Peer peer-2 died or was cut off: stage 1 has 1 server left, 3 peers in all"
+    levels = {one.levelno for one in caplog.records if one.message.startswith("gone: ")}
+    assert levels == {logging.INFO}, "not a second time by default"
 
 
 def test_a_peer_that_joins_and_leaves_makes_two(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,7 +79,7 @@ def test_a_quiet_run_makes_none(caplog: pytest.LogCaptureFixture) -> None:
 def test_swarm_view_shows_it_instead(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     with_a_death(callbacks=[SwarmView()], enable_progress_bar=True)
     assert lines(caplog) == []
-    assert capsys.readouterr().out.count("peer peer-2 gone") + capsys.readouterr().out.count("peer-2 left") <= 1
+    assert capsys.readouterr().out.count("peer peer-2 gone") == 1
 
 
 @pytest.mark.parametrize("is_silenced", [False, True])
