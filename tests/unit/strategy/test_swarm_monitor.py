@@ -9,16 +9,15 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.status import SwarmStatus
 from typing_extensions import override
 
 from lightning_swarm import SwarmMonitor
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.status import SwarmStatus
 from tests.features.both import Evaluated, Trained
 from tests.features.test_trainers import Lines
 from tests.parity.harness import run_plain, run_swarm
 from tests.parity.models import BATCH_SIZE, digits, loader
-
 
 NAMES = {"samples_per_s", "step_s", "wait_s", "sent_bytes_per_s", "received_bytes_per_s", "peers"}
 
@@ -28,7 +27,9 @@ def monitors(trainer: Any) -> list[Callback]:
 
 
 def numbers(lines: Lines) -> list[dict[str, float]]:
-    found = [{name.removeprefix("swarm/"): value for name, value in line.items() if "swarm/" in name} for line in lines.lines]
+    found = [
+        {name.removeprefix("swarm/"): value for name, value in line.items() if "swarm/" in name} for line in lines.lines
+    ]
     return [line for line in found if "step_s" in line]
 
 
