@@ -59,7 +59,7 @@ class RunLog:
         """Log what a record changed, and the events that were reported with it."""
         self._log_events()
         if record is not None:
-            self._show(self.membership.follow(record))
+            self._show(self.membership.follow(record, self._session.run))
 
     def catch_up(self) -> None:
         """Log which peers a rollback lost."""

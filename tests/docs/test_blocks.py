@@ -287,7 +287,9 @@ def member_changes(block: Block) -> None:
     others = [SimpleNamespace(peer_id=f"other {number}") for number in range(num_peers - num_servers)]
     rosters = [others, others]
     rosters[stage] = [*mates, *([] if joins else [member])]
-    run: Any = SimpleNamespace(manifest=SimpleNamespace(is_whole=False), rosters=rosters, trainers=["mate 0"])
+    run: Any = SimpleNamespace(
+        manifest=SimpleNamespace(is_whole=False), bans=(), invitations=(), rosters=rosters, trainers=["mate 0"]
+    )
     address = f"/ip4/{host}/tcp/{port}/p2p/{peer}"
     place = SimpleNamespace(member=member, stage_index=stage, addresses=[address])
     record: Any = SimpleNamespace(
@@ -296,7 +298,7 @@ def member_changes(block: Block) -> None:
         closing=SimpleNamespace(absent=[peer]),
         **dict.fromkeys(("enlisted", "retired", "departures", "convicted"), ()),
     )
-    (line,) = Membership(run, {peer: [address]}).follow(record)
+    (line,) = Membership(run, {peer: [address]}).follow(record, run)
     assert f"{line.text}\n" == block.text
 
 

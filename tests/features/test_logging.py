@@ -37,7 +37,7 @@ def assert_same_tables(folder: Path) -> list[dict[str, float]]:
     return plain
 
 
-@feature("`CSVLogger`, `log_every_n_steps`", WORKS)
+@feature("`CSVLogger`, `log_every_n_steps`", WORKS, "the run's own numbers, `swarm/...`, have rows of their own")
 def test_csv_logger(tmp_path: Path) -> None:
     fit_both(
         Evaluated,
