@@ -92,11 +92,12 @@ class SwarmMonitor(_Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        interval = _interval(trainer, step + 1)
-        if interval == self._interval or self._before is None or trainer.fit_loop._should_accumulate():
+        if trainer.fit_loop._should_accumulate():
             return
-        self._interval = interval
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        former, self._interval = self._interval, _interval(trainer, step + 1)
+        if self._interval <= former or self._before is None:
+            return
         peers = self._look(trainer)
         values = {
             f"swarm/{name}": value for name, value in _values(self._gained, peers).items() if name in self.metrics
