@@ -1,4 +1,4 @@
-"""Logs, at the lead, what becomes of a run's peers: its events in the Trainer's loggers, and lines for its terminal."""
+"""Logs a run's events to the Trainer's loggers, and its changes of membership to the lead's terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _TerminalHandler(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - that is what it is for
+        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - as a handler does
 
 
 class RunLog:
@@ -41,7 +41,7 @@ class RunLog:
         self._num_servers = session.num_servers
 
     def open(self) -> contextlib.ExitStack:
-        """Show lines by default, as Lightning does its own, and return what undoes that."""
+        """Show the lines by default, as Lightning shows its own. Closing the returned stack undoes this."""
         undo = contextlib.ExitStack()
         events = self._session.pipeline.context.events
         undo.callback(setattr, events, "is_reported", events.is_reported)
@@ -56,7 +56,7 @@ class RunLog:
         return undo
 
     def count(self, record: Record | None) -> None:
-        """Log what a record changed, and the events that were reported with it."""
+        """Log a record's changes of membership, and the events reported with it."""
         self._log_events()
         if record is not None:
             self._show(self.membership.follow(record, self._session.run))

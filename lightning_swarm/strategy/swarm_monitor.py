@@ -34,7 +34,7 @@ _METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
 class SwarmMonitor(_Callback):
     """Logs a run's speed, waiting time and traffic to the Trainer's loggers, every `log_every_n_steps` steps.
 
-    A Trainer with a logger and a swarm has one by default. Pass your own instance to choose what it logs:
+    A Trainer with a logger and a swarm has one by default. Pass your own instance to choose its metrics:
     ``SwarmMonitor(metrics=["samples_per_s"])``, or ``SwarmMonitor(metrics=[])`` for nothing. The lead alone logs.
     Each value is the mean since the last time; validation does not count. Where no swarm trains, nothing is logged.
 
@@ -58,7 +58,7 @@ class SwarmMonitor(_Callback):
 
     def __init__(self, metrics: Sequence[SwarmMetric] = _METRICS) -> None:
         super().__init__()
-        names = [metrics] if isinstance(metrics, str) else list(metrics)
+        names: list[Any] = [metrics] if isinstance(metrics, str) else list(metrics)
         unknown = [name for name in names if name not in _METRICS]
         if unknown:
             raise ConfigError(
@@ -112,16 +112,16 @@ class SwarmMonitor(_Callback):
         self._before = None
 
     def _look(self, trainer: Trainer) -> float:
-        """Add what was gained since the last look. Returns the number of servers."""
+        """Add the gains since the last look. Returns the number of servers."""
         now = self._counts(trainer)
         if now is None or self._before is None:
             return 0.0
-        self._gained.update({name: count - self._before[name] for name, count in now.items()})  # type: ignore[arg-type]
+        self._gained.update({name: count - self._before[name] for name, count in now.items()})
         self._before = now
         return now["peers"]
 
     def _counts(self, trainer: Trainer) -> Mapping[str, float] | None:
-        """What has been counted by now; None where this process does not log, or no swarm trains."""
+        """Return the run's counts at this moment; None if this process does not log, or no swarm trains."""
         strategy: Any = trainer.strategy
         if not (self.metrics and trainer.is_global_zero and trainer.loggers and hasattr(strategy, "status")):
             return None
@@ -147,7 +147,7 @@ def _interval(trainer: Trainer, num_steps: int) -> int:
 
 
 def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
-    """The values of an interval, from what was gained in it; none without a step."""
+    """Return the values of an interval from its gains; none without a step."""
     seconds, steps = gained.get("time_s", 0.0), gained.get("steps", 0)
     if seconds <= 0 or steps <= 0:
         return {}

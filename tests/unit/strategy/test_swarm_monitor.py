@@ -9,11 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.status import SwarmStatus
 from typing_extensions import override
 
 from lightning_swarm import SwarmMonitor
+from lightning_swarm.client.status import SwarmStatus
+from lightning_swarm.core.errors import ConfigError
 from tests.features.both import Evaluated, Trained
 from tests.features.test_trainers import Lines
 from tests.parity.harness import run_plain, run_swarm
