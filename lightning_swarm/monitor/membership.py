@@ -55,7 +55,11 @@ class Membership:
         reasons |= {one.peer: "was convicted by an audit" for one in record.convicted or ()}
         lines = [self._gone(peer, stages, reasons.get(peer)) for peer, stages in went.items()]
         self._dead -= came.keys()
-        return lines + [self._joined(peer, stages) for peer, stages in came.items()]
+        lines += [self._joined(peer, stages) for peer, stages in came.items()]
+        self._dead &= self._trainers
+        if went:
+            self._places = {peer: place for peer, place in self._places.items() if peer in self._all}
+        return lines
 
     def catch_up(self, run: RunState) -> list[MembershipLine]:
         """Apply a rollback, which has no record. Returns a line for each peer that it lost or added."""

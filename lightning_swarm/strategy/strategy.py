@@ -236,8 +236,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._undo = contextlib.ExitStack()  # of what a run changes in module, loop and callbacks
         self._initial_weights = InitialWeights()  # of weights that the module does not hold
         self._rank_override = extra_trainers.RankOverride()
-        self._rollback = Rollback(self)
-        self._checkpoints = Checkpoints(self)
+        self._rollback, self._checkpoints = Rollback(self), Checkpoints(self)
 
     @override
     def __getstate__(self) -> dict[str, Any]:  # a copy, or a pickled one, has no part in the run
