@@ -24,6 +24,7 @@ from lightning_swarm.strategy.attach import AttachStrategy
 from lightning_swarm.strategy.framework import LIGHTNING as _LIGHTNING
 from lightning_swarm.strategy.sample_text import SampleText
 from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.strategy.swarm_monitor import SwarmMonitor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Limits",
     "Maxout",
     "SampleText",
+    "SwarmMonitor",
     "SwarmStrategy",
     "SwarmView",
     "__version__",

@@ -1,4 +1,4 @@
-"""`SwarmStrategy`, `AttachStrategy`, `SwarmView`, `SampleText` and `SwarmCLI` for ``import pytorch_lightning``.
+"""The package's classes for ``import pytorch_lightning``, such as `SwarmStrategy` and `SwarmView`.
 
 That import has classes of its own. ``strategy="swarm"`` needs ``import lightning_swarm`` only.
 """
@@ -11,13 +11,14 @@ from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
-from lightning_swarm.strategy import attach, sample_text, strategy
+from lightning_swarm.strategy import attach, sample_text, strategy, swarm_monitor
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 
 __all__ = [
     "AttachStrategy",
     "SampleText",
     "SwarmCLI",  # noqa: F822 - `__getattr__` imports it
+    "SwarmMonitor",
     "SwarmStrategy",
     "SwarmView",
 ]
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     class _SwarmView(view.SwarmView, ProgressBar):  # type: ignore[misc]
         pass
 
+    class _SwarmMonitor(swarm_monitor.SwarmMonitor, Callback):  # type: ignore[misc]
+        pass
+
     class _SampleText(sample_text.SampleText, Callback):  # type: ignore[misc]
         pass
 
@@ -38,12 +42,14 @@ if TYPE_CHECKING:
 
     AttachStrategy = _AttachStrategy
     SwarmStrategy = _SwarmStrategy
+    SwarmMonitor = _SwarmMonitor
     SwarmView = _SwarmView
     SampleText = _SampleText
 else:
     SwarmStrategy = rebased(strategy.SwarmStrategy, Strategy, __name__, framework=PYTORCH_LIGHTNING)
     AttachStrategy = rebased(attach.AttachStrategy, SingleDeviceStrategy, __name__)
     SwarmView = rebased(view.SwarmView, ProgressBar, __name__)
+    SwarmMonitor = rebased(swarm_monitor.SwarmMonitor, Callback, __name__)
     SampleText = rebased(sample_text.SampleText, Callback, __name__)
 
 PYTORCH_LIGHTNING.register(SwarmStrategy)

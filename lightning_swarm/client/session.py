@@ -14,7 +14,7 @@ from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import PeerError, StepError
-from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.event_loop import Runtime, TimedRuntime
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import Receipt
@@ -56,7 +56,7 @@ class Session:
         is_lead: bool,
         local_layers: LocalLayers | None,  # those that this trainer computes itself, if any are outside of the pipeline
     ) -> None:
-        self._runtime = runtime
+        self._runtime = TimedRuntime(runtime)
         self.pipeline = pipeline
         self.local_layers = local_layers
         if not is_lead:
@@ -363,6 +363,16 @@ class Session:
     def num_servers(self) -> int:
         """The number of peers that hold a stage."""
         return len(self._steps.run.servers)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, from all trainers, in the steps decided so far."""
+        return self._steps.num_samples
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this trainer has waited for its batches' places and for the ends of steps."""
+        return self._runtime.waited_s
 
     def renew(self) -> None:
         """At the lead: have the others go on waiting while this trainer validates or saves."""

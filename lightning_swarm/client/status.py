@@ -44,11 +44,17 @@ class SwarmStatus:
     num_samples: int  # of the newest decided step, from all trainers; 0 before the first
     events: tuple[Event, ...]  # oldest first, a few hundred at most
     is_whole: bool = False  # nothing is cut: the only stage is the model, and nothing is routed
+    num_servers: int = 0  # peers that hold a stage
+    total_samples: int = 0  # of all decided steps since this trainer entered the run, from all trainers
+    waited_s: float = 0.0  # that this trainer has waited for its batches' places and for the ends of steps, until now
+    sent_bytes: int = 0  # by this trainer's peer since its start, framing included
+    received_bytes: int = 0  # likewise
 
 
 def status_of(session: Session) -> SwarmStatus:
     """Return the trainer's view at this moment; any thread may ask."""
     run, context, newest = session.run, session.pipeline.context, session.newest_record
+    sent_bytes, received_bytes = context.transport.traffic.totals()
     return SwarmStatus(
         step=session.version,
         stages=_whole_stages(run) if run.manifest.is_whole else _routed_stages(context.routers),
@@ -59,6 +65,11 @@ def status_of(session: Session) -> SwarmStatus:
         num_samples=newest.closing.num_samples if newest is not None else 0,
         events=context.events.newest,
         is_whole=run.manifest.is_whole,
+        num_servers=session.num_servers,
+        total_samples=session.num_samples,
+        waited_s=session.waited_s,
+        sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
     )
 
 

@@ -81,6 +81,7 @@ class StepClient:
         self.peer_id = transport.peer_id
         self.run = run
         self.generation = TrainerGeneration(run)
+        self.num_samples = 0  # in the steps decided so far, from all trainers
         # At the lead: tell what to step with, and which epoch its loop is in.
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
@@ -368,6 +369,7 @@ class StepClient:
         await self._on_record(record, seats.rosters)
         self._check_current(generation)
         self.run.apply(record, seats)
+        self.num_samples += record.closing.num_samples
         for step in [step for step in generation.hyperparameters if step <= record.step]:
             del generation.hyperparameters[step]
         self.events.learn(reply.noted)  # once: a trainer that knows of the record is not told again

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -111,6 +112,30 @@ class InlineRuntime(Runtime):
     @override
     def close(self) -> None:
         """Leave the loop open: it belongs to its maker, and other peers may use it."""
+
+
+class TimedRuntime(Runtime):
+    """Another runtime's loop, with the seconds that callers have waited for it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.waited_s = 0.0
+
+    @override
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        began_s = time.monotonic()
+        try:
+            return self._runtime.run(work)
+        finally:
+            self.waited_s += time.monotonic() - began_s
+
+    @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._runtime.post(callback)
+
+    @override
+    def close(self) -> None:
+        self._runtime.close()
 
 
 class _InterruptibleRuntime(Runtime):

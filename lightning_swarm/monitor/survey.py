@@ -112,15 +112,16 @@ async def _ask(
         problem = shorten(str(error))
     except TimeoutError:
         problem = f"did not answer within {timeout:g} s"
-    return Sighting(peer, _place(addresses), report, problem)
+    return Sighting(peer, place_of(addresses) or "an unknown place", report, problem)
 
 
-def _place(addresses: Sequence[str]) -> str:
+def place_of(addresses: Sequence[str]) -> str | None:
+    """The host and port of a peer, one that other machines can use if there is any, as printable text."""
     parsed = []
     for text in addresses:
         with contextlib.suppress(ConfigError):
             parsed.append(Address.parse(text))
-    return printable(str(widest(parsed).place)) if parsed else "an unknown place"
+    return printable(str(widest(parsed).place)) if parsed else None
 
 
 def _check_empty(method: str, body: bytes) -> None:

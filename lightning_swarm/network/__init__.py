@@ -59,6 +59,11 @@ class Traffic:
     sent_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
 
+    def totals(self) -> tuple[int, int]:
+        """Return all bytes sent and all bytes received; any thread may ask."""
+        # Copied at once: the loop's thread may add an entry meanwhile.
+        return sum(list(self.sent_bytes.values())), sum(list(self.received_bytes.values()))
+
 
 _SHORT_BYTES: Final = 4 << 10  # up to this length, a message takes as long as an empty one
 _LONG_BYTES: Final = 64 << 10  # from this length on, a message tells the bandwidth

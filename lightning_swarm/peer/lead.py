@@ -198,6 +198,7 @@ class Lead:
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
         self._released: set[PeerId] = set()  # from older generations; some may have missed the next one's beginning
+        self.addresses: dict[PeerId, Sequence[str]] = {}  # as servers announced them when the generation began
         self._arrivals = Arrivals(directory.transport, keepers)
         self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
 
@@ -281,6 +282,7 @@ class Lead:
 
     async def _admit(self, spec: RunSpec, model: PeerModel, me: Member, servers: Sequence[Member]) -> RunState:
         announced = await self._directory.announced()
+        self.addresses = {peer: server.addresses for peer, server in announced.items()}
         trainers = [server for server in servers if server.peer_id in announced and announced[server.peer_id].trains]
         hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
         keepers: Keepers = UNSET

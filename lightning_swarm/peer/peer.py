@@ -96,12 +96,12 @@ class Peer:
         return self._host.server
 
     def _report(self) -> PeerReport:
-        traffic = self.transport.traffic
+        sent_bytes, received_bytes = self.transport.traffic.totals()
         return PeerReport(
             run_id=self._config.run_id,
             age_s=time.monotonic() - self._start_s,
-            sent_bytes=traffic.sent_bytes.total(),
-            received_bytes=traffic.received_bytes.total(),
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
             server=self.server.report() if self.server is not None else None,
             links=[_link(peer, link) for peer, link in self.transport.links.items()],
             role=UNSET if self._permit is None else self._permit.role,

@@ -23,6 +23,7 @@ _OWN_OPTIONS: Final = (
     *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path", "invite")),
 )
 _EXAMPLE: Final = "swarm.invite"
+_ANY_SCRIPT: Final = "SCRIPT.py"
 _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 
 # Environment variables. Each goes before the script's own setting.
@@ -50,6 +51,8 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
     where = only_here if address.place.is_loopback else ""
     if _is_command():
         program = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
+    elif _is_interactive():
+        program = _ANY_SCRIPT
     else:
         program = shlex.join([*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]])
     join = f"{address} {program}" if entry is None else f"{address} --invite {_EXAMPLE} {program}"
@@ -66,6 +69,8 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
         )
     else:
         said = f"Peers {where}can join this run: lightning-swarm join {join}"
+    if program == _ANY_SCRIPT:
+        said = f"{said} ({_ANY_SCRIPT}: a script that builds the same module and calls `fit`)"
     return (
         said
         if entry is None
@@ -95,6 +100,11 @@ def _how_to_invite(config: SwarmConfig, entry: Entry, role: str, num_peers: int)
 def _is_command() -> bool:
     """True if the program is `lightning-swarm`, and not a script of the user's."""
     return _program_name() in ("lightning_swarm", "lightning-swarm")
+
+
+def _is_interactive() -> bool:
+    """True in a notebook or at a prompt, where others find no script to run."""
+    return _spec() is None and not hasattr(sys.modules["__main__"], "__file__")
 
 
 def _program_name() -> str:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
@@ -75,6 +75,8 @@ class EventLog:
         self._taken: dict[int, Counter[EventKind]] = {}  # by log: the counts that `drain` has returned so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
+        # True if another log line of this process reports the event: then it is no warning here.
+        self.is_reported: Callable[[Event], bool] = lambda _: False
 
     @property
     def counts(self) -> Counter[EventKind]:
@@ -119,7 +121,8 @@ class EventLog:
                 return
             self._kept.append(event)
         text = str(event)
-        _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", shorten(text))
+        warns = event.kind in _WARNED and not self.is_reported(event)
+        _log.log(logging.WARNING if warns else logging.INFO, "%s", shorten(text))
         if shorten(text) != text:
             _log.debug("In full: %s", printable(text))
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -49,6 +50,10 @@ _OPEN: Final = (
     "model. Let only the run's machines reach it, by a firewall or a VPN; or leave `trust` out: then peers need an "
     "invitation."
 )
+
+
+class _HelpedInNotebook(BaseException):
+    """This peer has helped in another peer's run, which is over, and its process goes on."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,14 @@ class SwarmLauncher(_Launcher):
         """Train here, or serve if this process is a child or joins. A child never returns from it."""
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
+        try:
+            return self._launch(trainer, function, *args, **kwargs)
+        except _HelpedInNotebook:
+            self._strategy.peer = None  # it has left
+            trainer.training, trainer.state.status = False, type(trainer.state.status).FINISHED
+            return None
+
+    def _launch(self, trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         SwarmLauncher.launched = True
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
@@ -201,7 +214,15 @@ class SwarmLauncher(_Launcher):
         return call.resumed(self._end_with(follow))
 
     def _end_with(self, work: Callable[[], str | None]) -> str:
-        """Do the work, then end the process, unless the work returns something: what follows `fit` is for the lead."""
+        """Do the work, then end the process, unless the work returns something: what follows `fit` is for the lead.
+
+        A notebook's process is the user's: there `fit` returns, or raises.
+        """
+        if _IS_INTERACTIVE:
+            result = work()
+            if result is None:
+                raise _HelpedInNotebook
+            return result
         code = 0
         try:
             result = work()

@@ -36,6 +36,7 @@ from lightning_swarm.strategy.loop_counters import (
 from lightning_swarm.strategy.metrics import Pending, SharedLogs, SharedMetrics
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.own_attributes import OwnAttributes
+from lightning_swarm.strategy.run_log import RunLog
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
@@ -51,7 +52,13 @@ class SwarmOptimization:
     """Runs the loop's batches, whose steps happen on the servers. Closure and counters are Lightning's own."""
 
     def __init__(
-        self, trainer: Trainer, session: Session, data: SharedData, config: SwarmConfig, access: ModuleAccess
+        self,
+        trainer: Trainer,
+        session: Session,
+        data: SharedData,
+        config: SwarmConfig,
+        access: ModuleAccess,
+        run_log: RunLog | None,  # at the lead
     ) -> None:
         self.trainer = trainer
         self._data = data
@@ -61,7 +68,7 @@ class SwarmOptimization:
         self._access = access
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None), lambda: session.run.scaling)
-        self._num_servers = session.num_servers
+        self._run_log = run_log
         self._version = session.version  # records that were counted here
         self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False  # in the batch in hand
@@ -325,6 +332,8 @@ class SwarmOptimization:
         self._version = self._session.version
         self._completed = CompletedBatches()
         self.stepped = False
+        if self._run_log is not None:
+            self._run_log.catch_up()
         self._schedulers.restart()
 
     def _begin(self, batch: LoopBatch) -> int | None:
@@ -445,8 +454,8 @@ class SwarmOptimization:
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self.logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
-        if self._session.is_lead:
-            self._log_events()
+        if self._run_log is not None:
+            self._run_log.count(None if decided is None else decided.record)
         if decided is None:  # a later record says as much
             return
         record = decided.record
@@ -467,17 +476,6 @@ class SwarmOptimization:
         if self._session.is_lead and connector.should_update_logs:
             connector.log_metrics(self.logs.of_step)
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
-
-    def _log_events(self) -> None:
-        """Log the swarm's events, if there are any: a quiet run logs what a plain one does."""
-        metrics = {f"swarm/{kind}": float(count) for kind, count in self._session.take_events().items()}
-        num_servers = self._session.num_servers
-        if metrics or num_servers != self._num_servers:
-            metrics["swarm/peers"] = float(num_servers)
-            step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-        self._num_servers = num_servers
 
     def _prepare(self) -> None:
         """Move schedulers to the next record's step: the records that came are not all counted."""

@@ -18,6 +18,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.model.autocast import on_this_thread
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import kind_of, read_selection
+from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.lead import RunSpec
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
@@ -28,7 +29,9 @@ from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.loop_counters import scaling_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
+from lightning_swarm.strategy.run_log import RunLog
 from lightning_swarm.strategy.step_estimate import expected_steps
+from lightning_swarm.strategy.swarm_monitor import add_default_monitor
 from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync
 
 if TYPE_CHECKING:
@@ -54,8 +57,8 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
     checks.check_servers(config, num_devices)
 
 
-def check_brought_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's."""
+def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
+    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's; add the default."""
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     if not strategy.is_global_zero:
         extra_trainers.leave_decisions(trainer)
@@ -64,6 +67,8 @@ def check_brought_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
         checks.check_callbacks(trainer)
         if beside_others:
             checks.check_trainers(trainer, strategy.config)
+        if strategy.is_global_zero:
+            add_default_monitor(strategy, trainer)
     strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
 
 
@@ -249,11 +254,22 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
     data.open(session)
     strategy._undo.callback(data.close)
     assert strategy._access is not None
-    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config, strategy._access)
+    run_log = _open_log(strategy, trainer, session) if session.is_lead else None
+    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config, strategy._access, run_log)
     strategy._loop.take_over()
     strategy._undo.callback(strategy._loop.release)
     strategy._trains = True
     strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
+
+
+def _open_log(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> RunLog:
+    """Log what becomes of the run's peers; after a rollback, also which peers it lost."""
+    former = strategy._run_log
+    membership = Membership(session.run, strategy._own_peer.lead.addresses) if former is None else former.membership
+    strategy._run_log = RunLog(trainer, session, membership)
+    strategy._undo.callback(strategy._run_log.open().close)
+    strategy._run_log.catch_up()
+    return strategy._run_log
 
 
 def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session, written: frozenset[str]) -> None:

@@ -55,6 +55,7 @@ from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback.rollback import Rollback
+from lightning_swarm.strategy.run_log import RunLog
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         )
         self._compiled: dict[str, Any] = {}  # what a compiled module has in the place of its own methods
         self._loop: SwarmOptimization | None = None
+        self._run_log: RunLog | None = None  # at the lead, through all generations of the run
         self._access: ModuleAccess | None = None  # of user code to the module's weights, while a run is under way
         self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
         self._data: SharedData | None = None  # of the run
@@ -234,12 +236,11 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._undo = contextlib.ExitStack()  # of what a run changes in module, loop and callbacks
         self._initial_weights = InitialWeights()  # of weights that the module does not hold
         self._rank_override = extra_trainers.RankOverride()
-        self._rollback = Rollback(self)
-        self._checkpoints = Checkpoints(self)
+        self._rollback, self._checkpoints = Rollback(self), Checkpoints(self)
 
     @override
     def __getstate__(self) -> dict[str, Any]:  # a copy, or a pickled one, has no part in the run
-        of_run = ("peer", "_session", "_joined", "_loop", "_access", "_data", "_compiler")
+        of_run = ("peer", "_session", "_joined", "_loop", "_run_log", "_access", "_data", "_compiler")
         return {**super().__getstate__(), **dict.fromkeys(of_run), "_undo": contextlib.ExitStack(), "_trains": False}
 
     # ------------------------------------------------------------------ module and device
@@ -354,7 +355,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             vars(self._own_module).update(self._compiled)  # Lightning's refusal is over
             self._compiled = {}
         elif not self.config.only_serves:
-            startup.check_brought_callbacks(self, self._own_module.trainer)
+            startup.complete_callbacks(self, self._own_module.trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -151,7 +151,7 @@ def leave(strategy: SwarmStrategy) -> None:
     """End the run and this machine's peers. Twice is fine."""
     _end_run(strategy)
     strategy._rollback.end_fit()
-    strategy._compiler, strategy._inherited_stages = None, ()
+    strategy._compiler, strategy._inherited_stages, strategy._run_log = None, (), None
     peer, strategy.peer = strategy.peer, None
     began = peer is not None and (peer.lead.run is not None or strategy._joined is not None)
     strategy._joined = None

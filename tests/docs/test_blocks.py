@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -20,12 +22,16 @@ from lightning.pytorch.callbacks import ProgressBar
 import lightning_swarm
 from lightning_swarm import cli
 from lightning_swarm.cli import SwarmCLI, commands
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.monitor.membership import Membership
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import entry_of
 from lightning_swarm.peer.process import how_to_join
 from lightning_swarm.planner import report
 from lightning_swarm.planner.machine_files import read_machines
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
+from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.testing import InMemoryStrategy
 from tests.docs import my_project
@@ -56,6 +62,7 @@ NUM_SWARMS = {
     "docs/large.md": 1,
     "docs/checkpoints.md": 2,
     "docs/inference.md": 1,
+    "docs/notebooks.md": 1,
 }
 """How many runs the blocks of a page make; its tests included."""
 
@@ -168,7 +175,7 @@ def test_quickstart_says_what_it_ends_with_and_so_does_the_plain_trainer(
     [swarm] = launched
     assert [server.calls.num_forwards > 0 for server in swarm.servers] == [True] * 4
     words, losses = zip(*(one.splitlines()[-1].rsplit(maxsplit=1) for one in said), strict=True)
-    assert set(words) == {"loss after 20 steps:"}
+    assert set(words) == {"loss after 100 steps:"}
     assert list(map(float, losses)) == pytest.approx([float(losses[0])] * 3, rel=1e-2)
 
 
@@ -244,8 +251,63 @@ def planned(block: Block) -> None:
     assert said.getvalue() == block.text
 
 
+def anyone_can_join(block: Block) -> None:
+    """The line that a notebook prints, which is no script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+        config = lightning_swarm.SwarmStrategy().config
+        address = Address.parse(
+            block.text.partition("lightning-swarm join ")[2].split()[0].replace("12D3KooW...", PEER_ID)
+        )
+        assert how_to_join(config, [address], None) == block.text.rstrip("\n").replace("12D3KooW...", PEER_ID)
+
+
+def devices_refused(block: Block) -> None:
+    """The error for several devices in a notebook."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "_IS_INTERACTIVE", True)
+        with pytest.raises(ConfigError) as caught:
+            L.Trainer(accelerator="cpu", devices=4, strategy=lightning_swarm.SwarmStrategy(), logger=False)
+    assert str(caught.value) == block.text.rstrip("\n")
+
+
+def member_changes(block: Block) -> None:
+    """The line about a peer that comes or goes, from what it says of the run afterwards."""
+    found = re.fullmatch(
+        r"Peer (\w+) \((\S+):(\d+)\) (joined|died or was cut off): stage (\d) .*?(\d) servers?.*, (\d) peers in all\n",
+        block.text,
+    )
+    assert found is not None
+    name, host, port, verb, *numbers = found.groups()
+    stage, num_servers, num_peers = map(int, numbers)
+    peer = PeerId(f"{PEER_ID[: -len(name)]}{name}")
+    joins = verb == "joined"
+    member = SimpleNamespace(peer_id=peer)
+    mates = [SimpleNamespace(peer_id=f"mate {number}") for number in range(num_servers - joins)]
+    others = [SimpleNamespace(peer_id=f"other {number}") for number in range(num_peers - num_servers)]
+    rosters = [others, others]
+    rosters[stage] = [*mates, *([] if joins else [member])]
+    run: Any = SimpleNamespace(
+        manifest=SimpleNamespace(is_whole=False), bans=(), invitations=(), rosters=rosters, trainers=["mate 0"]
+    )
+    address = f"/ip4/{host}/tcp/{port}/p2p/{peer}"
+    place = SimpleNamespace(member=member, stage_index=stage, addresses=[address])
+    record: Any = SimpleNamespace(
+        newcomers=[place] if joins else [],
+        left=[] if joins else [place],
+        closing=SimpleNamespace(absent=[peer]),
+        **dict.fromkeys(("enlisted", "retired", "departures", "convicted"), ()),
+    )
+    (line,) = Membership(run, {peer: [address]}).follow(record, run)
+    assert f"{line.text}\n" == block.text
+
+
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
+    ("docs/quickstart.md", "Peer vsCUEo"): member_changes,
+    ("docs/operate.md", "Peer Sow8nd"): member_changes,
+    ("docs/notebooks.md", "Peers of this machine only"): anyone_can_join,
+    ("docs/notebooks.md", "in a notebook"): devices_refused,
     ("docs/join.md", "Peers can join this run"): peers_can_join,
     ("docs/two_machines.md", "Peers can join this run"): peers_can_join,
     ("docs/simulate.md", "rule   samples"): simulated,

@@ -28,6 +28,7 @@ from lightning_swarm import SwarmStrategy, cli
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression.quantization import Blockwise8Bit, Rotated4Bit
+from lightning_swarm.protocol.messages.reports import EVENT_KINDS
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.testing import FaultySwarmStrategy
 from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
@@ -158,7 +159,8 @@ class Swarm:
         trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[steps], **quiet)
         trainer.fit(module, loader(digits()))
         for line in lines.lines:
-            steps.events.update({name.removeprefix("swarm/"): int(count) for name, count in line.items()})
+            counts = {name.removeprefix("swarm/"): int(count) for name, count in line.items()}
+            steps.events.update({kind: count for kind, count in counts.items() if kind in EVENT_KINDS})
         plain = run_plain(make, loader(digits()), max_steps=trainer.global_step, max_epochs=-1)
         assert len(steps.losses) == trainer.global_step
         off = max(abs(a - b) / abs(b) for a, b in zip(steps.losses, plain.losses, strict=True))

@@ -1,0 +1,114 @@
+"""Lines for the lead's terminal: which peers joined a run, left it or died, and how many are left."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_swarm.core.readable import short_name
+from lightning_swarm.monitor.survey import place_of
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.bans import banned_among
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.run_state import RunState
+
+_DIED = "died or was cut off"
+
+
+@dataclass(frozen=True)
+class MembershipLine:
+    """One peer's change, for people."""
+
+    level: int  # as in `logging`
+    text: str
+
+
+class Membership:
+    """The members of a run, as records changed them so far. Uses no clock and no network."""
+
+    def __init__(self, run: RunState, addresses: Mapping[PeerId, Sequence[str]]) -> None:
+        self._is_whole = run.manifest.is_whole
+        self._places: dict[PeerId, str] = {}  # host and port
+        self._locate(addresses)
+        self._rosters, self._trainers = _members(run)
+        self._dead: set[PeerId] = set()  # a later record may remove such a peer from the trainers
+
+    def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
+        """Apply the next record. Returns a line for each peer that it adds or removes."""
+        self._locate({one.member.peer_id: one.addresses for one in record.newcomers})
+        came, went = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
+        for vacancy in record.left:
+            went[vacancy.member.peer_id].append(vacancy.stage_index)
+            self._rosters[vacancy.stage_index].discard(vacancy.member.peer_id)
+        for newcomer in record.newcomers:
+            came[newcomer.member.peer_id].append(newcomer.stage_index)
+            self._rosters[newcomer.stage_index].add(newcomer.member.peer_id)
+        went |= {peer: went[peer] for peer in record.retired if peer not in self._dead}
+        came |= {peer: came[peer] for peer in record.enlisted}
+        self._trainers = (self._trainers - {*record.retired}) | {*record.enlisted}
+        movers = {one.member.peer_id for one in record.departures}
+        self._dead |= {peer for peer in went if peer in record.closing.absent} - movers
+        reasons = dict.fromkeys(self._dead & went.keys(), _DIED)
+        reasons |= dict.fromkeys(banned_among(went, run.bans, run.invitations), "was expelled by the run's owner")
+        reasons |= {one.peer: "was convicted by an audit" for one in record.convicted or ()}
+        lines = [self._gone(peer, stages, reasons.get(peer)) for peer, stages in went.items()]
+        self._dead -= came.keys()
+        lines += [self._joined(peer, stages) for peer, stages in came.items()]
+        self._dead &= self._trainers
+        if went:
+            self._places = {peer: place for peer, place in self._places.items() if peer in self._all}
+        return lines
+
+    def catch_up(self, run: RunState) -> list[MembershipLine]:
+        """Apply a rollback, which has no record. Returns a line for each peer that it lost or added."""
+        before, former = self._all, self._rosters
+        self._rosters, self._trainers = _members(run)
+        self._dead.clear()
+        lost, new = sorted(before - self._all), sorted(self._all - before)
+        lines = [self._gone(peer, _stages_of(peer, former), _DIED) for peer in lost]
+        return lines + [self._joined(peer, _stages_of(peer, self._rosters)) for peer in new]
+
+    def _locate(self, addresses: Mapping[PeerId, Sequence[str]]) -> None:
+        self._places |= {peer: place for peer, maddrs in addresses.items() if (place := place_of(maddrs)) is not None}
+
+    @property
+    def _all(self) -> set[PeerId]:
+        return self._trainers.union(*self._rosters) - self._dead
+
+    def _joined(self, peer: PeerId, stages: Sequence[int]) -> MembershipLine:
+        verb = "joined" if stages or not _stages_of(peer, self._rosters) else "trains now"
+        return MembershipLine(logging.INFO, self._line(peer, verb, stages, "{} now has {}"))
+
+    def _gone(self, peer: PeerId, stages: Sequence[int], reason: str | None) -> MembershipLine:
+        verb = reason
+        if verb is None and peer in self._all:  # in another part of the run
+            verb = f"left {' and '.join(f'stage {stage}' for stage in stages)}" if stages else "trains no more"
+        elif verb is None:  # the record does not say whether a trainer died
+            verb = "left" if stages else "is no longer in the run"
+        level = logging.INFO if reason is None else logging.WARNING
+        return MembershipLine(level, self._line(peer, verb, stages, "{} has {} left"))
+
+    def _line(self, peer: PeerId, verb: str, stages: Sequence[int], form: str) -> str:
+        place = f" ({self._places[peer]})" if peer in self._places else ""
+        counts = [] if self._is_whole else [form.format(f"stage {one}", self._num_servers(one)) for one in stages]
+        trainers = self._trainers - self._dead
+        if len(trainers) > 1 or not counts:
+            counts.append(_number(len(trainers), "trainer"))
+        return f"Peer {short_name(peer)}{place} {verb}: {', '.join(counts)}, {_number(len(self._all), 'peer')} in all"
+
+    def _num_servers(self, stage: int) -> str:
+        return _number(len(self._rosters[stage]), "server")
+
+
+def _members(run: RunState) -> tuple[list[set[PeerId]], set[PeerId]]:
+    return [{member.peer_id for member in roster} for roster in run.rosters], {*run.trainers}
+
+
+def _stages_of(peer: PeerId, rosters: Sequence[set[PeerId]]) -> list[int]:
+    return [stage for stage, roster in enumerate(rosters) if peer in roster]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"

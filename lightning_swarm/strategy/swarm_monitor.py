@@ -1,0 +1,170 @@
+"""`SwarmMonitor`: logs a run's speed, waiting time and traffic."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.core.rebase import written_once, written_part
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.strategy import SwarmStrategy
+
+    _Callback = Callback
+else:
+    _Callback = object
+
+__all__ = ["SwarmMetric", "SwarmMonitor", "add_default_monitor"]
+
+SwarmMetric: TypeAlias = Literal[
+    "samples_per_s", "step_s", "wait_s", "sent_bytes_per_s", "received_bytes_per_s", "peers"
+]
+_METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
+
+
+@written_once(Callback)
+class SwarmMonitor(_Callback):
+    """Logs a run's speed, waiting time and traffic to the Trainer's loggers, every `log_every_n_steps` steps.
+
+    A Trainer with a logger and a swarm has one by default. Pass your own instance to choose its metrics:
+    ``SwarmMonitor(metrics=["samples_per_s"])``, or ``SwarmMonitor(metrics=[])`` for nothing. The lead alone logs.
+    Each value is the mean since the last time; validation does not count. Where no swarm trains, nothing is logged.
+
+    - ``swarm/samples_per_s``: samples in the run's steps, from all trainers, per second.
+    - ``swarm/step_s``: seconds per step.
+    - ``swarm/wait_s``: of these, seconds in which the lead waited for places in steps and for the ends of steps, where
+      servers average gradients and step. The time of forward and backward passes is not in it.
+    - ``swarm/sent_bytes_per_s``, ``swarm/received_bytes_per_s``: bytes that the lead's peer exchanged with other peers,
+      framing included.
+    - ``swarm/peers``: number of peers that hold a stage now.
+
+    Args:
+        metrics: Names of the values to log, without ``swarm/``.
+
+    Raises:
+        ConfigError: A name is unknown.
+
+    Example:
+        >>> trainer = Trainer(strategy=strategy, callbacks=[SwarmMonitor(metrics=["samples_per_s", "wait_s"])])
+    """
+
+    def __init__(self, metrics: Sequence[SwarmMetric] = _METRICS) -> None:
+        super().__init__()
+        names: list[Any] = [metrics] if isinstance(metrics, str) else list(metrics)
+        unknown = [name for name in names if name not in _METRICS]
+        if unknown:
+            raise ConfigError(
+                f"`metrics` of `SwarmMonitor` must be among {list(_METRICS)}, got {unknown}. Leave it out for all of "
+                "them; `metrics=[]` logs none."
+            )
+        self.metrics: Sequence[SwarmMetric] = names
+        self._interval = 0  # the number of the interval of `log_every_n_steps` steps that is under way
+        self._before: Mapping[str, float] | None = None  # the counts at the last look; None: training is paused
+        self._gained: Counter[str] = Counter()  # in the interval so far
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A fit that goes on after a rollback comes by here again, with counts that begin anew.
+        self._gained.clear()
+        self._before = self._counts(trainer)
+        self._interval = _interval(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._before is not None:
+            self._look(trainer)
+            self._before = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:  # then training has not started
+            self._before = self._counts(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        former, self._interval = self._interval, _interval(trainer, step + 1)
+        if self._interval <= former or self._before is None:
+            return
+        peers = self._look(trainer)
+        values = {
+            f"swarm/{name}": value for name, value in _values(self._gained, peers).items() if name in self.metrics
+        }
+        self._gained.clear()
+        if values:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = None
+
+    def _look(self, trainer: Trainer) -> float:
+        """Add the gains since the last look. Returns the number of servers."""
+        now = self._counts(trainer)
+        if now is None or self._before is None:
+            return 0.0
+        self._gained.update({name: count - self._before[name] for name, count in now.items()})
+        self._before = now
+        return now["peers"]
+
+    def _counts(self, trainer: Trainer) -> Mapping[str, float] | None:
+        """Return the run's counts at this moment; None if this process does not log, or no swarm trains."""
+        strategy: Any = trainer.strategy
+        if not (self.metrics and trainer.is_global_zero and trainer.loggers and hasattr(strategy, "status")):
+            return None
+        try:
+            status = strategy.status()
+        except SwarmError:  # no run is under way
+            return None
+        return {
+            "time_s": time.monotonic(),
+            "steps": trainer.global_step,
+            "samples": status.total_samples,
+            "waited_s": status.waited_s,
+            "sent_bytes": status.sent_bytes,
+            "received_bytes": status.received_bytes,
+            "peers": status.num_servers,
+        }
+
+
+def _interval(trainer: Trainer, num_steps: int) -> int:
+    """The number of complete intervals of `log_every_n_steps` steps in so many steps."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it in its connector
+    return num_steps // every if every else 0
+
+
+def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
+    """Return the values of an interval from its gains; none without a step."""
+    seconds, steps = gained.get("time_s", 0.0), gained.get("steps", 0)
+    if seconds <= 0 or steps <= 0:
+        return {}
+    return {
+        "samples_per_s": gained["samples"] / seconds,
+        "step_s": seconds / steps,
+        "wait_s": gained["waited_s"] / steps,
+        "sent_bytes_per_s": gained["sent_bytes"] / seconds,
+        "received_bytes_per_s": gained["received_bytes"] / seconds,
+        "peers": peers,
+    }
+
+
+def add_default_monitor(strategy: SwarmStrategy, trainer: Trainer) -> None:
+    """Add a `SwarmMonitor`, as Lightning adds its own default callbacks, if there is a logger and no other monitor."""
+    own: Any = trainer  # whose attributes Lightning sets in its connectors
+    if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in own.callbacks):
+        return
+    monitor = import_module(strategy.framework.strategies).SwarmMonitor()
+    own.callbacks[:] = own._callback_connector._reorder_callbacks([*own.callbacks, monitor])
