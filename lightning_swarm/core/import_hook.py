@@ -66,7 +66,7 @@ class _Follower(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._package:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             own = spec.loader.exec_module

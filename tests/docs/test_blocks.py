@@ -19,8 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
 from lightning_swarm import cli
-from lightning_swarm.cli import SwarmCLI
-from lightning_swarm.cli.simulate import simulated
+from lightning_swarm.cli import SwarmCLI, simulate
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import entry_of
 from lightning_swarm.peer.process import how_to_join
@@ -230,7 +229,7 @@ def peers_can_join(block: Block) -> None:
 def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
     runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
-    assert report.span_table(simulated(runs)) == block.text.rstrip("\n")
+    assert report.span_table(simulate.simulated(runs)) == block.text.rstrip("\n")
 
 
 def planned(block: Block) -> None:
