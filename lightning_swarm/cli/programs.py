@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import yaml
 
 from lightning_swarm.cli import serving
+from lightning_swarm.cli.invite import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
@@ -247,6 +248,7 @@ def _from_stdin() -> str:
 
 def _run_program(name: str, program: Sequence[str]) -> None:
     if program[0].startswith("-") and program[0] != "-m":
+        say("Importing torch, Lightning and the model.")
         sys.argv[1:] = ["fit", *program]
         run_trainer()
     else:
@@ -255,6 +257,7 @@ def _run_program(name: str, program: Sequence[str]) -> None:
                 f"`{name}` must be told what to run: a script, -m MODULE, --config FILE or --model CLASS. "
                 f"{program[0]!r} is no file here. Check the path; what is an option of {name} comes before it."
             )
+        say(f"Importing torch, Lightning and {program[1] if program[0] == '-m' else program[0]}.")
         _bootstrap.run([*program])
     from lightning_swarm.strategy.launcher import SwarmLauncher
 

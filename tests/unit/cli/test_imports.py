@@ -26,6 +26,7 @@ CALLS = [
     (["join", "here", "train.py"], 2),
     (["invite", "--uses", "0"], 2),
     (["invite", "--out", "one.invite"], 0),
+    (["join", PLACE, "leaves.py"], 3),
 ]
 PROGRAM = """
 import json, sys
@@ -45,6 +46,7 @@ print(json.dumps(found))
 
 
 def test_help_invitations_and_mistakes_import_nothing_slow(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")  # before it imports anything
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps([words for words, _ in CALLS])],
         capture_output=True,
@@ -58,4 +60,5 @@ def test_help_invitations_and_mistakes_import_nothing_slow(tmp_path: Path) -> No
         assert status == expected, words
         assert "msgspec" in modules  # so this is a list of modules
         assert not SLOW & set(modules), words
+    assert run.stderr.splitlines()[-1] == "Importing torch, Lightning and leaves.py."
     assert (tmp_path / "one.invite").read_text().startswith("swarm-invite")
