@@ -57,7 +57,7 @@ def swarm_s() -> float:
 
 
 JOINED = "benchmarks.joined"
-# What ends each part, and what the part is. The first peer says the last one.
+# The line that ends each part, and the name of the part. The lead prints the last line.
 PARTS: Mapping[str, str] = {
     "Importing torch": "the command itself",
     "imported": "imports of torch, Lightning and the script",

@@ -146,7 +146,7 @@ each moment would do. Numbers are means over the seeds.
 """
 
 COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
-"""What can be set of a `Compression`, each by an option of its own."""
+"""The fields of a `Compression`; each has an option of its own."""
 
 
 def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
@@ -166,7 +166,7 @@ def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `doctor` takes."""
+    """Add the options of `doctor`."""
     parser.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
     parser.add_argument(
@@ -180,7 +180,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `status` takes."""
+    """Add the options of `status`."""
     _add_address(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again and again")
@@ -191,14 +191,14 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_members_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `members` takes."""
+    """Add the options of `members`."""
     _add_address(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     add_visitor_arguments(parser)
 
 
 def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `ban` and `unban` take."""
+    """Add the options of `ban` and `unban`."""
     _add_address(parser)
     add_owner_arguments(parser)
     parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
@@ -211,7 +211,7 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `plan` takes."""
+    """Add the options of `plan`."""
     parser.add_argument(
         "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
     )
@@ -263,7 +263,7 @@ def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `export` takes."""
+    """Add the options of `export`."""
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved, or a sharded checkpoint"
     )
@@ -273,6 +273,6 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `simulate` takes."""
+    """Add the options of `simulate`."""
     parser.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="what there is, and what happens")
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw throughput, peers per stage and moves")

@@ -43,7 +43,7 @@ _STAYS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"))  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the options of `invite`."""
     parser.add_argument("--role", choices=[str(role) for role in Role], default="server", help="(default: %(default)s)")
     parser.add_argument("--uses", type=int, default=1, metavar="N", help="so many peers may come by it (default: 1)")
     parser.add_argument(

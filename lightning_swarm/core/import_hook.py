@@ -1,4 +1,4 @@
-"""Imports that wait: for the first use of a name, or until a script imports another package."""
+"""Deferred imports: at the first use of a name, or after the import of another package."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _import_all(paths: Sequence[str]) -> None:
 
 
 class _Follower(MetaPathFinder):
-    """Finds a package as others do, and has modules imported after it."""
+    """Imports modules right after a package, which the finders behind this one find."""
 
     def __init__(self, package: str, paths: Sequence[str]) -> None:
         self._package = package
@@ -71,7 +71,7 @@ class _Follower(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             own = spec.loader.exec_module
 
-            # The finder stays until then, because others look for a package that they do not import.
+            # The finder stays until then, because `importlib.util.find_spec` looks for packages without importing them.
             def exec_module(module: ModuleType) -> None:
                 own(module)
                 sys.meta_path.remove(self)
@@ -82,7 +82,7 @@ class _Follower(MetaPathFinder):
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds modules by further names."""
+    """Imports modules by their further names."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
         self._modules = modules
@@ -95,5 +95,5 @@ class _Aliases(MetaPathFinder, Loader):
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns whatever stands in `sys.modules` now: the real module, and no second copy of it.
+        # The import system returns this entry of `sys.modules`, the real module, in place of the empty `module`.
         sys.modules[module.__name__] = import_module(self._modules[module.__name__])
