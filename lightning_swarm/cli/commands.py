@@ -14,7 +14,7 @@ from lightning_swarm import __version__
 from lightning_swarm.cli import arguments, invite, programs, serving
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.import_hook import import_path
-from lightning_swarm.core.process import LOG, follow_environment
+from lightning_swarm.core.process import LOG, collecting_rarely, follow_environment
 
 _DESCRIPTION: Final = """\
 Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
@@ -131,14 +131,16 @@ def _command(words: Sequence[str]) -> Callable[[], int]:
     name = words[0] if words else ""
     # Lightning's own parsers of these commands take seconds to build, and need jsonargparse.
     if name in programs.TRAINER_COMMANDS or name in ("-c", "--config"):
-        return programs.run_trainer
+        return collecting_rarely()(programs.run_trainer)  # until `fit` begins
     if name in programs.PEER_COMMANDS:
         return partial(programs.run_peer, name, words[1:])
     return partial(_run, _parser().parse_args(words))
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    status: int = import_path(_COMMANDS[parsed.command].run)(parsed)
+    with collecting_rarely():
+        run = import_path(_COMMANDS[parsed.command].run)
+    status: int = run(parsed)
     return status
 
 

@@ -18,6 +18,7 @@ import yaml
 from lightning_swarm.cli import serving
 from lightning_swarm.cli.invite import say
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.process import collecting_rarely
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
 from lightning_swarm.peer.config import Preemption
@@ -235,7 +236,8 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
     with handed_over(_from_stdin() if chosen.invite == "-" else None) as (invitation, _):
         os.environ.update({**environment, **invitation})
-        _run_program(name, program)
+        with collecting_rarely():  # until `fit` begins
+            _run_program(name, program)
     return 0
 
 

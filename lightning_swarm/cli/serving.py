@@ -14,7 +14,7 @@ from typing import Any, Final
 from lightning_swarm.cli.invite import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.process import leaving_on_signals
+from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
 from lightning_swarm.peer.entry import entry_of
@@ -80,11 +80,12 @@ def run_serve(arguments: Sequence[str]) -> int:
 
 def _serve(chosen: argparse.Namespace) -> int:
     say("Importing torch.")
-    from lightning_swarm.model.pretrained import PretrainedFolder
-    from lightning_swarm.peer.model_host import ModelHost, ServeOptions
-    from lightning_swarm.peer.network import start_network
-    from lightning_swarm.server.executor import ThreadExecutor
-    from lightning_swarm.server.placement import MovePolicy
+    with collecting_rarely():
+        from lightning_swarm.model.pretrained import PretrainedFolder
+        from lightning_swarm.peer.model_host import ModelHost, ServeOptions
+        from lightning_swarm.peer.network import start_network
+        from lightning_swarm.server.executor import ThreadExecutor
+        from lightning_swarm.server.placement import MovePolicy
 
     if chosen.weights is not None:
         PretrainedFolder(chosen.weights)  # refuses a folder that is none before anything starts
@@ -230,9 +231,10 @@ def run_http(arguments: argparse.Namespace) -> int:
     if arguments.weights is not None and len(arguments.models) > 1:
         raise ConfigError(f"`--weights` is the folder of one model, got {len(arguments.models)} models. Leave it out.")
     say("Importing torch and transformers.")
-    from lightning_swarm.cli import http_server
-    from lightning_swarm.cli.texts import ServedText
-    from lightning_swarm.peer.remote_model import remote_model
+    with collecting_rarely():
+        from lightning_swarm.cli import http_server
+        from lightning_swarm.cli.texts import ServedText
+        from lightning_swarm.peer.remote_model import remote_model
 
     served: list[ServedText] = []
     try:
@@ -261,10 +263,11 @@ def run_generate(arguments: argparse.Namespace) -> int:
             f"{arguments.prompt!r}, {arguments.max_new_tokens} and {arguments.temperature:g}."
         )
     say("Importing torch and transformers.")
-    import torch
-    import transformers
+    with collecting_rarely():
+        import torch
+        import transformers
 
-    from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
+        from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
 
     say(f"Connecting to {arguments.address}.")
     model = remote_model(

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
-from lightning_swarm.core.process import follow_environment, leaving_on_signals
+from lightning_swarm.core.process import collect_as_usual, follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
 from lightning_swarm.peer.entry import Entry, entry_of
@@ -140,6 +140,7 @@ class SwarmLauncher(_Launcher):
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         SwarmLauncher.launched = True
+        collect_as_usual()
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
