@@ -62,7 +62,7 @@ else:
     alias_modules(__name__, _PATHS)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_PATHS})
+        return sorted([*_PATHS, "__version__"])
 
     import_along("lightning.pytorch", "lightning_swarm.strategy.registration")
     # A command line may name any class without its module, if that is imported.

@@ -38,8 +38,14 @@ with warnings.catch_warnings(record=True) as caught:
     rank_zero_deprecation("old")
 assert issubclass(caught[0].category, LightningDeprecationWarning), caught[0].category
 assert "lightning_swarm.strategy.strategy" not in sys.modules
+"""
+
+# A Trainer imports the strategy by its name. The classes that a command line may name alone are imported along with it.
+_BY_NAME = """
 strategy = lightning.pytorch.Trainer(strategy="swarm", accelerator="cpu", logger=False).strategy
 assert type(strategy) is lightning_swarm.SwarmStrategy
+assert "lightning.pytorch.cli" in sys.modules
+assert "lightning_swarm.strategy.attach" in sys.modules
 """
 
 
@@ -52,6 +58,7 @@ def imported() -> set[str]:
         f"from {path} import {name}; import {path}; assert {path}.{name} is {name}; print('{path}')"
         for path, name in PATHS.items()
     )
+    program += _BY_NAME
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200.0, check=False)
     assert run.returncode == 0, run.stderr
     return set(run.stdout.split())
