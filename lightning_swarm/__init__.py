@@ -4,59 +4,70 @@ Importing the package registers ``strategy="swarm"`` with Lightning, under both 
 `pytorch_lightning`. The class for the latter is `lightning_swarm.pytorch_lightning.SwarmStrategy`.
 """
 
-import sys as _sys
+from typing import TYPE_CHECKING
 
-from lightning_swarm.client import status
-from lightning_swarm.core import errors
-from lightning_swarm.core.import_hook import import_along as _import_along
-from lightning_swarm.core.limits import Limits
-from lightning_swarm.model import boundary_layers as boundary
-from lightning_swarm.model import nn
-from lightning_swarm.model import random as randomness
-from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, insert_boundary, restore_boundary
-from lightning_swarm.monitor import view
-from lightning_swarm.monitor.view import SwarmView
-from lightning_swarm.peer import config, preemption
-from lightning_swarm.peer.remote_model import remote_model
-from lightning_swarm.protocol import events
-from lightning_swarm.protocol.settings import Compression
-from lightning_swarm.strategy.attach import AttachStrategy
-from lightning_swarm.strategy.framework import LIGHTNING as _LIGHTNING
-from lightning_swarm.strategy.sample_text import SampleText
-from lightning_swarm.strategy.strategy import SwarmStrategy
-from lightning_swarm.strategy.swarm_monitor import SwarmMonitor
+from lightning_swarm.core.import_hook import alias_modules, import_along, lazy_attributes
 
 __version__ = "0.1.0"
-__all__ = [
-    "AttachStrategy",
-    "Bottleneck",
-    "Compression",
-    "Limits",
-    "Maxout",
-    "SampleText",
-    "SwarmMonitor",
-    "SwarmStrategy",
-    "SwarmView",
-    "__version__",
-    "insert_boundary",
-    "remote_model",
-    "restore_boundary",
-]
 
-# Modules that users import by these names, wherever they stand: `import lightning_swarm.nn`.
-_PUBLIC_MODULES = {
-    "boundary": boundary,
-    "config": config,
-    "errors": errors,
-    "events": events,
-    "nn": nn,
-    "preemption": preemption,
-    "randomness": randomness,
-    "status": status,
-    "view": view,
-}
-_sys.modules.update({f"{__name__}.{_name}": _module for _name, _module in _PUBLIC_MODULES.items()})
+if TYPE_CHECKING:
+    from lightning_swarm.client import status as status
+    from lightning_swarm.core import errors as errors
+    from lightning_swarm.core.limits import Limits as Limits
+    from lightning_swarm.model import boundary_layers, random
+    from lightning_swarm.model import nn as nn
+    from lightning_swarm.model.boundary_layers import Bottleneck as Bottleneck
+    from lightning_swarm.model.boundary_layers import Maxout as Maxout
+    from lightning_swarm.model.boundary_layers import insert_boundary as insert_boundary
+    from lightning_swarm.model.boundary_layers import restore_boundary as restore_boundary
+    from lightning_swarm.monitor import view as view
+    from lightning_swarm.monitor.view import SwarmView as SwarmView
+    from lightning_swarm.peer import config as config
+    from lightning_swarm.peer import preemption as preemption
+    from lightning_swarm.peer.remote_model import remote_model as remote_model
+    from lightning_swarm.protocol import events as events
+    from lightning_swarm.protocol.settings import Compression as Compression
+    from lightning_swarm.strategy.attach import AttachStrategy as AttachStrategy
+    from lightning_swarm.strategy.sample_text import SampleText as SampleText
+    from lightning_swarm.strategy.strategy import SwarmStrategy as SwarmStrategy
+    from lightning_swarm.strategy.swarm_monitor import SwarmMonitor as SwarmMonitor
 
-_LIGHTNING.register(SwarmStrategy)
-# Only where a script imports `pytorch_lightning`, whichever of the two it imports first.
-_import_along("pytorch_lightning", f"{__name__}.pytorch_lightning")
+    boundary, randomness = boundary_layers, random
+else:
+    # Each is imported at its first use, because torch and Lightning take seconds. Modules keep the names by which users
+    # import them, wherever they stand: `import lightning_swarm.nn`.
+    _PATHS = {
+        "AttachStrategy": "lightning_swarm.strategy.attach:AttachStrategy",
+        "Bottleneck": "lightning_swarm.model.boundary_layers:Bottleneck",
+        "Compression": "lightning_swarm.protocol.settings:Compression",
+        "Limits": "lightning_swarm.core.limits:Limits",
+        "Maxout": "lightning_swarm.model.boundary_layers:Maxout",
+        "SampleText": "lightning_swarm.strategy.sample_text:SampleText",
+        "SwarmMonitor": "lightning_swarm.strategy.swarm_monitor:SwarmMonitor",
+        "SwarmStrategy": "lightning_swarm.strategy.strategy:SwarmStrategy",
+        "SwarmView": "lightning_swarm.monitor.view:SwarmView",
+        "insert_boundary": "lightning_swarm.model.boundary_layers:insert_boundary",
+        "remote_model": "lightning_swarm.peer.remote_model:remote_model",
+        "restore_boundary": "lightning_swarm.model.boundary_layers:restore_boundary",
+        "boundary": "lightning_swarm.model.boundary_layers",
+        "config": "lightning_swarm.peer.config",
+        "errors": "lightning_swarm.core.errors",
+        "events": "lightning_swarm.protocol.events",
+        "nn": "lightning_swarm.model.nn",
+        "preemption": "lightning_swarm.peer.preemption",
+        "randomness": "lightning_swarm.model.random",
+        "status": "lightning_swarm.client.status",
+        "view": "lightning_swarm.monitor.view",
+    }
+    __all__ = [name for name, path in _PATHS.items() if ":" in path] + ["__version__"]
+    __getattr__ = lazy_attributes(__name__, _PATHS)
+    alias_modules(__name__, _PATHS)
+
+    def __dir__() -> list[str]:
+        return sorted([*_PATHS, "__version__"])
+
+    import_along("lightning.pytorch", "lightning_swarm.strategy.registration")
+    # A command line may name any class without its module, if that is imported.
+    import_along("lightning.pytorch.cli", *_PATHS.values())
+    # Only where a script imports it, whichever of the two it imports first.
+    import_along("pytorch_lightning", "lightning_swarm.pytorch_lightning")

@@ -3,16 +3,17 @@
 That import has classes of its own. ``strategy="swarm"`` needs ``import lightning_swarm`` only.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytorch_lightning.callbacks import Callback, ProgressBar
-from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 
+from lightning_swarm.core.import_hook import lazy_attributes
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
 from lightning_swarm.strategy import attach, sample_text, strategy, swarm_monitor
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
+from lightning_swarm.strategy.registration import register
 
 __all__ = [
     "AttachStrategy",
@@ -52,15 +53,12 @@ else:
     SwarmMonitor = rebased(swarm_monitor.SwarmMonitor, Callback, __name__)
     SampleText = rebased(sample_text.SampleText, Callback, __name__)
 
-PYTORCH_LIGHTNING.register(SwarmStrategy)
+register(StrategyRegistry, __name__)
 # A Trainer calls whatever is not its Strategy "an invalid strategy name". It lets these two pass as far as to
 # `_configure_launcher`, where they say which import to change.
 LIGHTNING.strategy.register(SwarmStrategy)
 Strategy.register(strategy.SwarmStrategy)
 
-
-def __getattr__(name: str) -> Any:
+if not TYPE_CHECKING:
     # The command line stands above the strategy, and takes a while to import.
-    if name == "SwarmCLI":
-        return import_module("lightning_swarm.cli.pytorch_lightning").SwarmCLI
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = lazy_attributes(__name__, {"SwarmCLI": "lightning_swarm.cli.pytorch_lightning:SwarmCLI"})

@@ -1,30 +1,24 @@
-"""The command `lightning-swarm invite`, and how other commands come to a run: by an invitation, or as its owner."""
+"""The command `lightning-swarm invite`."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.core.errors import AccessDenied, ConfigError, Uncertified
+from lightning_swarm.cli.arguments import add_owner_arguments
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import is_there, write_new
-from lightning_swarm.monitor.doctor import ANYONE, Visitor
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Certify, Role
+from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import public_key
-from lightning_swarm.peer.config import DEFAULT_RUN_ID
-from lightning_swarm.peer.entry import owner_entry, visitor_entry
-from lightning_swarm.peer.process import INVITE, owners_folder
+from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.trust.certificates import MAX_USES, Invitation
-from lightning_swarm.trust.invitation_text import AnyInvitation, check_is_file_name, to_text
+from lightning_swarm.trust.invitation_text import AnyInvitation, to_text
 from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 
 DESCRIPTION: Final = """\
@@ -49,7 +43,7 @@ _STAYS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"))  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Add the options of `invite`."""
     parser.add_argument("--role", choices=[str(role) for role in Role], default="server", help="(default: %(default)s)")
     parser.add_argument("--uses", type=int, default=1, metavar="N", help="so many peers may come by it (default: 1)")
     parser.add_argument(
@@ -90,12 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
-    """Let a command speak in the name of a run's owner."""
-    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
-    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
-
-
 def owner_path(arguments: argparse.Namespace) -> Path:
     """Return the path of the owner's key, which may not be there."""
     path: Path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
@@ -105,63 +93,6 @@ def owner_path(arguments: argparse.Namespace) -> Path:
 def say(text: str) -> None:
     """Tell the user something that is no result."""
     print(text, file=sys.stderr)  # noqa: T201 - a command
-
-
-def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
-    """Let a command look at a run where only invited peers are answered."""
-    group.add_argument(
-        "--invite",
-        metavar="FILE",
-        help=f"an invitation, where only invited peers are answered (default: {INVITE}, or the owner's key)",
-    )
-    add_owner_arguments(group)
-
-
-@contextmanager
-def looking(arguments: argparse.Namespace, address: str) -> Iterator[Visitor]:
-    """Within the context a command looks at the run of a peer. Its errors name this command's own options."""
-    visitor = visitor_of(arguments)
-    try:
-        yield visitor
-    except AccessDenied as error:
-        if isinstance(error, Uncertified):
-            why = f"{address} answers only peers with a certificate of its run, and this command has none to show"
-        elif visitor.is_guess:
-            why = f"it was shown what the owner's key of run {arguments.run_id!r} permits, and {str(error).rstrip('.')}"
-        else:
-            raise
-        command = f"{arguments.command} --swarm" if arguments.command == "plan" else arguments.command
-        raise AccessDenied(
-            f"{why}. Show an invitation: `lightning-swarm {command} {address} --invite FILE`, or set {INVITE}. Where "
-            f"the run was started its owner's key is shown, if `--run-id` is the run's: it is {arguments.run_id!r}."
-        ) from error
-
-
-def visitor_of(arguments: argparse.Namespace) -> Visitor:
-    """Make the visitor that looks at a run: by an invitation or, where there is none, as the owner of the run."""
-    now_s = time.time()
-    source = arguments.invite or os.environ.get(INVITE)
-    if source:
-        check_is_file_name(source)
-        return Visitor(partial(visitor_entry(source, now_s=now_s).credentials, now_s=now_s))
-    try:
-        path = owner_path(arguments)
-    except ConfigError:  # this user has no place for keys, and so owns no run
-        return ANYONE
-    if not is_there(path):
-        if arguments.owner is not None:
-            raise ConfigError(
-                f"`--owner` must be the file of an owner's key, got {str(path)!r}, which is not there. Name another "
-                "one, or leave it out."
-            )
-        return ANYONE
-    # Whoever owns a run of this name may look at another one, which takes any peer.
-    return Visitor(as_owner(Owner.load(arguments.run_id, path)), is_guess=arguments.owner is None)
-
-
-def as_owner(owner: Owner) -> Certify:
-    """Make the credentials of a command that comes as the owner of a run."""
-    return partial(owner_entry(owner).credentials, now_s=time.time())
 
 
 def _check(arguments: argparse.Namespace) -> None:

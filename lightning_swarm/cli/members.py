@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.cli.invite import add_owner_arguments, add_visitor_arguments, as_owner, looking, owner_path, say
+from lightning_swarm.cli.invite import owner_path, say
+from lightning_swarm.cli.visitors import as_owner, looking
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import is_there
 from lightning_swarm.core.readable import short_name
@@ -24,59 +25,7 @@ from lightning_swarm.protocol.bans import MAX_BANS
 from lightning_swarm.trust.certificates import MAX_REASON, encode
 from lightning_swarm.trust.owner import Owner
 
-MEMBERS: Final = """\
-{what} Asks any peer of the run. Changes nothing.
-
-    lightning-swarm members 203.0.113.7:31337/12D3...                       where the run was started
-    lightning-swarm members 203.0.113.7:31337/12D3... --invite look.invite  elsewhere
-
-Named are all that ever came, with the role of their certificate, the beginning of the number of their invitation, how
-many of its uses are used, and what they do in the run. With --json, one object a line.
-"""
-
-BAN: Final = """\
-{what} Call it where the run was started: there is the owner's key.
-
-    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --reason "sends nonsense"
-    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all that came by its invitation
-    lightning-swarm ban 203.0.113.7:31337/12D3... anna.invite                   an invitation, used or not
-
-All peers that can be reached hear it at once, and neither answer nor ask that peer any more. The run's next record
-tells all others, and drops it from the run. A rollback and a checkpoint keep it. `lightning-swarm members`
-shows the ids of peers.
-"""
-
-UNBAN: Final = """\
-{what} Call it where the run was started: there is the owner's key.
-
-    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW...
-    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    and its invitation
-    lightning-swarm unban 203.0.113.7:31337/12D3... anna.invite
-
-The peer does not come back by itself: it joins again.
-"""
-
 _TIMEOUT_S: Final = 10.0
-
-
-def add_members_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `members` takes."""
-    _add_address(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    add_visitor_arguments(parser)
-
-
-def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what `ban` and `unban` take."""
-    _add_address(parser)
-    add_owner_arguments(parser)
-    parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
-    parser.add_argument("--invitation", action="store_true", help="besides the peer, all that come by its invitation")
-    parser.add_argument("--reason", default="", help=f"for people, at most {MAX_REASON} characters")
-
-
-def _add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
 
 
 def show_members(arguments: argparse.Namespace) -> int:

@@ -7,12 +7,13 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
-from lightning_swarm.cli import invite
+from lightning_swarm.cli.arguments import COMPRESSION_NAMES
 from lightning_swarm.cli.programs import cli_module, require_jsonargparse
+from lightning_swarm.cli.visitors import looking
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
@@ -23,42 +24,13 @@ from lightning_swarm.planner import probe
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import AssumedRates, LiveSwarm, PeerThroughput, read_swarm
 from lightning_swarm.planner.machine_files import NOT_GIVEN, WireSettings, read_compression, read_machines
-from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
+from lightning_swarm.planner.plan import make_plan, predict
 from lightning_swarm.planner.records import Machine, ModelProfile, Plan
 from lightning_swarm.planner.report import describe, describe_now, draw
-from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
-_NAMES: Final = [field.name for field in fields(Compression)]
 _MBIT: Final = 1e6 / 8
 _GB: Final = 1e9
-
-DESCRIPTION: Final = """\
-{what} Nothing is started, and no other machine is asked but by --swarm.
-
-    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
-    lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
-    lightning-swarm plan machines.yaml --config run.yaml --measure  for machines whose rate is `here`
-    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --picture law.png
-    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          for a swarm that runs: would others do better?
-
-The file lists the machines. The first one starts the run: it trains, and holds a stage.
-
-    machines:
-      - name: desk               # all but the rate, the memory and the link may be left out
-        tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
-        memory_gb: 24            # where it computes
-        up_mbit: 40              # its link
-        down_mbit: 100
-        latency_ms: 15           # to another machine, one way
-        count: 3                 # as many of them
-        processor: accelerator   # or cpu, which also has to send and receive
-        host_memory_gb: 64       # these two: for training alone with offloading
-        bus_gb_per_s: 12
-    compression: 8bit            # how tensors travel, as in SwarmStrategy; may be left out
-
-Predictions are counted; docs/planning.md says how far off they were.
-"""
 
 
 @dataclass(frozen=True)
@@ -70,37 +42,6 @@ class _Subject:
     sequence: int = 1024  # tokens of a sample
     width: int | None = None  # features of a token
     travel: WireSettings = NOT_GIVEN
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`."""
-    parser.add_argument(
-        "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a file of `fit`, with the model in it")
-    numbers = parser.add_argument_group("or a transformer, by its measures")
-    numbers.add_argument("--layers", type=int, help="its blocks")
-    numbers.add_argument("--width", type=int, help="features of a token")
-    numbers.add_argument("--sequence", type=int, help="tokens of a sample")
-    numbers.add_argument("--vocabulary", type=int, default=0, help="of embeddings and head (default: there are none)")
-    numbers.add_argument(
-        "--ends",
-        choices=("stages", "trainer"),
-        default="stages",
-        help="where these are: in the first and last stage, with the loss, or around all (default: %(default)s)",
-    )
-    parser.add_argument("--target-batch-size", type=int, help="samples of a step (default: as many as pay)")
-    parser.add_argument(
-        "--largest-batch-size",
-        type=int,
-        default=LARGEST_BATCH,
-        help="of those that are looked at (default: %(default)s)",
-    )
-    parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
-    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
-    _add_machine_arguments(parser)
-    _add_live_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -184,18 +125,10 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
 
 
-def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
-    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
-    for name in _NAMES:
-        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
-    group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
-
-
 def _chosen_travel(arguments: argparse.Namespace) -> WireSettings:
     """Read the options on how tensors travel; raises a ConfigError if that is impossible."""
     every = arguments.compression
-    options = {name: getattr(arguments, f"compression.{name}") for name in _NAMES}
+    options = {name: getattr(arguments, f"compression.{name}") for name in COMPRESSION_NAMES}
     chosen = {name: _value(text) for name, text in options.items() if text is not None}
     if chosen and every is not None:
         chosen = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **chosen}
@@ -206,19 +139,6 @@ def _value(text: str) -> object:
     if text.isdigit():
         return int(text)
     return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
-    live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
-    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
-    invite.add_visitor_arguments(live)
-    for option, default, unit, meaning in (
-        ("--over", 10.0, "SECONDS", "time to see its rates in"),
-        ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
-        ("--bus-gb-per-s", 12.0, "GB", "between a GPU and its host, for training alone with offloading"),
-        ("--timeout", 10.0, "SECONDS", "for each peer"),
-    ):
-        live.add_argument(option, type=float, default=default, metavar=unit, help=f"{meaning} (default: %(default)g)")
 
 
 def _run_live(arguments: argparse.Namespace) -> int:
@@ -267,7 +187,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
     address = Address.parse(arguments.swarm)
-    with invite.looking(arguments, str(address)) as visitor:
+    with looking(arguments, str(address)) as visitor:
         looks = survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
         with contextlib.closing(looks):
             before, now = next(looks), next(looks)

@@ -11,19 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import yaml
 
-from lightning_swarm.cli import serving, swarm_cli
+from lightning_swarm.cli import serving
+from lightning_swarm.cli.invite import say
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.process import collecting_rarely
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
 from lightning_swarm.peer.config import Preemption
 from lightning_swarm.peer.process import IDENTITY, INVITE, JOIN, LISTEN, PREEMPTION, ROLE, handed_over
-from lightning_swarm.strategy.framework import LIGHTNING, ImportTree, framework_of_class, mixed_import
-from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, check_is_file_name, from_text
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy.framework import ImportTree
 
 _MODEL, _DATA, _STRATEGY = "model", "data", "trainer.strategy"
 _CLASSES: Final = (_MODEL, _DATA, _STRATEGY)  # the import tree of the first one that is given decides
@@ -77,6 +80,8 @@ Classes are named by their import path from the current folder, like my_project.
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
     """The import tree whose Trainer can run a command line, which begins with one of `commands`."""
+    from lightning_swarm.strategy.framework import LIGHTNING, framework_of_class, mixed_import
+
     named: dict[str, Any] = {}
     for argument, following in zip_longest(arguments, arguments[1:]):
         option, equals, text = argument.partition("=")
@@ -128,8 +133,8 @@ def cli_module(arguments: Sequence[str], commands: Sequence[str]) -> Any:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
-    in_lightning = choose_framework(arguments, commands) is LIGHTNING
-    return swarm_cli if in_lightning else import_module("lightning_swarm.cli.pytorch_lightning")
+    in_lightning = choose_framework(arguments, commands).name == "lightning.pytorch"
+    return import_module(f"lightning_swarm.cli.{'swarm_cli' if in_lightning else 'pytorch_lightning'}")
 
 
 def run_trainer() -> int:
@@ -231,7 +236,8 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
     with handed_over(_from_stdin() if chosen.invite == "-" else None) as (invitation, _):
         os.environ.update({**environment, **invitation})
-        _run_program(name, program)
+        with collecting_rarely():  # until `fit` begins
+            _run_program(name, program)
     return 0
 
 
@@ -244,6 +250,7 @@ def _from_stdin() -> str:
 
 def _run_program(name: str, program: Sequence[str]) -> None:
     if program[0].startswith("-") and program[0] != "-m":
+        say("Importing torch, Lightning and the model.")
         sys.argv[1:] = ["fit", *program]
         run_trainer()
     else:
@@ -252,7 +259,10 @@ def _run_program(name: str, program: Sequence[str]) -> None:
                 f"`{name}` must be told what to run: a script, -m MODULE, --config FILE or --model CLASS. "
                 f"{program[0]!r} is no file here. Check the path; what is an option of {name} comes before it."
             )
+        say(f"Importing torch, Lightning and {program[1] if program[0] == '-m' else program[0]}.")
         _bootstrap.run([*program])
+    from lightning_swarm.strategy.launcher import SwarmLauncher
+
     if not SwarmLauncher.launched:
         raise ConfigError(
             f"what is to {name} a run must train with `strategy=SwarmStrategy(...)`: {program[0]} ended, and no such "

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_swarm.cli.invite import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.process import leaving_on_signals
+from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
 from lightning_swarm.peer.entry import entry_of
@@ -78,11 +79,13 @@ def run_serve(arguments: Sequence[str]) -> int:
 
 
 def _serve(chosen: argparse.Namespace) -> int:
-    from lightning_swarm.model.pretrained import PretrainedFolder
-    from lightning_swarm.peer.model_host import ModelHost, ServeOptions
-    from lightning_swarm.peer.network import start_network
-    from lightning_swarm.server.executor import ThreadExecutor
-    from lightning_swarm.server.placement import MovePolicy
+    say("Importing torch.")
+    with collecting_rarely():
+        from lightning_swarm.model.pretrained import PretrainedFolder
+        from lightning_swarm.peer.model_host import ModelHost, ServeOptions
+        from lightning_swarm.peer.network import start_network
+        from lightning_swarm.server.executor import ThreadExecutor
+        from lightning_swarm.server.placement import MovePolicy
 
     if chosen.weights is not None:
         PretrainedFolder(chosen.weights)  # refuses a folder that is none before anything starts
@@ -234,14 +237,17 @@ def run_http(arguments: argparse.Namespace) -> int:
     """Run `http`; returns the exit status."""
     if arguments.weights is not None and len(arguments.models) > 1:
         raise ConfigError(f"`--weights` is the folder of one model, got {len(arguments.models)} models. Leave it out.")
-    from lightning_swarm.cli import http_server
-    from lightning_swarm.cli.texts import ServedText
-    from lightning_swarm.peer.remote_model import remote_model
+    say("Importing torch and transformers.")
+    with collecting_rarely():
+        from lightning_swarm.cli import http_server
+        from lightning_swarm.cli.texts import ServedText
+        from lightning_swarm.peer.remote_model import remote_model
 
     served: list[ServedText] = []
     try:
         for text in arguments.models:
             name, _, address = text.rpartition("=")
+            say(f"Connecting to {address}.")
             model = remote_model(address, invite=arguments.invite, weights=arguments.weights)
             name = name or model.config.model_type
             served.append(ServedText(name, model, model.swarm.tokenizer()))
@@ -263,11 +269,14 @@ def run_generate(arguments: argparse.Namespace) -> int:
             "`generate` needs a prompt that is not empty, at least 1 new token and a temperature above 0, got "
             f"{arguments.prompt!r}, {arguments.max_new_tokens} and {arguments.temperature:g}."
         )
-    import torch
-    import transformers
+    say("Importing torch and transformers.")
+    with collecting_rarely():
+        import torch
+        import transformers
 
-    from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
+        from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
 
+    say(f"Connecting to {arguments.address}.")
     model = remote_model(
         arguments.address, invite=arguments.invite, weights=arguments.weights, adapter=arguments.adapter
     )
@@ -281,6 +290,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         begin_s, given = time.perf_counter(), tokenizer(arguments.prompt, return_tensors="pt")
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True)
         num_prompt = given["input_ids"].shape[1]
+        say(f"Computing the prompt's {num_prompt} tokens.")
         drawn |= prefill_in_chunks(model, num_prompt)
         found = model.generate(**given, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **drawn)
         number = found.shape[1] - num_prompt

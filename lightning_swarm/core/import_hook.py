@@ -1,32 +1,64 @@
-"""Imports a module of this package as soon as a script imports another package."""
+"""Deferred imports: at the first use of a name, or after the import of another package."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.util import spec_from_loader
 from types import ModuleType
+from typing import Any
 
 from typing_extensions import override
 
 
-def import_along(package: str, module: str) -> None:
-    """Import `module` right after `package`: now, or when that is imported."""
+def import_path(path: str) -> Any:
+    """Import and return ``module`` or ``module:attribute``."""
+    module, _, attribute = path.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def lazy_attributes(package: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's ``__getattr__``: it imports a name at its first use, from a path as for `import_along`."""
+
+    def get(name: str) -> Any:
+        if name not in paths:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = import_path(paths[name])
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get
+
+
+def import_along(package: str, *paths: str) -> None:
+    """Import each of ``module`` or ``module:attribute`` right after a package: now, or when that is imported."""
     if package in sys.modules:
-        import_module(module)
+        _import_all(paths)
     else:
-        sys.meta_path.insert(0, _Finder(package, module))
+        sys.meta_path.insert(0, _Follower(package, paths))
 
 
-class _Finder(MetaPathFinder):
-    """Finds a package as others do, and has a module imported after it."""
+def alias_modules(package: str, paths: Mapping[str, str]) -> None:
+    """Have ``import package.name`` import the module at the name's path, if that is the path of a module."""
+    modules = {f"{package}.{name}": path for name, path in paths.items() if ":" not in path}
+    sys.meta_path.insert(0, _Aliases(modules))
 
-    def __init__(self, package: str, module: str) -> None:
+
+def _import_all(paths: Sequence[str]) -> None:
+    for path in paths:
+        import_path(path)
+
+
+class _Follower(MetaPathFinder):
+    """Imports modules right after a package, which the finders behind this one find."""
+
+    def __init__(self, package: str, paths: Sequence[str]) -> None:
         self._package = package
-        self._module = module
+        self._paths = paths
 
     @override
     def find_spec(
@@ -34,14 +66,34 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._package:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             own = spec.loader.exec_module
 
+            # The finder stays until then, because `importlib.util.find_spec` looks for packages without importing them.
             def exec_module(module: ModuleType) -> None:
                 own(module)
-                import_module(self._module)
+                sys.meta_path.remove(self)
+                _import_all(self._paths)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Imports modules by their further names."""
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self._modules = modules
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if fullname in self._modules else None
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system returns this entry of `sys.modules`, the real module, in place of the empty `module`.
+        sys.modules[module.__name__] = import_module(self._modules[module.__name__])

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NewType
 
-from torch import Tensor
-
 from lightning_swarm.core.errors import ProtocolError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_swarm.network.access import Permit
 
 PeerId = NewType("PeerId", str)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.settings import (
     AUDIT_SHARE,
@@ -18,6 +17,9 @@ from lightning_swarm.protocol.settings import (
     check_whole_or_none,
 )
 from lightning_swarm.trust.invitation_text import check_is_file_name
+
+if TYPE_CHECKING:
+    from lightning_swarm.model.boundary_layers import Boundary
 
 # `Compression` is public by the name of `lightning_swarm.config.Compression`, too.
 __all__ = ["Compression", "PeerRole", "Preemption", "StateDictType", "SwarmConfig", "Trust"]
@@ -94,11 +96,8 @@ class SwarmConfig:
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
                 f"got {self.split!r}. {_nearest(self.split)}Leave it out to balance by parameters."
             )
-        if self.boundary is not None and not isinstance(self.boundary, Boundary):
-            raise ConfigError(
-                "`boundary` must be a `Bottleneck`, a `Maxout` or None (all features travel), got "
-                f"{self.boundary!r}. Write `boundary=Bottleneck(ratio=4)`, say."
-            )
+        if self.boundary is not None:
+            self._check_boundary()
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
             raise ConfigError(
                 f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
@@ -106,6 +105,15 @@ class SwarmConfig:
         self._check_trust()
         if self.settings.deterministic:
             self._check_deterministic()
+
+    def _check_boundary(self) -> None:
+        from lightning_swarm.model.boundary_layers import Boundary  # imports torch, which commands can do without
+
+        if not isinstance(self.boundary, Boundary):
+            raise ConfigError(
+                "`boundary` must be a `Bottleneck`, a `Maxout` or None (all features travel), got "
+                f"{self.boundary!r}. Write `boundary=Bottleneck(ratio=4)`, say."
+            )
 
     def _check_trust(self) -> None:
         check_choice(

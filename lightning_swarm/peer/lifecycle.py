@@ -85,7 +85,7 @@ class MembershipLifecycle:
     async def serve_run(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it."""
         num_returns, admission = 0, self._server.admission
-        while await self._entered():
+        while await self._entered(say):
             begin_s = now_s()
             if admission.membership.is_member and (report := self._server.report()) is not None:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
@@ -126,9 +126,9 @@ class MembershipLifecycle:
 
     # ------------------------------------------------------------------ joining
 
-    async def _entered(self) -> bool:
+    async def _entered(self, say: Callable[[str], None]) -> bool:
         """Wait until this server is in a run or hears that the run is over; False if it is told to leave before."""
-        entering = asyncio.ensure_future(self._server.joiner.enter(self._find_coordinators))
+        entering = asyncio.ensure_future(self._server.joiner.enter(self._find_coordinators, say))
         leaving = asyncio.ensure_future(self._leaving.wait())
         alone = asyncio.ensure_future(self._raise_when_alone())
         try:

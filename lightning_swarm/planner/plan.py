@@ -28,6 +28,7 @@ from lightning_swarm.planner.cost_model import (
 )
 from lightning_swarm.planner.records import (
     FAST_ENOUGH,
+    LARGEST_BATCH,
     SAME,
     USUAL_MICROBATCH,
     Machine,
@@ -225,7 +226,6 @@ def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
     return found
 
 
-LARGEST_BATCH: Final = 4096  # most samples of a step, unless another number is given
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_DATALOADER_BATCH: Final = 1024

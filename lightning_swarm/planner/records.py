@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+LARGEST_BATCH: Final = 4096  # most samples of a step, unless another number is given
 USUAL_MICROBATCH: Final = 8  # samples of a microbatch, for estimates that are made before its size is chosen
 
 

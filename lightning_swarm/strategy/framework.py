@@ -30,7 +30,6 @@ class ImportTree:
         self.module: type[Any] = import_module(name).LightningModule
         self.data_module: type[Any] = import_module(name).LightningDataModule
         self.strategy: type[Any] = of("strategies", "Strategy")
-        self.strategy_registry: Any = of("strategies", "StrategyRegistry")
         self.accelerator: type[Any] = of("accelerators", "Accelerator")
         self.call: ModuleType = of("trainer", "call")
         self.callbacks = import_module(f"{name}.callbacks")
@@ -44,6 +43,9 @@ class ImportTree:
             "trainer.connectors.data_connector", "_get_distributed_sampler"
         )
         self.with_sampler: Callable[..., Any] = of("utilities.data", "_update_dataloader")
+        estimate = vars(self.trainer)["estimated_stepping_batches"]
+        if not isinstance(estimate, EstimatedSteps):
+            self.trainer.estimated_stepping_batches = EstimatedSteps(estimate.fget, doc=estimate.__doc__)
 
     @property
     def strategy_path(self) -> str:
@@ -54,16 +56,6 @@ class ImportTree:
     def other(self) -> ImportTree:
         """The other tree, if a script has imported it."""
         return next((tree for tree in FRAMEWORKS if tree is not self), self)
-
-    def register(self, strategy: Any) -> None:
-        """Make a class of strategies known to the tree, by the name "swarm" and by its path."""
-        # A bare class path on a command line reaches Lightning as a name in lower case.
-        for name in (strategy.strategy_name, f"{self.strategies}.{strategy.__name__}".lower()):
-            description = "SWARM parallelism: pipeline stages on unequal, unreliable peers"
-            self.strategy_registry.register(name, strategy, description=description, override=True)
-        estimate = vars(self.trainer)["estimated_stepping_batches"]
-        if not isinstance(estimate, EstimatedSteps):
-            self.trainer.estimated_stepping_batches = EstimatedSteps(estimate.fget, doc=estimate.__doc__)
 
     def take_messages(self) -> None:
         """Have both trees log and warn in the name of this tree, for which a script may have set levels and filters."""

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
-from lightning_swarm.core.process import follow_environment, leaving_on_signals
+from lightning_swarm.core.process import collect_as_usual, follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
 from lightning_swarm.peer.entry import Entry, entry_of
@@ -153,6 +153,7 @@ class SwarmLauncher(_Launcher):
 
     def _launch(self, trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         SwarmLauncher.launched = True
+        collect_as_usual()
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
@@ -334,6 +335,9 @@ class SwarmLauncher(_Launcher):
         if self._num_peers > 1:
             self._num_threads = _share_cores(self._num_peers)
         self._entry = self._enter()
+        if self._strategy.config.initial_peers:
+            places = " and ".join(str(address.place) for address in self._strategy.config.initial_peers)
+            rank_zero_info(f"Connecting to {places}.")
         peer = self._strategy.peer = hivemind_peer(self._strategy.config, self._entry)
         if first:
             peer.check_run_id()

@@ -35,7 +35,7 @@ SMALL = {
 """Each takes about a second."""
 
 
-HELPERS = {"bare", "delays", "ends", "gpipe", "together", "train", "waiting", "wan.peers", "wan.swarm"}
+HELPERS = {"bare", "delays", "ends", "gpipe", "joined", "together", "train", "waiting", "wan.peers", "wan.swarm"}
 """Programs of the processes that benchmarks start."""
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
 from lightning_swarm import cli
-from lightning_swarm.cli import SwarmCLI, commands
+from lightning_swarm.cli import SwarmCLI, simulate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.network import PeerId
@@ -236,7 +236,7 @@ def peers_can_join(block: Block) -> None:
 def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
     runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
-    assert report.span_table(commands.simulated(runs)) == block.text.rstrip("\n")
+    assert report.span_table(simulate.simulated(runs)) == block.text.rstrip("\n")
 
 
 def planned(block: Block) -> None:

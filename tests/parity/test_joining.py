@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,9 @@ def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.Log
     with caplog.at_level(logging.INFO, "lightning_swarm.peer.peer"):
         run = swarm(Joining())
     (record,) = [record.step for record in run.records if record.newcomers]
-    said, end = [one.message for one in caplog.records if one.name == "lightning_swarm.peer.peer"]
+    download, here, said, end = [one.message for one in caplog.records if one.name == "lightning_swarm.peer.peer"]
+    assert re.fullmatch(r"Downloading stage 0 \(\d+\.\d MB\) from 1 peer\.", download)
+    assert re.fullmatch(r"Stage 0 is here, at step \d+\. This peer enters when a step ends\.", here)
     assert said == f"In run 'swarm' from step {record + 1} on, with stage 0."
     assert end.startswith("Run 'swarm' is over.")
 

@@ -72,6 +72,7 @@ class Joiner:
         self._alone = False  # one replica shall send everything
         self._unconfirmed: set[PeerId] = set()  # donors that sent what the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # of the peers that announce themselves
+        self._say: Callable[[str], None] = _log.info  # tells the user how far it is
         context.transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
@@ -83,12 +84,15 @@ class Joiner:
         """Join with another stage than `former`, which this server had, and takes again if it cannot get the other."""
         self._stage, self._target, self._former = None, stage_index, former
 
-    async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
+    async def enter(
+        self, find: Callable[[], Awaitable[Sequence[PeerId]]], say: Callable[[str], None] = _log.info
+    ) -> None:
         """Come into a run: be admitted at its beginning, or join one whose coordinator `find` names.
 
         There may be no run for long. Raises `ConfigError` if this peer's model or version is not the run's, and
         `PeerError` if the run does not let this peer in.
         """
+        self._say = say
         while not self._done:
             coordinator = await self._find_coordinator(find)
             if coordinator is not None:
@@ -180,13 +184,14 @@ class Joiner:
         first = (self._membership.me.boot_id + attempt) % len(roster)
         donors = [*roster[first:], *roster[:first]]
         is_audited = view.manifest.settings.is_audited
-        download = StageDownload(self._transport, self._stage, limits=self._limits)
+        download = StageDownload(self._transport, self._stage, limits=self._limits, say=self._say)
         # In an audited run one server sends all, so that it is known who sent what the coordinator does not confirm.
         donors = self._confirmed(donors, coordinator) if is_audited else donors
         try:
             donor, version = await self._download(download, donors, self._stage, alone=self._alone or is_audited)
             self._joined_at = reply.view.version
             await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
+            self._say(f"Stage {self._stage.index} is here, at step {version}. This peer enters when a step ends.")
             await self._follow(donor, self._stage)
         except SwarmError as error:
             is_fault = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)

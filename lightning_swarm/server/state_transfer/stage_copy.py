@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -135,10 +135,13 @@ def _dtype(layout: TensorLayout) -> torch.dtype:
 class StageDownload:
     """The download of one stage. `stage`, of the joiner's own copy of the model, says what the tensors must be."""
 
-    def __init__(self, transport: Transport, stage: Stage, *, limits: Limits) -> None:
+    def __init__(
+        self, transport: Transport, stage: Stage, *, limits: Limits, say: Callable[[str], None] = _log.info
+    ) -> None:
         self._transport = transport
         self._stage = stage
         self._limits = limits
+        self._say = say
         self._missing: dict[int, int] = {}  # the end of each missing piece, by its begin
         self._asked: dict[int, set[PeerId]] = {}  # the peers that were asked for a piece, by its begin
         self.donor: PeerId | None = None  # the replica that was asked last to send a copy, and all records after it
@@ -160,6 +163,10 @@ class StageDownload:
                     for start in range(0, incoming.num_bytes, PIECE_BYTES)
                 }
                 others = [] if alone else [peer for peer in donors if peer != donor][:_MAX_HELPERS]
+                donors_text = f"{1 + len(others)} peer{'s' if others else ''}"
+                self._say(
+                    f"Downloading stage {self._stage.index} ({incoming.num_bytes / 1e6:.1f} MB) from {donors_text}."
+                )
                 await self._pull_all(donor, others, incoming)
                 return donor, incoming
         except TimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import inspect
 import sys
@@ -332,6 +333,21 @@ def test_commands_run_on_a_swarm(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     assert name in made[0].seen
     assert len(Watched.last.servers) == 2
     assert list(Path.cwd().iterdir()) == []  # no configuration beside the user's own files
+
+
+def test_garbage_is_collected_as_usual_from_fit_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, found = gc.get_threshold(), {}
+    build = Net.__init__
+
+    def init(self: Net, width: int = 8) -> None:
+        found["made"] = gc.get_threshold()
+        build(self, width)
+
+    monkeypatch.setattr(Net, "__init__", init)
+    monkeypatch.setattr(Net, "on_fit_start", lambda self: found.update(fits=gc.get_threshold()))
+    assert command(monkeypatch, "fit", *MODEL, *QUIET, "--trainer.devices=1") == 0
+    assert found["made"][0] > usual[0], "imports are over when the model is made"
+    assert found["fits"] == gc.get_threshold() == usual
 
 
 def test_fit_saves_its_configuration_beside_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:

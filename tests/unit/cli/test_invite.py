@@ -150,8 +150,8 @@ def test_what_cannot_be_is_refused_and_makes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "module", "name"),
     [
-        (["status", HERE], "survey", "watch"),
-        (["doctor", "--peer", HERE], "doctor", "examine"),
+        (["status", HERE], survey, "watch"),
+        (["doctor", "--peer", HERE], doctor, "examine"),
     ],
 )
 def test_who_looks_at_a_run_shows_an_invitation(
@@ -159,7 +159,7 @@ def test_who_looks_at_a_run_shows_an_invitation(
     capsys: pytest.CaptureFixture[str],
     folder: Path,
     arguments: list[str],
-    module: str,
+    module: Any,
     name: str,
 ) -> None:
     told: list[Any] = []
@@ -168,7 +168,7 @@ def test_who_looks_at_a_run_shows_an_invitation(
         told.append(visitor)
         yield from ()
 
-    monkeypatch.setattr(getattr(commands, module), name, look)
+    monkeypatch.setattr(module, name, look)
     owner = Owner("theirs", Identity.generate())
     line = to_text(owner.invite(Role.OBSERVER, uses=1, expires_at_s=4e9, stay_s=4e9))
     (folder / "look.invite").write_text(line)
@@ -239,7 +239,7 @@ def test_a_user_without_a_home_looks_at_a_run_all_the_same(monkeypatch: pytest.M
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     told: list[Any] = []
     monkeypatch.setattr(survey, "watch", lambda *_, visitor, **__: (told.append(visitor) for _ in range(1)))
-    monkeypatch.setattr(commands.survey, "table", str)
+    monkeypatch.setattr(survey, "table", str)
     assert command(monkeypatch, "status", HERE) == 0
     assert [visitor.certify for visitor in told] == [None]
 

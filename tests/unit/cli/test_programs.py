@@ -11,6 +11,7 @@ import pytest
 
 from lightning_swarm import cli
 from lightning_swarm.cli import programs
+from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.peer import process
@@ -88,10 +89,17 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ],
 )
 def test_a_program_is_told_whom_to_join(
-    monkeypatch: pytest.MonkeyPatch, ran: Ran, arguments: list[str], program: list[str], told: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ran: Ran,
+    arguments: list[str],
+    program: list[str],
+    told: dict[str, str],
 ) -> None:
     assert command(monkeypatch, *arguments) == 0
     assert ran == [(program, told)]
+    what = "the model" if program[0] == "lightning-swarm" else program[program[0] == "-m"]
+    assert capsys.readouterr().err == f"Importing torch, Lightning and {what}.\n"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_what_cannot_join_is_refused(
 ) -> None:
     assert command(monkeypatch, *arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("lightning-swarm: error: ")
+    assert error.removeprefix("Importing torch, Lightning and train.py.\n").startswith("lightning-swarm: error: ")
     for part in said:
         assert part in error
 
@@ -173,3 +181,19 @@ def test_an_invitation_on_standard_input_reaches_the_program_in_a_file_without_a
     monkeypatch.setattr(sys, "stdin", io.StringIO(line[:-3]))
     assert command(monkeypatch, "join", HERE, "--invite", "-", "train.py") == 2
     assert "got 'standard input': it was cut or changed on its way" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["generate", HERE, "--prompt", "Hi"], ["http", f"small={HERE}"]])
+def test_who_waits_for_a_served_model_is_told_what_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Unreachable("nobody is there")
+
+    monkeypatch.setattr("lightning_swarm.peer.remote_model.remote_model", refuse)
+    assert command(monkeypatch, *arguments) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "Importing torch and transformers.",
+        f"Connecting to {HERE}.",
+        "lightning-swarm: error: nobody is there",
+    ]

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core import process
-from lightning_swarm.core.process import ProcessSettings, max_files
+from lightning_swarm.core.process import ProcessSettings, collect_as_usual, collecting_rarely, max_files
 from lightning_swarm.peer import network, peer
 
 BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thread's piece
@@ -43,6 +43,37 @@ def test_as_many_files_may_be_open_as_the_system_permits() -> None:
             settings.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def _thresholds_kept() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("_nothing_frozen", "_thresholds_kept")
+def test_imports_are_not_searched_for_garbage() -> None:
+    usual = gc.get_threshold()
+    with collecting_rarely():
+        assert gc.get_threshold()[0] > 500_000
+        with collecting_rarely():  # a command that runs another one
+            made = [[] for _ in range(10_000)]
+        assert gc.get_threshold() == usual
+    assert gc.get_threshold() == usual
+    assert gc.get_freeze_count() == 0
+    assert len(gc.get_objects(generation=0)) < len(made), "the next collection does not go through what was made"
+
+
+@pytest.mark.usefixtures("_nothing_frozen", "_thresholds_kept")
+def test_a_threshold_of_the_program_itself_stays() -> None:
+    with collecting_rarely():
+        gc.set_threshold(5_000)
+        gc.freeze()
+        collect_as_usual()  # `fit` begins
+        assert gc.get_threshold()[0] == 5_000
+    assert gc.get_threshold()[0] == 5_000
+    assert gc.get_freeze_count() > 10_000
 
 
 @pytest.mark.usefixtures("_nothing_frozen")

@@ -134,6 +134,9 @@ def test_only_who_lets_others_in_invites_them(
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
     SwarmLauncher(SwarmStrategy(role=role), 1)._start_peers(trainer)
     assert len(said) == invites
+    said.clear()
+    SwarmLauncher(SwarmStrategy(role="server", initial_peers=f"192.0.2.9:5/{ID}"), 1)._start_peers(trainer)
+    assert said[0] == "Connecting to 192.0.2.9:5."
 
 
 @pytest.mark.parametrize(

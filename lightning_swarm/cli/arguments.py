@@ -1,0 +1,278 @@
+"""The options of commands whose own modules take long to import: their help must not wait for torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Final, get_args
+
+from lightning_swarm.peer.config import DEFAULT_RUN_ID
+from lightning_swarm.peer.process import INVITE
+from lightning_swarm.planner.records import LARGEST_BATCH
+from lightning_swarm.protocol.settings import CodecName, Compression
+from lightning_swarm.trust.certificates import MAX_REASON
+
+DOCTOR: Final = """\
+{what} Exit status 1 if something is wrong.
+
+    lightning-swarm doctor                                          this machine
+    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port that it is to listen on
+    lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
+"""
+
+STATUS: Final = """\
+{what} Asks any peer for the others, and all of them what they do. Changes nothing.
+
+    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
+    lightning-swarm status 203.0.113.7:31337/12D3... --json         for programs: one object a line
+
+Rates are averages since a peer began or, with --watch, since the look before. The object has `run_id`, `step` (null if
+no coordinator answers), `steps_per_minute`, `stages` (for each a list of peer ids), `trainers_stage` (the one of them
+that is what stands around the pipeline, which the trainers compute; where it is the only one, it is a model that is not
+cut; or null) and `peers`. Each of these has `peer_id`, `place`, `problem` (why it did not answer, or null), `stages`,
+`lead`, `coordinator`, `step` (null while it waits for a run), `samples_per_s` (forward through each of its stages but
+the trainers'), `queued` (jobs), `sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null
+in a run that takes any peer), `refused` (requests of peers whose certificates do not permit them) and `peak_gb`.
+"""
+
+MEMBERS: Final = """\
+{what} Asks any peer of the run. Changes nothing.
+
+    lightning-swarm members 203.0.113.7:31337/12D3...                       where the run was started
+    lightning-swarm members 203.0.113.7:31337/12D3... --invite look.invite  elsewhere
+
+Named are all that ever came, with the role of their certificate, the beginning of the number of their invitation, how
+many of its uses are used, and what they do in the run. With --json, one object a line.
+"""
+
+BAN: Final = """\
+{what} Call it where the run was started: there is the owner's key.
+
+    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --reason "sends nonsense"
+    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all that came by its invitation
+    lightning-swarm ban 203.0.113.7:31337/12D3... anna.invite                   an invitation, used or not
+
+All peers that can be reached hear it at once, and neither answer nor ask that peer any more. The run's next record
+tells all others, and drops it from the run. A rollback and a checkpoint keep it. `lightning-swarm members`
+shows the ids of peers.
+"""
+
+UNBAN: Final = """\
+{what} Call it where the run was started: there is the owner's key.
+
+    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW...
+    lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    and its invitation
+    lightning-swarm unban 203.0.113.7:31337/12D3... anna.invite
+
+The peer does not come back by itself: it joins again.
+"""
+
+PLAN: Final = """\
+{what} Nothing is started, and no other machine is asked but by --swarm.
+
+    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
+    lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
+    lightning-swarm plan machines.yaml --config run.yaml --measure  for machines whose rate is `here`
+    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --picture law.png
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          for a swarm that runs: would others do better?
+
+The file lists the machines. The first one starts the run: it trains, and holds a stage.
+
+    machines:
+      - name: desk               # all but the rate, the memory and the link may be left out
+        tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
+        memory_gb: 24            # where it computes
+        up_mbit: 40              # its link
+        down_mbit: 100
+        latency_ms: 15           # to another machine, one way
+        count: 3                 # as many of them
+        processor: accelerator   # or cpu, which also has to send and receive
+        host_memory_gb: 64       # these two: for training alone with offloading
+        bus_gb_per_s: 12
+    compression: 8bit            # how tensors travel, as in SwarmStrategy; may be left out
+
+Predictions are counted; docs/planning.md says how far off they were.
+"""
+
+EXPORT: Final = """\
+{what} With torch 2.10 or newer nothing in the checkpoint is executed. OUT is overwritten.
+
+    lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
+    lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer
+    lightning-swarm export last.ckpt my-llama/                      a model of Hugging Face, to be served
+
+The second one has all of the model and of the optimizer's state in memory meanwhile. The third one needs the model's
+config.json in the folder, as `model.config.save_pretrained("my-llama/")` writes it.
+"""
+
+SIMULATE: Final = """\
+{what}
+Starts nothing, needs no network. Of 10,000 peers on 100 stages a day takes minutes for each rule and seed.
+
+    lightning-swarm simulate scenario.yaml                          a table
+    lightning-swarm simulate scenario.yaml --picture swarm.png      and curves over time
+
+The file says what there is, for example:
+
+    stages: 8              # of the pipeline
+    hours: 24
+    peers:
+      number: 60
+      samples_per_s: [1, 10]   # the slowest and the fastest, forward and backward through a stage; or one number
+      stay_hours: 4            # each on the average; 0: for good
+      back_minutes: 10         # until another takes its place
+    rules: [none, paper, gain] # nobody moves; the SWARM paper's rule; what pays
+    interval_s: 300        # between two looks, at the latest
+    move_s: 30             # for how long who moves computes nothing: download and start
+    join_s: 30             # likewise for who comes
+    seeds: 3               # how often, each time by other chances
+
+With `microbatches` they are simulated one by one, by the code of real swarms: for hundreds of peers and minutes. Who
+moves or comes then downloads its stage, and `move_s` and `join_s` mean nothing.
+
+    microbatches:
+      per_step: 256
+      size: 1                # samples of each
+      boundary_mb: 0.5       # of a sample, from a stage to the next
+      stage_mb: 2            # of a stage's weights; its optimizer has twice as many
+      mbit: [20, 200]        # of the slowest link and the fastest, each way; or one number; 0: no limit
+      latency_ms: 10         # of each link
+
+Instead of `peers`, `trace: file.csv` has what happened, in lines of `seconds,peer,samples_per_s`: from then on a peer
+does so much, and 0 is one that is gone. The table's percentages are of what the best assignment of the peers alive at
+each moment would do. Numbers are means over the seeds.
+"""
+
+COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
+"""The fields of a `Compression`; each has an option of its own."""
+
+
+def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
+    """Let a command speak in the name of a run's owner."""
+    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
+    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+
+
+def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
+    """Let a command look at a run where only invited peers are answered."""
+    group.add_argument(
+        "--invite",
+        metavar="FILE",
+        help=f"an invitation, where only invited peers are answered (default: {INVITE}, or the owner's key)",
+    )
+    add_owner_arguments(group)
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `doctor`."""
+    parser.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT/ID",
+        help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
+    )
+    add_visitor_arguments(parser)
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `status`."""
+    _add_address(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again and again")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
+    )
+    add_visitor_arguments(parser)
+
+
+def add_members_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `members`."""
+    _add_address(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    add_visitor_arguments(parser)
+
+
+def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ban` and `unban`."""
+    _add_address(parser)
+    add_owner_arguments(parser)
+    parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
+    parser.add_argument("--invitation", action="store_true", help="besides the peer, all that come by its invitation")
+    parser.add_argument("--reason", default="", help=f"for people, at most {MAX_REASON} characters")
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`."""
+    parser.add_argument(
+        "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a file of `fit`, with the model in it")
+    numbers = parser.add_argument_group("or a transformer, by its measures")
+    numbers.add_argument("--layers", type=int, help="its blocks")
+    numbers.add_argument("--width", type=int, help="features of a token")
+    numbers.add_argument("--sequence", type=int, help="tokens of a sample")
+    numbers.add_argument("--vocabulary", type=int, default=0, help="of embeddings and head (default: there are none)")
+    numbers.add_argument(
+        "--ends",
+        choices=("stages", "trainer"),
+        default="stages",
+        help="where these are: in the first and last stage, with the loss, or around all (default: %(default)s)",
+    )
+    parser.add_argument("--target-batch-size", type=int, help="samples of a step (default: as many as pay)")
+    parser.add_argument(
+        "--largest-batch-size",
+        type=int,
+        default=LARGEST_BATCH,
+        help="of those that are looked at (default: %(default)s)",
+    )
+    parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
+    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
+    _add_machine_arguments(parser)
+    _add_live_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
+
+
+def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
+    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
+    for name in COMPRESSION_NAMES:
+        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
+    group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
+
+
+def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
+    live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
+    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
+    add_visitor_arguments(live)
+    for option, default, unit, meaning in (
+        ("--over", 10.0, "SECONDS", "time to see its rates in"),
+        ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
+        ("--bus-gb-per-s", 12.0, "GB", "between a GPU and its host, for training alone with offloading"),
+        ("--timeout", 10.0, "SECONDS", "for each peer"),
+    ):
+        live.add_argument(option, type=float, default=default, metavar=unit, help=f"{meaning} (default: %(default)g)")
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `export`."""
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved, or a sharded checkpoint"
+    )
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="the file to write, *.safetensors or *.ckpt, or a folder with config.json"
+    )
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `simulate`."""
+    parser.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="what there is, and what happens")
+    parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw throughput, peers per stage and moves")

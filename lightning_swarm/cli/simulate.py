@@ -1,0 +1,32 @@
+"""The command `lightning-swarm simulate`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lightning_swarm.planner import report
+from lightning_swarm.planner.simulator import microbatches
+from lightning_swarm.planner.simulator.fluid import Span, simulate
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
+from lightning_swarm.protocol.settings import Rebalancing
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate a scenario, and print the table; returns the exit status."""
+    found = simulated(ScenarioRuns(arguments.scenario))
+    print(report.span_table(found))  # noqa: T201 - a command
+    if arguments.picture is not None:
+        report.draw_spans(found, arguments.picture)
+        print(f"{arguments.picture}: drawn, of the first seed")  # noqa: T201 - a command
+    return 0
+
+
+def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
+    """Simulate all seeds by each rule."""
+    found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.file.rules}
+    for seed in range(runs.file.seeds):
+        work = runs.work(seed)
+        for rule, scenario in runs.scenarios(seed):
+            found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
+    return found

@@ -1,0 +1,67 @@
+"""How commands come to a run at which they only look: by an invitation, or as its owner."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from lightning_swarm.cli.invite import owner_path
+from lightning_swarm.core.errors import AccessDenied, ConfigError, Uncertified
+from lightning_swarm.core.private_file import is_there
+from lightning_swarm.monitor.doctor import ANYONE, Visitor
+from lightning_swarm.network.access import Certify
+from lightning_swarm.peer.entry import owner_entry, visitor_entry
+from lightning_swarm.peer.process import INVITE
+from lightning_swarm.trust.invitation_text import check_is_file_name
+from lightning_swarm.trust.owner import Owner
+
+
+@contextmanager
+def looking(arguments: argparse.Namespace, address: str) -> Iterator[Visitor]:
+    """Within the context a command looks at the run of a peer. Its errors name this command's own options."""
+    visitor = visitor_of(arguments)
+    try:
+        yield visitor
+    except AccessDenied as error:
+        if isinstance(error, Uncertified):
+            why = f"{address} answers only peers with a certificate of its run, and this command has none to show"
+        elif visitor.is_guess:
+            why = f"it was shown what the owner's key of run {arguments.run_id!r} permits, and {str(error).rstrip('.')}"
+        else:
+            raise
+        command = f"{arguments.command} --swarm" if arguments.command == "plan" else arguments.command
+        raise AccessDenied(
+            f"{why}. Show an invitation: `lightning-swarm {command} {address} --invite FILE`, or set {INVITE}. Where "
+            f"the run was started its owner's key is shown, if `--run-id` is the run's: it is {arguments.run_id!r}."
+        ) from error
+
+
+def visitor_of(arguments: argparse.Namespace) -> Visitor:
+    """Make the visitor that looks at a run: by an invitation or, where there is none, as the owner of the run."""
+    now_s = time.time()
+    source = arguments.invite or os.environ.get(INVITE)
+    if source:
+        check_is_file_name(source)
+        return Visitor(partial(visitor_entry(source, now_s=now_s).credentials, now_s=now_s))
+    try:
+        path = owner_path(arguments)
+    except ConfigError:  # this user has no place for keys, and so owns no run
+        return ANYONE
+    if not is_there(path):
+        if arguments.owner is not None:
+            raise ConfigError(
+                f"`--owner` must be the file of an owner's key, got {str(path)!r}, which is not there. Name another "
+                "one, or leave it out."
+            )
+        return ANYONE
+    # Whoever owns a run of this name may look at another one, which takes any peer.
+    return Visitor(as_owner(Owner.load(arguments.run_id, path)), is_guess=arguments.owner is None)
+
+
+def as_owner(owner: Owner) -> Certify:
+    """Make the credentials of a command that comes as the owner of a run."""
+    return partial(owner_entry(owner).credentials, now_s=time.time())

@@ -1,0 +1,23 @@
+"""Makes ``strategy="swarm"`` known to `lightning.pytorch`. A Trainer that is given the name imports the strategy."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+
+def register(registry: Any, module: str) -> None:
+    """Make `module`'s SwarmStrategy known to an import tree's registry, by the name "swarm" and by its path."""
+
+    def make(**arguments: Any) -> Any:
+        return import_module(module).SwarmStrategy(**arguments)
+
+    # A bare class path on a command line reaches Lightning as a name in lower case.
+    for name in ("swarm", f"{module}.SwarmStrategy".lower()):
+        description = "SWARM parallelism: pipeline stages on unequal, unreliable peers"
+        registry.register(name, make, description=description, override=True)
+
+
+register(StrategyRegistry, "lightning_swarm")
