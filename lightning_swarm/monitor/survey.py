@@ -116,10 +116,7 @@ async def _ask(
 
 
 def _place(addresses: Sequence[str]) -> str:
-    parsed = []
-    for text in addresses:
-        with contextlib.suppress(ConfigError):
-            parsed.append(Address.parse(text))
+    parsed = Address.parse_all(addresses)
     return printable(str(widest(parsed).place)) if parsed else "an unknown place"
 
 

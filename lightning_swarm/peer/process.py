@@ -17,6 +17,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
 from lightning_swarm.peer.entry import Entry, further_identity
+from lightning_swarm.peer.kept_identity import keep_identity
 
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
@@ -28,7 +29,8 @@ _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 # Environment variables. Each goes before the script's own setting.
 JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
 LISTEN: Final = "SWARM_LISTEN"
-IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key
+ANNOUNCE: Final = "SWARM_ANNOUNCE"  # addresses, a space between them; empty: the addresses where this peer listens
+IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key; empty: the key that this user keeps for the run
 ROLE: Final = "SWARM_ROLE"
 INVITE: Final = "SWARM_INVITE_FILE"
 PREEMPTION: Final = "SWARM_PREEMPTION"
@@ -195,17 +197,30 @@ def handed_over(invitation: str | None) -> Iterator[tuple[dict[str, str], tuple[
         yield {INVITE: f"/dev/fd/{file.fileno()}"}, (file.fileno(),)
 
 
+def _identity_path(config: SwarmConfig, run_id: str) -> str | None:
+    path = os.environ.get(IDENTITY, config.identity_path)
+    if path != "":
+        return path
+    path = keep_identity(owners_folder(), run_id)
+    if path is not None:
+        os.environ[IDENTITY] = path  # for later runs of this process, and for its children
+    return path
+
+
 def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     """A script's settings, changed by those in this process's environment."""
     peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
     listen = os.environ.get(LISTEN)
+    run_id = os.environ.get(_RUN, config.run_id)
+    announce = os.environ.get(ANNOUNCE)
     config = replace(
         config,
         initial_peers=peers or config.initial_peers,
-        run_id=os.environ.get(_RUN, config.run_id),
+        run_id=run_id,
         role=cast(PeerRole, os.environ.get(ROLE, config.role)),
         listen=HostPort.to_listen(listen) if listen else config.listen,
-        identity_path=os.environ.get(IDENTITY, config.identity_path),
+        announce=config.announce if announce is None else tuple(map(HostPort.to_announce, announce.split())),
+        identity_path=_identity_path(config, run_id),
         invite=os.environ.get(INVITE) or config.invite,
         preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
     )

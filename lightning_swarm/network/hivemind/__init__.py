@@ -14,7 +14,7 @@ from typing import Final
 from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify
-from lightning_swarm.network.addresses import HostPort, host_of
+from lightning_swarm.network.addresses import Address, HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
 from lightning_swarm.network.hivemind.daemon import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
@@ -64,6 +64,9 @@ async def start(
         transport.set_credentials(certify(transport.peer_id))
     try:
         await transport.open()
+        for place in announce:
+            there = Address.parse(f"{place}/p2p/{transport.peer_id}").place
+            there.check_answers_as(await transport.identify(place), transport.peer_id)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
         await transport.close()
