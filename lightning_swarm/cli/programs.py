@@ -307,7 +307,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "the program's is for the machine that started the run)",
     )
     parser.add_argument(
-        "--identity", metavar="FILE", help="of this peer's key, made if missing (default: one for each run and user)"
+        "--identity",
+        metavar="FILE",
+        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
     )
     parser.add_argument(
         "--invite",

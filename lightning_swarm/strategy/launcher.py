@@ -359,8 +359,8 @@ class SwarmLauncher(_Launcher):
         for rank in range(1, self._num_peers):
             environment = process.child_environment(
                 rank,
-                " ".join(addresses),
-                run_id=self._strategy.config.run_id,
+                addresses,
+                self._strategy.config,
                 launch=self.launch_id,
                 trains=self._strategy.num_trainers > 1,
             )
