@@ -20,7 +20,6 @@ from lightning_swarm.cli import plan as plan_module
 from lightning_swarm.cli import programs, serving
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.process import LOG, follow_environment
-from lightning_swarm.core.readable import printable
 from lightning_swarm.model.export import export_file, export_folder, export_safetensors
 from lightning_swarm.monitor import doctor, survey
 from lightning_swarm.network.addresses import Address
@@ -265,9 +264,7 @@ def _run(arguments: argparse.Namespace) -> int:
     looks = addresses or arguments.invite is not None
     visitor = invite_module.visitor_of(arguments) if looks else doctor.ANYONE
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses, visitor=visitor):
-        # Other peers have sent some of it.
-        line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
-        print(line if finding.ok else f"{line}\n       -> {finding.remedy}", flush=True)  # noqa: T201 - a command
+        print(finding, flush=True)  # noqa: T201 - a command
         num_wrong += not finding.ok
     print(f"{num_wrong} to mend." if num_wrong else "This machine can be a peer.")  # noqa: T201 - a command
     return 1 if num_wrong else 0

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.core.errors import ConfigError, Unreachable
+from lightning_swarm.core.errors import ConfigError, InitialPeersSilent, Unreachable
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, HostPort, host_of
@@ -126,10 +126,14 @@ async def _start_daemon(
                 )
         except (P2PDaemonError, OSError) as error:
             problem = error
-            who = "The initial peers did not answer" if _BOOTSTRAP in str(error) else "The libp2p daemon did not start"
-            _log.warning("%s (attempt %d of %d): %s", who, attempt, _NUM_ATTEMPTS, error)
+            if _BOOTSTRAP in str(error):
+                _log.info("The initial peers did not answer (attempt %d of %d).", attempt, _NUM_ATTEMPTS)
+                _log.debug("In full: %s", error)
+            else:
+                _log.warning("Not started yet (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
-    raise Unreachable(_advice(str(problem), listen, initial_peers)) from problem
+    kind = InitialPeersSilent if _BOOTSTRAP in str(problem) else Unreachable
+    raise kind(_advice(str(problem), listen, initial_peers)) from problem
 
 
 async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:

@@ -157,8 +157,9 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "203.0.113.8:5", "key", "server", "aws", "invite"), strict=True):
         monkeypatch.setenv(name, value)
     told = process.apply_environment(config, 0)
-    found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption, told.invite
-    assert found == (HERE, "0.0.0.0:5", "203.0.113.8:5", "key", "server", "aws", "invite")
+    found = str(told.initial_peers[0]), str(told.listen), str(told.announce[0]), told.identity_path, told.role
+    assert found == (HERE, "0.0.0.0:5", "203.0.113.8:5", "key", "server")
+    assert (told.preemption, told.invite) == ("aws", "invite")
     child = process.apply_environment(config, 1)
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", "key.1", "server")
 

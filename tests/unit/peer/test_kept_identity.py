@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
@@ -58,7 +57,7 @@ def test_a_restarted_process_has_the_key_and_a_living_one_does_not_share_it(tmp_
     assert load_identity(Path(first)) != load_identity(Path(second))
     assert kept(folder) == first
     assert kept(folder, "another run") not in (first, second)
-    assert [stat.S_IMODE(os.stat(path).st_mode) for path in (first, second)] == [0o600] * 2
+    assert [stat.S_IMODE(Path(path).stat().st_mode) for path in (first, second)] == [0o600] * 2
 
 
 def test_without_a_folder_the_peer_joins_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
