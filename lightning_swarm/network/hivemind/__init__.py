@@ -16,7 +16,7 @@ from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
-from lightning_swarm.network.hivemind.daemon import on_its_own
+from lightning_swarm.network.hivemind.daemon import on_its_own, remove_dead_sockets
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
 from lightning_swarm.network.hivemind.transport import HivemindTransport
 from lightning_swarm.network.identity import Identity, load_identity
@@ -54,6 +54,7 @@ async def start(
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     _check_free(listen)
+    remove_dead_sockets()
     is_local = listen.is_loopback and all(HostPort(host_of([place]), 0).is_loopback for place in announce)
     identity = _identity(identity_path, is_local=is_local)
     with nullcontext(identity_path) if identity_path is not None else identity.temporary_file() as key_path:
