@@ -156,7 +156,8 @@ class RunDirectory:
 
     async def withdraw(self) -> None:
         """Announce this server no more; others forget it at once, and not only after the announcement's time."""
-        own, self._own = dict(self._own), {}
+        own = dict(self._own)
+        self._own.clear()  # so that nothing renews it
         for key, value in own.items():
             try:
                 await self.directory.announce(key, value, ttl_s=_NO_TIME_S)
