@@ -47,6 +47,8 @@ Write a text with a served model, as it comes.
 The servers see hidden states, from which a prompt can be reconstructed.
 """
 
+_INVITED: Final = (" --listen 0.0.0.0:31337 --invite server.invite", " --invite writer.invite")  # options of others
+
 _UNITS: Final = {
     "": 1,
     "KB": 10**3,
@@ -113,8 +115,9 @@ def _serve(chosen: argparse.Namespace) -> int:
         closing.enter_context(leaving_on_signals(lambda _: runtime.post(host.leave)))
         runtime.run(host.open(_say))
         address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
-        _say(f"Others can join: lightning-swarm serve --memory 4GB --join {address}")
-        _say(f"To write a text: lightning-swarm generate {address} --prompt 'Once upon a time'")
+        joins, writes = ("", "") if entry is None else _INVITED
+        _say(f"Others can join: lightning-swarm serve --memory 4GB{joins} --join {address}")
+        _say(f"To write a text: lightning-swarm generate{writes} {address} --prompt 'Once upon a time'")
         runtime.run(host.until_left(_say))
     return 0
 
