@@ -88,8 +88,10 @@ def check_answering(addresses: Sequence[Address]) -> None:
 
 def explain(addresses: Sequence[Address]) -> str:
     """Say why no peer of these ids was reached, though libp2p answers at one of the addresses."""
-    found = [dialed for dialed, _ in meet(addresses)]
-    return " ".join(map(_as_rule, addresses, found))
+    dialed = {address: knock(address) for address in addresses}
+    answering = [address for address, found in dialed.items() if found.obstacle is None]
+    dialed.update(zip(answering, (found for found, _ in meet(answering)), strict=True))
+    return " ".join(map(_as_rule, dialed, dialed.values()))
 
 
 def _as_rule(address: Address, dialed: DialResult) -> str:
