@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from lightning_swarm.cli.visitors import visitor_of
-from lightning_swarm.core.readable import printable
 from lightning_swarm.monitor import doctor
 from lightning_swarm.network.addresses import Address
 
@@ -17,9 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
     looks = addresses or arguments.invite is not None
     visitor = visitor_of(arguments) if looks else doctor.ANYONE
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses, visitor=visitor):
-        # Other peers have sent some of it.
-        line = printable(f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}")
-        print(line if finding.ok else f"{line}\n       -> {finding.remedy}", flush=True)  # noqa: T201 - a command
+        print(finding, flush=True)  # noqa: T201 - a command
         num_wrong += not finding.ok
     print(f"{num_wrong} to mend." if num_wrong else "This machine can be a peer.")  # noqa: T201 - a command
     return 1 if num_wrong else 0

@@ -22,7 +22,7 @@ from lightning_swarm.core.process import collecting_rarely
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
 from lightning_swarm.peer.config import Preemption
-from lightning_swarm.peer.process import IDENTITY, INVITE, JOIN, LISTEN, PREEMPTION, ROLE, handed_over
+from lightning_swarm.peer.process import ANNOUNCE, IDENTITY, INVITE, JOIN, LISTEN, PREEMPTION, ROLE, handed_over
 from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, check_is_file_name, from_text
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ PEER_COMMANDS: Final[Mapping[str, str]] = {
     "join": "Join a run that another machine started. Needs no data.",
     "serve": "Hold stages, and nothing else, for a run that is started elsewhere, or of a model that is not trained.",
 }
-_PEER_OPTIONS: Final = ("--listen", "--identity", "--invite", "--preemption")
+_PEER_OPTIONS: Final = ("--listen", "--announce", "--identity", "--invite", "--preemption")
 
 _ADDRESS: Final = "203.0.113.7:31337/12D3..."
 
@@ -308,7 +308,19 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="IP[:PORT]",
         help="where this peer listens; 0.0.0.0 for all networks (default: the program's)",
     )
-    parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")
+    parser.add_argument(
+        "--announce",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="where others reach this peer, behind a router (repeatable; default: where it listens; "
+        "the program's is for the machine that started the run)",
+    )
+    parser.add_argument(
+        "--identity",
+        metavar="FILE",
+        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
+    )
     parser.add_argument(
         "--invite",
         metavar="FILE",
@@ -329,9 +341,11 @@ def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
     variables = {
         JOIN: str(Address.parse(chosen.address)) if chosen.address else None,
         LISTEN: str(HostPort.to_listen(chosen.listen)) if chosen.listen else None,
-        IDENTITY: chosen.identity,
+        # Empty values, too: the program's own ones are those of the machine that it was written for.
+        ANNOUNCE: " ".join(str(HostPort.to_announce(text)) for text in chosen.announce) or os.environ.get(ANNOUNCE, ""),
+        IDENTITY: chosen.identity or os.environ.get(IDENTITY, ""),
         INVITE: chosen.invite if chosen.invite != "-" else None,
         PREEMPTION: chosen.preemption,
         ROLE: "server" if name == "serve" else None,
     }
-    return {variable: value for variable, value in variables.items() if value}
+    return {variable: value for variable, value in variables.items() if value is not None}

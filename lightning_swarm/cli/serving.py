@@ -18,7 +18,7 @@ from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
 from lightning_swarm.peer.entry import entry_of
-from lightning_swarm.peer.process import owners_folder
+from lightning_swarm.peer.process import owners_folder, with_kept_identity
 from lightning_swarm.protocol.settings import RunSettings
 
 SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
@@ -47,6 +47,8 @@ Write a text with a served model, as it comes.
 
 The servers see hidden states, from which a prompt can be reconstructed.
 """
+
+_INVITED: Final = (" --listen 0.0.0.0:31337 --invite server.invite", " --invite writer.invite")  # options of others
 
 _UNITS: Final = {
     "": 1,
@@ -93,7 +95,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
     weights, texts = _shares(chosen.memory, chosen.texts)
-    config = _config(chosen, hosts, Limits() if texts is None else Limits(session_bytes=texts))
+    config = with_kept_identity(_config(chosen, hosts, Limits() if texts is None else Limits(session_bytes=texts)))
     options = ServeOptions(
         weights=chosen.weights,
         hosts=[host.peer_id for host in hosts],
@@ -116,8 +118,9 @@ def _serve(chosen: argparse.Namespace) -> int:
         closing.enter_context(leaving_on_signals(lambda _: runtime.post(host.leave)))
         runtime.run(host.open(_say))
         address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
-        _say(f"Others can join: lightning-swarm serve --memory 4GB --join {address}")
-        _say(f"To write a text: lightning-swarm generate {address} --prompt 'Once upon a time'")
+        joins, writes = ("", "") if entry is None else _INVITED
+        _say(f"Others can join: lightning-swarm serve --memory 4GB{joins} --join {address}")
+        _say(f"To write a text: lightning-swarm generate{writes} {address} --prompt 'Once upon a time'")
         runtime.run(host.until_left(_say))
     return 0
 
@@ -146,7 +149,7 @@ def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limi
         initial_peers=hosts,
         listen=HostPort.to_listen(chosen.listen),
         announce=tuple(map(HostPort.to_announce, chosen.announce)),
-        identity_path=chosen.identity,
+        identity_path=chosen.identity or "",
         trust=chosen.trust,
         invite=chosen.invite,
         gather_on_end=False,
@@ -180,7 +183,11 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="(default: this machine only)")
     parser.add_argument("--announce", action="append", default=[], metavar="HOST:PORT", help="where others find it")
-    parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")
+    parser.add_argument(
+        "--identity",
+        metavar="FILE",
+        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
+    )
     parser.add_argument(
         "--trust", choices=("open", "invited"), help="(default: invited, where other machines reach it)"
     )

@@ -16,6 +16,7 @@
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
         ├── Unreachable      no connection, or it broke
+        │   └── InitialPeersSilent  none of the peers to join answered
         ├── DeadlineExceeded the answer did not come in time
         ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
         ├── NotMember        the peer has no part (any more) in what it was asked for (a ProtocolError, too)
@@ -115,6 +116,10 @@ class PeerError(SwarmError):
 
 class Unreachable(PeerError):
     """There is no connection to the peer, or it broke."""
+
+
+class InitialPeersSilent(Unreachable):
+    """None of the peers by which a peer is to join answered."""
 
 
 class DeadlineExceeded(PeerError):

@@ -9,6 +9,8 @@ from typing import Final
 
 from packaging.specifiers import SpecifierSet
 
+from lightning_swarm.core.readable import printable
+
 SUPPORTED_PYTHON: Final = ">=3.11"
 # Repeats the package's requirements: pip does not enforce them on what is installed later.
 SUPPORTED: Final[Mapping[str, str]] = {
@@ -20,6 +22,11 @@ SUPPORTED: Final[Mapping[str, str]] = {
 _MALWARE: Final = {"lightning": ("2.6.2", "2.6.3")}
 LEAST_FREE_BYTES: Final = 1 << 30
 MOST_SKEW_S: Final = 3.0  # hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock
+SET_CLOCK: Final = (
+    "Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true (on macOS: sudo sntp -sS "
+    "pool.ntp.org)"
+)
+_ROUNDING: Final = ("torch", "CPU")  # decide how sums are rounded
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,19 @@ class Finding:
     check: str  # what was looked at
     found: str
     remedy: str | None = None  # what to do; None: nothing is wrong
+    consequence: str | None = None  # of a difference that is allowed, and may not be wanted
 
     @property
     def ok(self) -> bool:
         """Nothing is wrong."""
         return self.remedy is None
+
+    def __str__(self) -> str:
+        """Return the lines for people: the verdict and, if need be, the remedy or the consequence."""
+        verdict = "WRONG" if self.remedy else "WARN " if self.consequence else "ok   "
+        advice = self.remedy or self.consequence
+        line = printable(f"{verdict}  {self.check}: {self.found}")  # other peers have sent some of it
+        return f"{line}\n       -> {advice}" if advice else line
 
 
 def check_python(version: str) -> Finding:
@@ -137,6 +152,7 @@ class Obstacle(Enum):
         "it does not take the invitation that it was shown",
         "Ask the run's owner for another one: `lightning-swarm invite`.",
     )
+    CLOCK = ("its clock and this machine's differ, so that no invitation helps", SET_CLOCK)
 
     def __init__(self, what: str, remedy: str) -> None:
         self.what = what
@@ -172,8 +188,7 @@ def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
     return Finding(
         "clock",
         f"{found}, at most {MOST_SKEW_S:g} s are allowed",
-        "Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true "
-        "(on macOS: sudo sntp -sS pool.ntp.org)",
+        SET_CLOCK,
     )
 
 
@@ -186,7 +201,7 @@ def check_protocol(address: str, here: int, there: int) -> Finding:
 
 
 def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
-    """Versions of other packages may differ; they are shown because results then agree only up to rounding."""
+    """Versions of other packages may differ; where torch or the kind of CPU does, results may round in another way."""
     names = [*here, *(name for name in there if name not in here)]
     others = [
         f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"
@@ -195,4 +210,10 @@ def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, 
     ]
     same = ", ".join(f"{name} {version}" for name, version in here.items())
     found = f"differ, which works: {'; '.join(others)}" if others else f"{same}, as here"
+    if any(here.get(name) != there.get(name) for name in _ROUNDING if name in here and name in there):
+        consequence = (
+            "All servers of one stage must round alike. A server that differs from most of its stage is left out: "
+            "install the same version of torch, or hold other stages. See docs/join.md."
+        )
+        return Finding(f"versions at {address}", f"differ: {'; '.join(others)}", consequence=consequence)
     return Finding(f"versions at {address}", found)

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.core.errors import AccessDenied, DeadlineExceeded, SwarmError, Uncertified, Untrusted
+from lightning_swarm.core.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InitialPeersSilent,
+    SwarmError,
+    Uncertified,
+    Untrusted,
+)
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.monitor import checks
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
@@ -25,8 +32,10 @@ from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.queries import GreetingResult, installed_version
+from lightning_swarm.trust.credentials import is_untimely
 
 _TIMEOUT_S: Final = 10.0
+_PAUSES_S: Final = (0.5, 1.0)  # between attempts to reach a peer
 _START_TIMEOUT_S: Final = 30.0
 _BY_INVITATION: Final = (
     "reachable; its run takes peers by invitation, and it tells others nothing of itself. `--invite FILE` shows it one"
@@ -60,6 +69,38 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
         while len(received) < len(_MULTISTREAM) and (more := connection.recv(len(_MULTISTREAM) - len(received))):
             received += more
     return None if received == _MULTISTREAM else Obstacle.PROTOCOL
+
+
+def check_answering(addresses: Sequence[Address]) -> None:
+    """Raise `InitialPeersSilent` if libp2p answers at none of these addresses, in a few attempts."""
+    for pause_s in (*_PAUSES_S, 0.0):
+        dialed = []
+        for address in addresses:
+            dialed.append(knock(address))
+            if dialed[-1].obstacle is None:
+                return
+        if not any(one.obstacle is Obstacle.REFUSED for one in dialed):  # else a peer may just be starting
+            break
+        time.sleep(pause_s)
+    if addresses:
+        raise InitialPeersSilent(" ".join(map(_as_rule, addresses, dialed)))
+
+
+def explain(addresses: Sequence[Address]) -> str:
+    """Say why no peer of these ids was reached, though libp2p answers at one of the addresses."""
+    dialed = {address: knock(address) for address in addresses}
+    answering = [address for address, found in dialed.items() if found.obstacle is None]
+    dialed.update(zip(answering, (found for found, _ in meet(answering)), strict=True))
+    return " ".join(map(_as_rule, dialed, dialed.values()))
+
+
+def _as_rule(address: Address, dialed: DialResult) -> str:
+    obstacle = dialed.obstacle or Obstacle.SILENCE  # it has come up meanwhile
+    detail = f" ({dialed.detail})" if dialed.detail else ""
+    return (
+        f"a peer to join must answer at the address that names it, {address}: {obstacle.what}{detail}. "
+        f"{obstacle.remedy}"
+    )
 
 
 @dataclass(frozen=True)
@@ -116,11 +157,12 @@ async def _meet(
     except AccessDenied as error:
         if isinstance(error, Uncertified) or visitor.is_guess:
             return DialResult(at, detail=_BY_INVITATION), None
-        return DialResult(at, Obstacle.DENIED, str(error)), None
+        return DialResult(at, Obstacle.CLOCK if is_untimely(str(error)) else Obstacle.DENIED, str(error)), None
     except DeadlineExceeded as error:
         return DialResult(at, Obstacle.SILENCE, str(error)), None
     except SwarmError as error:
-        return DialResult(at, obstacle, str(error)), None
+        found = await transport.identify(address.place.maddr) if obstacle is Obstacle.IDENTITY else None
+        return DialResult(at, obstacle, f"it answers as {found}" if found else str(error)), None
 
 
 def examine(

@@ -82,11 +82,16 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
 
 async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
     """Ask a connected peer, the `first`, then all at once the servers that it has heard of; these may be silent."""
-    body = await transport.call(first, OTHERS, b"", timeout=timeout)
-    places = {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
+    places = await others_of(transport, first, timeout=timeout)
     own = await _ask(transport, first, (address,), timeout, connected=True)
     rest = {peer: places[peer] for peer in sorted(places) if peer != first}
     return [own, *await gather(_ask(transport, peer, where, timeout) for peer, where in rest.items())]
+
+
+async def others_of(transport: Transport, peer: PeerId, *, timeout: float) -> dict[PeerId, list[str]]:
+    """The servers that a peer has heard of, with their addresses."""
+    body = await transport.call(peer, OTHERS, b"", timeout=timeout)
+    return {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
 
 
 async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
@@ -117,10 +122,7 @@ async def _ask(
 
 def place_of(addresses: Sequence[str]) -> str | None:
     """The host and port of a peer, one that other machines can use if there is any, as printable text."""
-    parsed = []
-    for text in addresses:
-        with contextlib.suppress(ConfigError):
-            parsed.append(Address.parse(text))
+    parsed = Address.parse_all(addresses)
     return printable(str(widest(parsed).place)) if parsed else None
 
 

@@ -190,6 +190,10 @@ class Transport(ABC):
         """Make peers reachable by their full addresses, as their own `addresses` returns them."""
 
     @abstractmethod
+    async def identify(self, address: str) -> PeerId | None:
+        """Return the id of the peer that answers at an address (``/ip4/…/tcp/…``); None if none is found there."""
+
+    @abstractmethod
     async def addresses(self) -> tuple[str, ...]:
         """Return the full addresses (``/ip4/…/tcp/…/p2p/<peer id>``) under which others can reach this peer."""
 

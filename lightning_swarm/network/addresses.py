@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,16 @@ from lightning_swarm.network import PeerId
 _SHORT: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})/(?P<peer>\w+)")
 _PLACE: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})")
 _LONG: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^\s/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>\w+)")
+# Loopback and link-local addresses, and those of private networks, of which two may have the same ones.
+_AMBIGUOUS: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("127.0.0.0/8", "169.254.0.0/16", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+            *("::1/128", "fe80::/10", "fc00::/7"),
+        ),
+    )
+)
 _PEER_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")  # a key, or its hash, in base58
 
 
@@ -59,6 +70,22 @@ class HostPort:
         )
 
     @property
+    def is_unique(self) -> bool:
+        """Return whether the address means the same machine everywhere; names and private networks do not."""
+        return _ip_version(self.host) is not None and not any(
+            ipaddress.ip_address(self.host) in network for network in _AMBIGUOUS
+        )
+
+    def check_answers_as(self, found: PeerId | None, own: PeerId) -> None:
+        """Raise a ConfigError if another peer than `own` was found at this address, which that one announces."""
+        if found not in (None, own):
+            raise ConfigError(
+                f"`announce` must name an address at which this peer answers: {self} answers as {found}, this peer is "
+                f"{own}. Announce this machine's own address (`--announce HOST:PORT` of `join` and `serve`), or leave "
+                "it out."
+            )
+
+    @property
     def maddr(self) -> str:
         """The multiaddress that libp2p uses."""
         version = _ip_version(self.host)
@@ -75,6 +102,15 @@ class Address:
     host: str  # an IP address or a name
     port: int
     peer_id: PeerId
+
+    @classmethod
+    def parse_all(cls, texts: Iterable[str]) -> list[Address]:
+        """Read the texts that are addresses, and leave out the others."""
+        found = []
+        for text in texts:
+            with suppress(ConfigError):
+                found.append(cls.parse(text))
+        return found
 
     @classmethod
     def parse(cls, text: str) -> Address:

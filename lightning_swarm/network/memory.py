@@ -112,6 +112,10 @@ class MemoryNetwork:
         if mended := self._cuts.pop(frozenset((one, other)), None):
             mended.set()
 
+    def at(self, address: str) -> PeerId | None:
+        """Return the live peer at an address without an id."""
+        return next((peer for peer, one in self._peers.items() if one.address == f"{address}/p2p/{peer}"), None)
+
     def find(self, peer: PeerId) -> MemoryTransport:
         """Return the live peer of this name, or raise `Unreachable`."""
         if peer not in self._peers:
@@ -213,16 +217,20 @@ class MemoryTransport(BaseTransport):
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, number: int) -> None:
         super().__init__(peer_id, silence_s=network.silence_s)
         self._network = network
-        self._address = f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id}"
+        self.address = f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id}"
 
     async def connect(self, addresses: Sequence[str]) -> None:
         """See `Transport`. Peers of one network reach each other anyway."""
         for address in addresses:
             self._network.find(PeerId(address.rpartition("/p2p/")[2]))
 
+    async def identify(self, address: str) -> PeerId | None:
+        """See `Transport`."""
+        return self._network.at(address)
+
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""
-        return (self._address,)
+        return (self.address,)
 
     async def close(self) -> None:
         """See `Transport`."""

@@ -107,6 +107,10 @@ class RoleTransport(Transport):
         """See `Transport`."""
         await self._transport.connect(addresses)
 
+    async def identify(self, address: str) -> PeerId | None:
+        """See `Transport`."""
+        return await self._transport.identify(address)
+
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""
         return await self._transport.addresses()

@@ -17,6 +17,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolErr
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.network.access import Role
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest
@@ -30,6 +31,8 @@ _POLL_S: Final = 0.1
 # Of a peer that is gone, for so long; the others renew theirs, for those who store them may go at any time.
 ANNOUNCEMENT_TTL_S: Final = 3600.0
 _RENEW_EVERY_S: Final = ANNOUNCEMENT_TTL_S / 6
+_NO_TIME_S: Final = 0.001  # of an announcement that takes the place of one that is withdrawn
+_LIST_S: Final = 5.0  # within which a coordinator lists the servers of its run
 
 
 class ServerAnnouncement(WireMessage, frozen=True):
@@ -128,9 +131,38 @@ class RunDirectory:
         """Coordinators of announced runs, which may be under way; connects this peer to all announced servers."""
         found = await self._read(f"{self.run_id}.run", RunAnnouncement)
         if found:
-            await self.connect_all()
+            await self._connect_to_living({run.coordinator for run in found.values()})
         runs = sorted({run.coordinator for run in found.values()})
         return await self._keepers_among(runs) if self.is_audited else runs
+
+    async def _connect_to_living(self, coordinators: Collection[PeerId]) -> None:
+        """Connect to coordinators, and to the servers that one of them lists, or to all if none of them answers."""
+        # Announcements outlive peers by up to an hour, and nobody shall wait for the dead.
+        announced = await self.announced()
+        first = {peer: server for peer, server in announced.items() if peer in coordinators}
+        reached = await self._connect(first, warns=False)
+
+        async def list_others(peer: PeerId) -> set[PeerId] | None:
+            try:
+                return set(await survey.others_of(self.transport, peer, timeout=_LIST_S))
+            except SwarmError as error:
+                _log.info("%s lists no servers: %s", short_name(peer), shorten(str(error)))
+                return None
+
+        lists = [found for found in await gather(map(list_others, reached)) if found is not None]
+        living = set().union(*lists) if lists else announced.keys()
+        rest = {peer: server for peer, server in announced.items() if peer in living and peer not in first}
+        await self._connect(rest, warns=False)
+
+    async def withdraw(self) -> None:
+        """Announce this server no more; others forget it at once, and not only after the announcement's time."""
+        own = dict(self._own)
+        self._own.clear()  # so that nothing renews it
+        for key, value in own.items():
+            try:
+                await self.directory.announce(key, value, ttl_s=_NO_TIME_S)
+            except PeerError as error:
+                _log.info("The announcement could not be withdrawn: %s", shorten(str(error)))
 
     async def _keepers_among(self, peers: Sequence[PeerId]) -> list[PeerId]:
         """Leave out those whose certificates are not keepers', or who show none."""
@@ -222,10 +254,12 @@ class RunDirectory:
 
     async def connect_all(self) -> None:
         """Connect this peer to all servers that announced themselves, as far as they can be reached."""
-        await self._connect(await self.announced())
+        await self._connect(await self.announced(), warns=False)
 
-    async def _connect(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
-        """Connect to `servers`; returns those that can be reached."""
+    async def _connect(
+        self, servers: Mapping[PeerId, ServerAnnouncement], *, warns: bool = True
+    ) -> dict[PeerId, ServerAnnouncement]:
+        """Connect to `servers`; returns those that can be reached, and `warns` of the others."""
 
         async def reaches(peer: PeerId, server: ServerAnnouncement) -> bool:
             if peer == self.transport.peer_id:
@@ -234,7 +268,10 @@ class RunDirectory:
                 await self.transport.connect(server.addresses)
             except SwarmError as error:
                 text = "Cannot reach server %s, which announced itself and may be gone: %s"
-                self._warn_once(text, peer, server.boot_id, error)
+                if warns:
+                    self._warn_once(text, peer, server.boot_id, error)
+                else:
+                    _log.info(text, short_name(peer), shorten(str(error)))
                 return False
             return True
 

@@ -145,7 +145,7 @@ def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, no
     if why is None:
         found = from_text(text, source)
         _check_run(found, config, source)
-        why, remedy = _untimely(found, now_s=now_s), _ANOTHER
+        why, remedy = _untimely(found, now_s=now_s), _another_or_clock(now_s)
         if why is None:
             _check_use(found, config, source)
             return _entry(found, kept_at)
@@ -231,7 +231,12 @@ def _check_use(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
 
 def _check_time(found: AnyInvitation, source: str, *, now_s: float) -> None:
     if (problem := _untimely(found, now_s=now_s)) is not None:
-        refuse(source, problem, _ANOTHER)
+        refuse(source, problem, _another_or_clock(now_s))
+
+
+def _another_or_clock(now_s: float) -> str:
+    now = f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%d %H:%M}"
+    return f"{_ANOTHER}; or set this machine's clock, if it is not {now} UTC"
 
 
 def _untimely(found: AnyInvitation, *, now_s: float) -> str | None:

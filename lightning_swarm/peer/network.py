@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+from lightning_swarm.core.errors import InitialPeersSilent
 from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilCutOff
 from lightning_swarm.core.process import ProcessSettings
+from lightning_swarm.monitor import doctor
 from lightning_swarm.network import Directory
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
@@ -22,41 +26,39 @@ def start_network(
 
     With `keeps_memory` the process holds on to freed memory, which saves time where each step needs as much again.
     """
-    from lightning_swarm.network import hivemind  # takes a second, which tests can do without
-
-    certify = None if entry is None else partial(entry.credentials, now_s=time.time())
-    runtime: Runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not tunes_malloc()))
-    try:
-        transport, directory = runtime.run(
-            hivemind.start(
-                listen=config.listen,
-                announce=[place.maddr for place in config.announce],
-                identity_path=config.identity_path,
-                initial_peers=[address.maddr for address in config.initial_peers],
-                startup_timeout=config.limits.start_timeout,
-                silence_timeout=config.limits.silence_timeout,
-                receive_bytes=config.limits.receive_bytes,
-                certify=certify,
-                neighbours=talks_to_neighbours(),
-            )
-        )
-    except BaseException:
-        runtime.close()
-        raise
-    return UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason), transport, directory
+    return _start(
+        ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not tunes_malloc())),
+        config.initial_peers,
+        entry,
+        listen=config.listen,
+        announce=[place.maddr for place in config.announce],
+        identity_path=config.identity_path,
+        startup_timeout=config.limits.start_timeout,
+        silence_timeout=config.limits.silence_timeout,
+        receive_bytes=config.limits.receive_bytes,
+    )
 
 
 def visit_network(host: Address, entry: Entry | None) -> tuple[Runtime, BaseTransport, Directory]:
     """Start a network at which this peer only asks others, of which `host` is one."""
-    from lightning_swarm.network import hivemind
+    return _start(ThreadRuntime(), [host], entry)
+
+
+def _start(
+    runtime: Runtime, initial_peers: Sequence[Address], entry: Entry | None, **options: Any
+) -> tuple[Runtime, BaseTransport, Directory]:
+    from lightning_swarm.network import hivemind  # takes a second, which tests can do without
 
     certify = None if entry is None else partial(entry.credentials, now_s=time.time())
-    runtime = ThreadRuntime()
+    maddrs = [address.maddr for address in initial_peers]
     try:
+        doctor.check_answering(initial_peers)
         transport, directory = runtime.run(
-            hivemind.start(initial_peers=[host.maddr], certify=certify, neighbours=talks_to_neighbours())
+            hivemind.start(initial_peers=maddrs, certify=certify, neighbours=talks_to_neighbours(), **options)
         )
-    except BaseException:
+    except BaseException as error:
         runtime.close()
+        if isinstance(error, InitialPeersSilent) and error.__cause__ is not None:  # libp2p answers at an address
+            raise InitialPeersSilent(doctor.explain(initial_peers)) from error
         raise
     return UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason), transport, directory

@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import torch
 from msgspec import UNSET
@@ -19,6 +19,7 @@ from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, LinkEstimate, PeerId, TransferSample, Transport
 from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
@@ -40,6 +41,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 
 _log = logging.getLogger(__name__)
+_ALIVE_S: Final = 2.0  # within which a server that is in no run answers a ping
 
 
 class Peer:
@@ -71,7 +73,7 @@ class Peer:
         self._permit = transport.permit_of(transport.peer_id)  # None: its run takes any peer
         queries.answer_greetings(transport)
         bans.answer_bans(transport, self._members, self._spawn)
-        survey.answer(transport, self._report, self._directory.known_servers)
+        survey.answer(transport, self._report, self._known_servers)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self._host = ServerHost(
             self._directory,
@@ -107,6 +109,13 @@ class Peer:
             role=UNSET if self._permit is None else self._permit.role,
             refused=self.transport.num_refused,
         )
+
+    async def _known_servers(self) -> dict[PeerId, list[str]]:
+        """The servers of the run, and those outside it that answer: announcements outlive their peers."""
+        known = await self._directory.known_servers()
+        outside = known.keys() - {self.transport.peer_id, *self._members()}
+        gone = outside - await alive_among(self.transport, outside, timeout=_ALIVE_S)
+        return {peer: addresses for peer, addresses in known.items() if peer not in gone}
 
     def _members(self) -> list[PeerId]:
         """All peers of the run that this peer is in, if it is in one."""

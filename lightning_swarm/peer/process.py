@@ -17,6 +17,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
 from lightning_swarm.peer.entry import Entry, further_identity
+from lightning_swarm.peer.kept_identity import keep_identity
 
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
@@ -29,7 +30,8 @@ _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 # Environment variables. Each goes before the script's own setting.
 JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
 LISTEN: Final = "SWARM_LISTEN"
-IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key
+ANNOUNCE: Final = "SWARM_ANNOUNCE"  # addresses, a space between them; empty: the addresses where this peer listens
+IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key; empty: the key that this user keeps for the run
 ROLE: Final = "SWARM_ROLE"
 INVITE: Final = "SWARM_INVITE_FILE"
 PREEMPTION: Final = "SWARM_PREEMPTION"
@@ -168,12 +170,15 @@ def launch_id() -> str:
     return os.environ.get(_LAUNCH, "")
 
 
-def child_environment(rank: int, addresses: str, *, run_id: str, launch: str, trains: bool) -> dict[str, str]:
-    """The environment of another peer of this machine, which joins at `addresses`, a space between them."""
+def child_environment(
+    rank: int, addresses: Sequence[str], config: SwarmConfig, *, launch: str, trains: bool
+) -> dict[str, str]:
+    """The environment of another peer of this machine, which joins at `addresses`; `config`: of the first peer."""
     return {
         **os.environ,
-        JOIN: addresses,
-        _RUN: run_id,
+        IDENTITY: config.identity_path or "",
+        JOIN: " ".join(addresses),
+        _RUN: config.run_id,
         _RANK: str(rank),
         _LAUNCH: launch,
         "LOCAL_RANK": str(rank),  # keeps Lightning's own rank-zero messages to one process
@@ -205,24 +210,35 @@ def handed_over(invitation: str | None) -> Iterator[tuple[dict[str, str], tuple[
         yield {INVITE: f"/dev/fd/{file.fileno()}"}, (file.fileno(),)
 
 
+def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
+    """Settings with the file of the key that this user keeps for the run, if they have an empty name in its place."""
+    if config.identity_path != "":
+        return config
+    # Where anyone may come, a new id is as good as the old one.
+    path = keep_identity(owners_folder, config.run_id) if config.is_invited else None
+    return replace(config, identity_path=path)
+
+
 def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     """A script's settings, changed by those in this process's environment."""
     peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
     listen = os.environ.get(LISTEN)
+    announce = os.environ.get(ANNOUNCE)
     config = replace(
         config,
         initial_peers=peers or config.initial_peers,
         run_id=os.environ.get(_RUN, config.run_id),
         role=cast(PeerRole, os.environ.get(ROLE, config.role)),
         listen=HostPort.to_listen(listen) if listen else config.listen,
+        announce=config.announce if announce is None else tuple(map(HostPort.to_announce, announce.split())),
         identity_path=os.environ.get(IDENTITY, config.identity_path),
         invite=os.environ.get(INVITE) or config.invite,
         preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
     )
     if local_rank == 0:
-        return config
+        return with_kept_identity(config)
     # The first peer's place and key are taken. A key of its own makes a further peer the same one at each start.
-    identity_path = None if config.identity_path is None else further_identity(config.identity_path, local_rank)
+    identity_path = further_identity(config.identity_path, local_rank) if config.identity_path else None
     return replace(
         config,
         role="both" if os.environ.get(_TRAINS) else "server",

@@ -42,6 +42,7 @@ class ServerHost:
     me: Member
     server: Server | None = field(default=None, init=False)  # None: this peer holds no stage
     announced: bool = field(default=False, init=False)  # runs can find the server
+    _leaves: bool = field(default=False, init=False)  # this peer asked the run to let it go
     could_lead: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
     _lifecycle: MembershipLifecycle | None = field(default=None, init=False)
     _tasks: TaskOwner = field(default_factory=TaskOwner, init=False)
@@ -105,10 +106,15 @@ class ServerHost:
     async def serve_run(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over or has let this peer go."""
         assert self._lifecycle is not None
-        await self._lifecycle.serve_run(say)
+        try:
+            await self._lifecycle.serve_run(say)
+        finally:
+            if self._leaves:  # a run that goes on tells its later peers nothing of this one
+                await self._directory.withdraw()
 
     def leave(self) -> None:
         """Have `serve_run` ask the run to let this peer go."""
+        self._leaves = True
         if self._lifecycle is not None:
             self._lifecycle.leave()
 

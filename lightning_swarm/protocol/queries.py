@@ -326,4 +326,13 @@ def installed_version(package: str) -> str | None:
 @cache
 def _installed_versions() -> dict[str, str]:
     installed = {name: installed_version(name) for name in _PACKAGES}
-    return {"Python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
+    found = {"Python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
+    return {**found, "CPU": _kind_of_cpu()} if "torch" in found else found
+
+
+def _kind_of_cpu() -> str:
+    """Name the kind of this machine's CPU and of torch's code for it, as far as they decide how results are rounded."""
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()}, {'AVX2 or newer' if capability.startswith('AVX') else capability}"

@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -196,8 +197,22 @@ class SwarmLauncher(_Launcher):
     def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str | None:
         """Serve. Returns the checkpoint from which this peer is to lead, if it comes to that."""
         self._start_peers(call.trainer)
+        for number, child in enumerate(self._children, start=1):
+            threading.Thread(target=self._report_end, args=(number, child), daemon=True).start()
         with leaving_on_signals(self._leave):
             return self._strategy.serve(call.trainer, datamodule, call.arguments)
+
+    def _report_end(self, number: int, child: subprocess.Popen[bytes]) -> None:
+        """Wait until another server of this machine has ended and, if it failed, report how many are left."""
+        code = child.wait()
+        if code == 0 or self._is_leaving or child not in self._children:
+            return
+        num_left = 1 + sum(one.returncode is None for one in self._children)
+        _log.warning(
+            "%d of %d peers of this machine are left: local peer %d (process %d) ended with exit code %d. Its own "
+            "error is above. To have all of them again, end this command, and repeat it.",
+            *(num_left, self._num_peers, number, child.pid, code),
+        )
 
     def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
         """Train beside the lead, then end the process, unless this peer is to lead, with the call that is returned."""
@@ -384,8 +399,8 @@ class SwarmLauncher(_Launcher):
         for rank in range(1, self._num_peers):
             environment = process.child_environment(
                 rank,
-                " ".join(addresses),
-                run_id=self._strategy.config.run_id,
+                addresses,
+                self._strategy.config,
                 launch=self.launch_id,
                 trains=self._strategy.num_trainers > 1,
             )

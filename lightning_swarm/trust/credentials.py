@@ -10,6 +10,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Ban, Permit
 from lightning_swarm.trust.certificates import Certificate, Invitation, SignedBan, decode
 
+_EXPIRED: Final = "it expired"
 _IN_THE_FUTURE: Final = "in the future"
 _CLOCK_SKEW_S: Final = 60.0  # as between peers that announce something
 
@@ -80,7 +81,7 @@ def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None
     """Say why an invitation or a certificate is not valid now (seconds since the epoch); None if it is."""
     end_s = admission.ends_at_s if isinstance(admission, Certificate) else admission.expires_at_s
     if (late_s := now_s - end_s) >= 0:
-        return f"it expired {_in_words(late_s)} ago"
+        return f"{_EXPIRED} {_in_words(late_s)} ago"
     if isinstance(admission, Invitation):
         return None
     if admission.issued_at_s >= admission.invitation.expires_at_s:
@@ -88,6 +89,11 @@ def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None
     if (early_s := admission.issued_at_s - now_s) > _CLOCK_SKEW_S:
         return f"it was issued {_in_words(early_s)} {_IN_THE_FUTURE}"
     return None
+
+
+def is_untimely(denial: str) -> bool:
+    """Return whether another peer denied access by its clock, which this peer's clock did not."""
+    return _EXPIRED in denial or _IN_THE_FUTURE in denial
 
 
 def _in_words(seconds: float) -> str:

@@ -312,6 +312,14 @@ def test_an_address_where_nobody_answers(world: World) -> None:
         world.run(world.a.transport.connect([f"/ip4/127.0.0.1/tcp/1/p2p/{world.stranger}"]))
 
 
+def test_who_answers_at_an_address_is_found_out(world: World) -> None:
+    """Also of a peer's own address, which it cannot dial."""
+    for peer in (world.a, world.b):
+        [address, *_] = world.run(peer.transport.addresses())
+        assert world.run(world.a.transport.identify(address.rpartition("/p2p/")[0])) == peer.id
+    assert world.run(world.a.transport.identify("/ip4/127.0.0.2/tcp/1")) is None
+
+
 def test_the_bytes_of_calls_that_one_peer_may_have_under_way_are_bounded(world: World, method: str) -> None:
     victim, friend = world.another(world.a), world.another()
     world.run(friend.transport.connect(world.run(victim.transport.addresses())))

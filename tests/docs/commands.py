@@ -108,6 +108,8 @@ def _check_make(words: list[str]) -> None:
 
 
 def _check_pip(words: list[str]) -> None:
+    if words == ["wheel", ".", "--no-deps", "--wheel-dir", "dist"]:
+        return
     what = [word for word in words[1:] if not word.startswith("-")]
     if words[0] != "install" or len(what) != 1:
         raise NotUnderstood(f"`pip install` takes one thing here, got {words}")

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.core.errors import ConfigError, InitialPeersSilent
 from lightning_swarm.core.event_loop import ThreadRuntime
 from lightning_swarm.monitor.checks import MOST_SKEW_S
 from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer.network import start_network
 from lightning_swarm.protocol import queries
 from tests.p2p.processes import MODULE, Run
 
@@ -69,8 +72,42 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
     assert float(ahead_s) == pytest.approx(AHEAD_S, abs=MOST_SKEW_S)
     assert "-> Set the clock that is wrong" in wrong[clock]
     assert f"peer {skewed_peer.place}: another peer than the address says listens there" in other
-    assert f"remote key matches {skewed_peer.peer_id}" in other
+    assert f"it answers as {skewed_peer.peer_id}" in other
     assert lines[-1] == "4 to mend."
+
+
+def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, caplog: pytest.LogCaptureFixture) -> None:
+    """It says so itself, without libp2p's words for it."""
+    with socket.create_server(("127.0.0.1", 0)) as blocking, socket.create_server(("127.0.0.1", 0)) as freed:
+        taken, free = (server.getsockname()[1] for server in (blocking, freed))
+        freed.close()
+        own = skewed_peer.peer_id
+        wrong = {
+            f"127.0.0.1:{free}/{own}": "its machine refuses the connection ([Errno 111] Connection refused). Check",
+            f"127.0.0.1:{taken}/{own}": "what listens there is no peer. Check the port: another program has it.",
+            f"nobody.invalid:31337/{own}": "its name does not resolve",
+            f"{skewed_peer.place}/{NOBODY}": f"listens there (it answers as {own}). Copy the address again",
+        }
+        for address, said in wrong.items():
+            config = SwarmStrategy(num_stages=2, initial_peers=address).config
+            with pytest.raises(InitialPeersSilent) as refusal:
+                start_network(config, None)
+            text = str(refusal.value)
+            assert text.startswith(f"a peer to join must answer at the address that names it, {address}: ")
+            assert said in text
+            assert "aemon" not in text
+    assert not [record for record in caplog.records if record.levelname == "WARNING" and "swarm" in record.name]
+
+
+def test_an_announced_address_of_another_peer_is_refused(skewed_peer: Address) -> None:
+    """As when a script that names the first machine's address runs on another one."""
+    place = str(skewed_peer.place)
+    config = SwarmStrategy(num_stages=2, initial_peers=str(skewed_peer), announce=place, trust="open").config
+    with pytest.raises(
+        ConfigError, match=rf"{place} answers as {skewed_peer.peer_id}, this peer is 12D3KooW"
+    ) as refusal:
+        start_network(config, None)
+    assert "`--announce HOST:PORT` of `join` and `serve`" in str(refusal.value)
 
 
 @pytest.mark.thorough

@@ -54,6 +54,11 @@ class Zygote:
         """One server of a project. `options` are those of `serve_kind` in `kinds.py`."""
         return self._begin("kind", options)
 
+    def type_in(self, command: list[str], folder: Path, *, netns: str, **environment: str) -> Server:
+        """One command of a page, as typed in a folder. `environment` adds to this process's."""
+        options = {"command": command, "folder": str(folder), "environment": environment}
+        return self._begin("type", options, netns)
+
     def _begin(self, role: str, options: dict[str, Any], netns: str = "") -> Server:
         self._num_begun += 1
         log = self._folder / f"{role}-{self._num_begun}.log"

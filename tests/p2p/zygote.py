@@ -23,9 +23,9 @@ import lightning as L
 import torch
 
 import lightning_swarm.network.hivemind  # noqa: F401 - it takes a second to import
-from lightning_swarm import SwarmStrategy
+from lightning_swarm import SwarmStrategy, cli
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.peer import preemption
+from lightning_swarm.peer import _bootstrap, preemption
 from lightning_swarm.peer.preemption import Endpoint
 from lightning_swarm.protocol.compression import codec
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
@@ -162,7 +162,18 @@ def serve(
     trainer.fit(build(model))
 
 
-_ROLES = {"serve": serve, "train": train, "kind": serve_kind}
+def type_in(*, command: list[str], folder: str, environment: dict[str, str]) -> None:
+    """Run a command of a page, ``python`` or ``lightning-swarm``, as typed in a folder; `environment` adds to this."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    if command[0] == "python":
+        _bootstrap.run(command[1:])
+    else:
+        sys.argv[:] = command
+        sys.exit(cli.main())
+
+
+_ROLES = {"serve": serve, "train": train, "kind": serve_kind, "type": type_in}
 
 
 if __name__ == "__main__":

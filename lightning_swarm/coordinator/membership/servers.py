@@ -22,6 +22,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unconfirmed, Unreachable
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.messages.membership import (
     DrainReply,
     DrainRequest,
@@ -47,6 +48,7 @@ _FIRST_READY_S: Final = 300.0
 _STALLED_S: Final = 60.0  # a stalled joiner may not ask again for so long: others take its place
 _MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
+_MAX_PLACES: Final = 8  # addresses of a joiner that are dialed to see which peer answers there
 _GRACE_S: Final = 2.0
 _WENT_BACK: Final = "The run rolled back, to weights that this peer does not have. Join again."
 
@@ -190,7 +192,7 @@ class ServerMembership:
         since_s = now_s() if before is None or before.caught_up else before.since_s
         waiting = self._waiting[caller] = _WaitingServer(candidate, now_s(), since_s)
         try:
-            await self._introduce(candidate)
+            await gather([self._introduce(candidate), self._check_answers(candidate)])
         except BaseException:
             if self._waiting.get(caller) is waiting:
                 del self._waiting[caller]
@@ -287,6 +289,16 @@ class ServerMembership:
         await gather(
             [*(introduce(peer, member=True) for peer in servers), *(introduce(peer, member=False) for peer in joining)]
         )
+
+    async def _check_answers(self, candidate: Candidate) -> None:
+        """Refuse a joiner that announces the address of another peer, such as that of the run's first machine."""
+        own = PeerId(candidate.member.peer_id)
+
+        async def check(place: HostPort) -> None:
+            place.check_answers_as(await self._transport.identify(place.maddr), own)
+
+        places = {address.place for address in Address.parse_all(candidate.addresses[:_MAX_PLACES])}
+        await gather(check(place) for place in places if place.is_unique)
 
     async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReadyRequest)

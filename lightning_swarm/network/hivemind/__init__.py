@@ -11,12 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.core.errors import ConfigError, Unreachable
+from lightning_swarm.core.errors import ConfigError, InitialPeersSilent, Unreachable
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify
-from lightning_swarm.network.addresses import HostPort, host_of
+from lightning_swarm.network.addresses import Address, HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
-from lightning_swarm.network.hivemind.daemon import on_its_own
+from lightning_swarm.network.hivemind.daemon import on_its_own, remove_dead_sockets
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
 from lightning_swarm.network.hivemind.transport import HivemindTransport
 from lightning_swarm.network.identity import Identity, load_identity
@@ -54,6 +54,7 @@ async def start(
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     _check_free(listen)
+    remove_dead_sockets()
     is_local = listen.is_loopback and all(HostPort(host_of([place]), 0).is_loopback for place in announce)
     identity = _identity(identity_path, is_local=is_local)
     with nullcontext(identity_path) if identity_path is not None else identity.temporary_file() as key_path:
@@ -64,6 +65,9 @@ async def start(
         transport.set_credentials(certify(transport.peer_id))
     try:
         await transport.open()
+        for place in announce:
+            there = Address.parse(f"{place}/p2p/{transport.peer_id}").place
+            there.check_answers_as(await transport.identify(place), transport.peer_id)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
         await transport.close()
@@ -123,10 +127,14 @@ async def _start_daemon(
                 )
         except (P2PDaemonError, OSError) as error:
             problem = error
-            who = "The initial peers did not answer" if _BOOTSTRAP in str(error) else "The libp2p daemon did not start"
-            _log.warning("%s (attempt %d of %d): %s", who, attempt, _NUM_ATTEMPTS, error)
+            if _BOOTSTRAP in str(error):
+                _log.info("The initial peers did not answer (attempt %d of %d).", attempt, _NUM_ATTEMPTS)
+                _log.debug("In full: %s", error)
+            else:
+                _log.warning("Not started yet (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
-    raise Unreachable(_advice(str(problem), listen, initial_peers)) from problem
+    kind = InitialPeersSilent if _BOOTSTRAP in str(problem) else Unreachable
+    raise kind(_advice(str(problem), listen, initial_peers)) from problem
 
 
 async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:

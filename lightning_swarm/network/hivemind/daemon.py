@@ -1,11 +1,15 @@
-"""The libp2p daemon's process: it is in no terminal's group, dials from any port, and is awaited without SIGCHLD."""
+"""The libp2p daemon's process, awaited without SIGCHLD, which is in no terminal's group and dials from any port."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import stat
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
@@ -70,6 +74,35 @@ def on_its_own() -> Iterator[None]:
         yield
     finally:
         loop.subprocess_exec = start
+
+
+SOCKETS: Final = Path("/tmp")
+"""The folder of the daemons' sockets, fixed by hivemind whatever TMPDIR says."""
+
+_BEGINNING_S: Final = 60.0  # between the making of a socket's file and the moment when its process listens, at most
+
+
+def remove_dead_sockets(folder: Path = SOCKETS) -> None:
+    """Remove the sockets that killed peers of this user left; those of living processes and of other users stay."""
+    for path in folder.glob("hivemind-p2p*.sock"):
+        with suppress(OSError):  # another peer has removed it, or it may not be looked at
+            status = path.lstat()
+            is_own = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and time.time() - status.st_mtime > _BEGINNING_S and _is_dead(path):
+                path.unlink()
+
+
+def _is_dead(path: Path) -> bool:
+    """Return whether no process has a socket of this name, without connecting to the one that may."""
+    # A socket of another type cannot be connected: the error says whether that is for the type, or for want of one.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 async def exited(pid: int) -> None:

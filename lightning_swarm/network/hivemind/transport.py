@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.core.process import max_files
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
@@ -24,6 +25,7 @@ from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
 from lightning_swarm.network.hivemind.daemon import exited, steady
 from lightning_swarm.network.hivemind.local_streams import INTRODUCE, LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
+from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.rpc import ask
 from lightning_swarm.network.transport import BaseTransport
 
@@ -40,6 +42,8 @@ _STRANGERS_STREAMS: Final = 256  # members of a large run that come back to a pe
 _STRANGER_S: Final = 10.0
 _FAREWELL_S: Final = 1.0  # until a peer that is cut off is hung up on, so that it gets its refusals
 _CONNECT_TIMEOUT_S: Final = 30.0
+_IDENTIFY_S: Final = 5.0
+_FOUND_ID: Final = re.compile(r"remote key matches (\w+)")
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 
 
@@ -92,6 +96,20 @@ class HivemindTransport(BaseTransport):
                 await gather(self._daemon.connect(peer, places) for peer, places in by_peer.items())
         except TimeoutError as error:
             raise DeadlineExceeded(f"{', '.join(by_peer)} did not answer within {_CONNECT_TIMEOUT_S:g} s.") from error
+
+    async def identify(self, address: str) -> PeerId | None:
+        """See `Transport`."""
+        if f"{address}/p2p/{self._peer_id}" in await self.addresses():  # the daemon does not dial itself
+            return self._peer_id
+        # The encrypted handshake with a peer of another id fails, and the daemon's error names the id that it found.
+        nobody = Identity.generate().peer_id
+        try:
+            async with asyncio.timeout(_IDENTIFY_S):
+                await self._daemon.connect(nobody, [address])
+        except (TimeoutError, Unreachable) as error:
+            found = _FOUND_ID.search(str(error))
+            return PeerId(found[1]) if found else None
+        return None
 
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""

@@ -21,7 +21,10 @@ from lightning_swarm.trust.owner import Owner
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 HERE = f"203.0.113.7:31337/{ID}"
-NAMES = (process.JOIN, process.LISTEN, process.IDENTITY, process.ROLE, process.PREEMPTION, process.INVITE)
+NAMES = (
+    *(process.JOIN, process.LISTEN, process.ANNOUNCE, process.IDENTITY),
+    *(process.ROLE, process.PREEMPTION, process.INVITE),
+)
 
 Ran = list[tuple[list[str], dict[str, str]]]
 
@@ -82,6 +85,11 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (["serve", "train.py", HERE], ["train.py", HERE], {"SWARM_ROLE": "server"}),
         (
+            ["join", HERE, "--announce", "203.0.113.8:31337", "--announce=[2001:db8::8]:31337", "train.py"],
+            ["train.py"],
+            {"SWARM_JOIN": HERE, "SWARM_ANNOUNCE": "203.0.113.8:31337 [2001:db8::8]:31337"},
+        ),
+        (
             ["join", "--preemption", "auto", HERE, "train.py", "--preemption", "x"],
             ["train.py", "--preemption", "x"],
             {"SWARM_JOIN": HERE, "SWARM_PREEMPTION": "auto"},
@@ -97,7 +105,8 @@ def test_a_program_is_told_whom_to_join(
     told: dict[str, str],
 ) -> None:
     assert command(monkeypatch, *arguments) == 0
-    assert ran == [(program, told)]
+    # Empty values go before the program's own ones, which are those of the machine that it was written for.
+    assert ran == [(program, {"SWARM_ANNOUNCE": "", "SWARM_IDENTITY": "", **told})]
     what = "the model" if program[0] == "lightning-swarm" else program[program[0] == "-m"]
     assert capsys.readouterr().err == f"Importing torch, Lightning and {what}.\n"
 
@@ -114,6 +123,7 @@ def test_a_program_is_told_whom_to_join(
             ["join", HERE, "--invite", "swarm-invite-1.x", "train.py"],
             ["got an invitation itself", "Write it to a file"],
         ),
+        (["join", HERE, "--announce", "203.0.113.8", "train.py"], ["`announce` must be the address and the port"]),
         (["join", HERE, "--listen", "example.org", "train.py"], ["`listen` must be an IP address", "'example.org'"]),
     ],
 )
@@ -152,11 +162,12 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     from lightning_swarm import SwarmStrategy
 
     config = SwarmStrategy(role="both", listen="127.0.0.1:9", identity_path="mine").config
-    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws", "invite"), strict=True):
+    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "203.0.113.8:5", "key", "server", "aws", "invite"), strict=True):
         monkeypatch.setenv(name, value)
     told = process.apply_environment(config, 0)
-    found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption, told.invite
-    assert found == (HERE, "0.0.0.0:5", "key", "server", "aws", "invite")
+    found = str(told.initial_peers[0]), str(told.listen), str(told.announce[0]), told.identity_path, told.role
+    assert found == (HERE, "0.0.0.0:5", "203.0.113.8:5", "key", "server")
+    assert (told.preemption, told.invite) == ("aws", "invite")
     child = process.apply_environment(config, 1)
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", "key.1", "server")
 

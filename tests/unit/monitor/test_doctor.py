@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,12 @@ from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.monitor.doctor import Visitor
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.protocol import queries
+from lightning_swarm.trust.certificates import encode
+from lightning_swarm.trust.credentials import RunCredentials
+from lightning_swarm.trust.owner import Owner
 from tests.access import credentials_of
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
@@ -103,8 +108,41 @@ def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -
 
 
 def test_versions_that_differ_are_named() -> None:
-    found = checks.compare_versions(PEER, HERE, {"torch": "2.9.0", "lightning": "2.6.6", "x": "1"}).found
-    assert found == "differ, which works: torch 2.13.0 here, 2.9.0 there; x none here, 1 there"
+    found = checks.compare_versions(PEER, HERE, {"torch": "2.13.0", "lightning": "2.6.7", "x": "1"})
+    assert found.found == "differ, which works: lightning 2.6.6 here, 2.6.7 there; x none here, 1 there"
+    assert str(found).startswith("ok     versions at ")
+
+
+@pytest.mark.parametrize("name", ["torch", "CPU"])
+def test_what_may_round_in_another_way_is_a_warning(name: str) -> None:
+    here = {**HERE, "CPU": "x86_64, AVX2 or newer"}
+    finding = checks.compare_versions(PEER, here, {**here, name: "another"})
+    assert finding.ok
+    assert f"{name} {here[name]} here, another there" in finding.found
+    assert str(finding).startswith("WARN   versions at ")
+    assert "-> All servers of one stage must round alike. A server that differs" in str(finding)
+    assert "docs/join.md" in str(finding)
+    assert checks.compare_versions(PEER, here, HERE).consequence is None  # a peer that does not tell its CPU
+
+
+def test_no_other_peer_forges_a_line() -> None:
+    assert len(str(checks.compare_versions(PEER, HERE, {"torch": "2\nok     all"})).splitlines()) == 2
+
+
+def test_a_clock_that_is_off_is_not_blamed_on_the_invitation(loop: VirtualLoop) -> None:
+    """This peer's certificate is made by its own clock, ahead of the other peer's."""
+    network = MemoryNetwork()
+    peer, own = (network.transport(Identity.generate().peer_id) for _ in range(2))
+    owner, now_s = Owner("run", Identity.generate()), time.time()
+    for transport, made_s in ((peer, now_s), (own, now_s + 300.0)):
+        made = owner.certify_own(transport.peer_id, now_s=made_s)
+        transport.set_credentials(RunCredentials("run", owner.key.peer_id, encode(made)))
+    queries.answer_greetings(peer)
+    address = Address.parse(loop.run_until_complete(peer.addresses())[0])
+    dialed, meeting = loop.run_until_complete(doctor._meet(own, address))
+    assert (dialed.obstacle, meeting) == (Obstacle.CLOCK, None)
+    assert "in the future" in dialed.detail
+    assert checks.check_reach(dialed).remedy == checks.SET_CLOCK
 
 
 def test_supported_versions_are_those_of_the_package() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, PeerError, Unreachable
+from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.arrivals import Arrivals
@@ -21,12 +22,14 @@ from lightning_swarm.peer.discovery import (
     assign,
     dismiss,
 )
+from lightning_swarm.protocol.messages.reports import PeerReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import LEAVE
 from tests.unit.conftest import MakeSwarm
 
 RUN = "run"
+REPORT = PeerReport(run_id=RUN, age_s=1.0, sent_bytes=0, received_bytes=0, server=None)
 
 
 def servers(count: int) -> list[Member]:
@@ -177,7 +180,8 @@ def test_what_is_wrong_with_an_announcement_is_said_once_in_a_life(
     for boot_id, num_looks in ((1, 3), (2, 2)):
         town.announce_raw(gone, encode(ServerAnnouncement(boot_id=boot_id, addresses=["nonsense"])))
         for _ in range(num_looks):
-            town.loop.run_until_complete(directory.connect_all())
+            town.loop.run_until_complete(directory.connect_all())  # warns of no peer that may have been dead for long
+            town.loop.run_until_complete(directory._connect(town.loop.run_until_complete(directory.announced())))
         town.network.kill(gone)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.split(",")[0] for text in warned if "reach" in text] == ["Cannot reach server 0-gone"] * 2
@@ -220,6 +224,47 @@ def test_what_a_peer_announced_is_there_for_as_long_as_the_peer(town: Town) -> N
     town.loop.run_until_complete(asyncio.sleep(2 * 3600.0))
     assert not town.loop.run_until_complete(seeker.announced())
     assert not town.loop.run_until_complete(seeker.find_runs())
+
+
+def test_a_joiner_waits_for_no_dead_server_and_hears_of_none(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    names = "coordinator", "living", "dead"
+    transports = {name: town.announce(name) for name in names}
+    town.loop.run_until_complete(town.directory(transports["coordinator"]).announce_run(PeerId("coordinator")))
+    town.network.kill(PeerId("dead"))
+    lists = 0
+
+    async def living() -> Mapping[PeerId, Sequence[str]]:
+        nonlocal lists
+        lists += 1
+        return {PeerId(name): await transports[name].addresses() for name in names[:2]}
+
+    survey.answer(transports["coordinator"], lambda: REPORT, living)
+    dialed: list[str] = []
+
+    async def connect(addresses: Sequence[str]) -> None:
+        dialed.extend(address.rpartition("/")[2] for address in addresses)
+
+    town.seeker.connect = connect  # type: ignore[method-assign]
+    seeker = town.directory(town.seeker)
+    assert town.loop.run_until_complete(seeker.find_runs()) == ["coordinator"]
+    assert (lists, dialed) == (1, ["coordinator", "living"])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+    town.network.kill(PeerId("coordinator"))  # with nobody to ask, all may be alive
+    dialed.clear()
+    town.loop.run_until_complete(seeker.find_runs())
+    assert sorted(dialed) == sorted(names)
+
+
+def test_a_server_that_left_is_announced_no_more(town: Town) -> None:
+    directory = town.directory(town.network.transport("a"))
+    town.announce("b")
+    town.loop.run_until_complete(directory.announce(7, timeout=5.0))
+    seeker = town.directory(town.seeker)
+    assert sorted(town.loop.run_until_complete(seeker.announced())) == ["a", "b"]
+    town.loop.run_until_complete(directory.withdraw())
+    town.loop.run_until_complete(asyncio.sleep(0.1))
+    assert [*town.loop.run_until_complete(seeker.announced())] == ["b"]
 
 
 def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -347,3 +348,21 @@ def test_a_trainer_takes_a_notice_for_a_sigterm(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launcher.signal, "getsignal", lambda _: lambda *_: None)
     assert leaving(lambda one: one._handle_notice("GCP preempts this machine"), role="both") == ([], ["wait False"])
     assert sent == [(os.getpid(), signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("code", "num_said"), [(3, 1), (0, 0)])
+def test_a_guest_says_how_many_of_its_peers_are_left(
+    code: int, num_said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of three processes dies; one that the run let go is no news."""
+    guest = SwarmLauncher(SwarmStrategy(), 3)
+    command = [sys.executable, "-I", "-S", "-c"]
+    with subprocess.Popen([*command, "input()"], stdin=subprocess.PIPE) as living:
+        ending = subprocess.Popen([*command, f"raise SystemExit({code})"])
+        guest._children = [living, ending]
+        guest._report_end(2, ending)
+        assert living.stdin is not None
+        living.stdin.close()
+        living.kill()
+    assert caplog.text.count("2 of 3 peers of this machine are left: local peer 2 (process") == num_said
+    assert caplog.text.count("ended with exit code 3") == num_said

@@ -11,10 +11,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, ProtocolError, Unreachable
+from lightning_swarm.core.errors import Busy, ConfigError, DeadlineExceeded, PeerError, ProtocolError, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.membership import FollowRequest, JoinRequest, ReadyRequest
@@ -69,6 +70,34 @@ def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
     swarm.run(go())
     assert len(asked_s) == 8
     assert asked_s[-1] - asked_s[0] == pytest.approx(127.0, abs=1.0)
+    assert not joiner.membership.is_member
+
+
+def test_a_joiner_that_announces_another_peers_address_is_refused_at_once(make_swarm: MakeSwarm) -> None:
+    """Such as the address of the run's first machine, which its script names."""
+    swarm = make_swarm("a", "b")
+    own, other = (Identity.generate().peer_id for _ in range(2))
+    joiner = swarm.add_server(own)
+    transport, asked = swarm.network.find(own), list[str]()
+    transport.address = f"/ip4/203.0.113.7/tcp/31337/p2p/{own}"
+
+    async def identify(address: str) -> PeerId | None:
+        asked.append(address)
+        return other
+
+    swarm.network.find(A).identify = identify  # type: ignore[method-assign]
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    async def go() -> None:
+        with pytest.raises(ConfigError) as refusal:
+            await joiner.joiner.enter(find)
+        assert f"203.0.113.7:31337 answers as {other}, this peer is {own}." in str(refusal.value)
+        assert "`--announce HOST:PORT`" in str(refusal.value)
+
+    swarm.run(go())
+    assert asked == ["/ip4/203.0.113.7/tcp/31337"]
     assert not joiner.membership.is_member
 
 

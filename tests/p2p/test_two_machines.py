@@ -1,0 +1,258 @@
+"""The pages about several machines, followed to the letter on two: network namespaces with the pages' addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from benchmarks.hosts import DEVICE, Hosts
+from tests.docs import my_project
+from tests.docs.commands import lines
+from tests.docs.pages import ROOT, blocks, shown
+from tests.p2p.warm import Server, Zygote, wait_until
+
+# Cold starts in this file: the process that all commands are forked from, once in each test; in thorough runs 3 more.
+
+pytestmark = pytest.mark.timeout(900)
+
+_MISSING = Hosts.missing()
+NUM_TIMES = 5
+_FIRST, _SECOND = "203.0.113.7", "203.0.113.8"
+
+
+class _Machines(Hosts):
+    """Two hosts that have the addresses of the pages."""
+
+    @staticmethod
+    @override
+    def address(number: int) -> str:
+        return (_FIRST, _SECOND)[number]
+
+
+class Machine:
+    """A machine of the pages: a namespace, with a home and a working folder of its own."""
+
+    def __init__(self, zygote: Zygote, netns: str, folder: Path) -> None:
+        self._zygote, self._netns = zygote, netns
+        self.folder, self.home = folder / "work", folder / "home"
+        self.folder.mkdir(parents=True)
+        self.home.mkdir()
+
+    def type_in(self, words: list[str], **environment: str) -> Server:
+        """Begin a command."""
+        environment = {"HOME": str(self.home), "XDG_CONFIG_HOME": "", "OMP_NUM_THREADS": "1", **environment}
+        return self._zygote.type_in(words, self.folder, netns=self._netns, **environment)
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Cut the machine off: its peers cannot even say that their connections end."""
+        device = ["ip", "-n", self._netns, "link", "set", DEVICE]
+        subprocess.run([*device, "down"], check=True)
+        yield
+        subprocess.run([*device, "up"], check=True)
+
+    def run(self, words: list[str]) -> str:
+        """Run a command to its end, and return its output."""
+        begun = self.type_in(words)
+        wait_until(lambda: not begun.alive, f"{words} did not end:\n{begun.said}")
+        return begun.said
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+    if _MISSING:
+        pytest.skip(f"two machines are network namespaces, which need {_MISSING}")
+    zygote = Zygote(tmp_path)
+    with _Machines([0.0, 0.0]) as hosts:
+        found = [Machine(zygote, hosts.namespace(number), tmp_path / f"machine{number + 1}") for number in range(2)]
+        try:
+            yield found
+        finally:
+            zygote.close()
+
+
+def commands(page: str, *, after: str = "") -> list[list[str]]:
+    """The commands of a page, from the first block that contains a text on."""
+    found = [block.text for block in blocks(page) if block.kind == "sh"]
+    begin = next(index for index, text in enumerate(found) if after in text)
+    return [words for text in found[begin:] for words in lines(text)]
+
+
+def edited(script: str, page: str) -> str:
+    """The quickstart's script with the changes that a page asks for."""
+    strategy = next(block.text for block in blocks(page) if block.kind == "python")
+    [call] = re.findall(r"^strategy = (SwarmStrategy\(.*\))$", strategy, re.MULTILINE)
+    assert script.count("SwarmStrategy(num_stages=2)") == 1
+    assert script.count("max_steps=20)") == 1
+    return script.replace("SwarmStrategy(num_stages=2)", call).replace("max_steps=20)", "max_steps=20000)")
+
+
+def wait_for(server: Server, text: str, *, times: int = 1) -> str:
+    """Wait until as many lines of a command's output have a text, and return the last one."""
+
+    def found() -> list[str]:
+        return [line for line in server.said.splitlines() if text in line]
+
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: len(found()) >= times or not server.alive, "")
+    assert len(found()) >= times, f"{text!r} was printed {len(found())} times, not {times}:\n{server.said}"
+    return found()[-1]
+
+
+def kill(server: Server) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: not server.alive, f"{server.pid} outlives kill -9")
+
+
+class Pair:
+    """The page `two_machines.md` up to the point where the second machine joins."""
+
+    def __init__(self, machines: list[Machine], *, devices: int) -> None:
+        page = "docs/two_machines.md"
+        self.first, self.second = machines
+        script = edited(shown(page)["train.py"], page).replace("devices=4", f"devices={devices}")
+        for machine in machines:
+            (machine.folder / "train.py").write_text(script)
+        typed = [words for words in commands(page) if words[0] in ("python", "lightning-swarm")]
+        train, invite, doctor, join = typed
+        self.run = self.first.type_in(train)
+        printed = shlex.split(wait_for(self.run, "can join this run: ").partition("can join this run: ")[2])
+        invite[3:5] = ["server", "--uses", str(devices)] if devices > 1 else ["server"]
+        invites = shlex.split(wait_for(self.run, "Only peers with an invitation").partition("in private: ")[2])
+        self.address = printed[2]
+        self.first.run(invites)
+        shutil.copy(self.first.folder / "swarm.invite", self.second.folder)
+        self.doctor, self.join = (with_address(words, self.address) for words in (doctor, join))
+        assert self.join == [*printed[:3], "--listen", "0.0.0.0:31337", *printed[3:]]
+
+    def peers_at(self, host: str, *, number: int) -> set[str]:
+        """The ids of a host's peers that hold stages, once there are as many."""
+        found: set[str] = set()
+
+        def look() -> bool:
+            nonlocal found
+            said = self.first.run(["lightning-swarm", "status", self.address, "--json"])
+            peers = json.loads(said.splitlines()[-1])["peers"]
+            found = {one["peer_id"] for one in peers if one["place"].startswith(f"{host}:") and one["stages"]}
+            return len(found) == number
+
+        wait_until(look, f"{number} peers of {host} do not serve")
+        return found
+
+
+def test_the_second_machine_joins_as_printed_and_comes_back_after_each_kill(machines: list[Machine]) -> None:
+    pair = Pair(machines, devices=1)
+    report = pair.second.run(pair.doctor)
+    assert "WRONG" not in report, report
+    assert "WARN" not in report, report
+    for _ in range(NUM_TIMES):
+        joined = pair.second.type_in(pair.join)
+        wait_for(joined, "In run 'swarm' from step")
+        kill(joined)
+    assert pair.run.alive, pair.run.said
+
+
+@pytest.mark.thorough
+def test_each_process_of_a_machine_comes_back_as_itself(machines: list[Machine]) -> None:
+    """Also where the run has not heard of its death: its network is gone before it is killed."""
+    pair = Pair(machines, devices=2)
+    found = []
+    for _ in range(2):
+        joined = pair.second.type_in(pair.join)
+        wait_for(joined, "In run 'swarm' from step")
+        found.append(pair.peers_at(_SECOND, number=2))
+        with pair.second.unplugged():
+            kill(joined)
+    assert found[0] == found[1]
+    assert pair.run.alive, pair.run.said
+
+
+@pytest.mark.thorough
+def test_servers_wait_and_a_run_from_a_file_is_joined(machines: list[Machine]) -> None:
+    """The page `join.md`: `serve` on both machines, then `join` with a file."""
+    page = "docs/join.md"
+    first, second = machines
+    typed = [words for words in commands(page) if words[0] == "lightning-swarm"]
+    serve_first, serve_second = (words for words in typed if words[1] == "serve")
+    [join] = (words for words in typed if words[1] == "join" and "--config" in words)
+    for machine in machines:
+        (machine.folder / "train.py").write_text(shown(page)["train.py"].replace("devices=4", "devices=1"))
+        (machine.folder / "run.yaml").write_text(shown(page)["run.yaml"])
+        shutil.copy(my_project.__file__, machine.folder)
+    waiting = first.type_in(serve_first)
+    address = re.findall(rf"{_FIRST}:31337/\w+", wait_for(waiting, "More servers: "))[0]
+    invite(first, second, "lightning-swarm invite --role server --out swarm.invite")
+    guest = second.type_in(with_address(serve_second, address), SWARM_INVITE_FILE="swarm.invite")
+    wait_for(guest, "asks for a place in run 'swarm'")
+    kill(guest)
+    kill(waiting)
+
+    run = first.type_in(
+        shlex.split("lightning-swarm fit --config run.yaml --trainer.accelerator cpu --trainer.devices 1")
+    )
+    address = re.findall(rf"{_FIRST}:31337/\w+", wait_for(run, "can join this run: "))[0]
+    joined = second.type_in(with_address(join, address), SWARM_INVITE_FILE="swarm.invite")
+    wait_for(joined, "In run 'swarm' from step")
+    kill(joined)
+    kill(run)
+
+
+@pytest.mark.thorough
+def test_a_model_is_served_and_tuned(machines: list[Machine]) -> None:
+    """The pages `serving.md` and `finetune.md`, with a model whose tokens are letters."""
+    from tests.p2p.test_serving import save  # imports transformers
+
+    first, second = machines
+    for machine in machines:
+        save(machine.folder / "my-llama")
+    typed = [words for words in commands("docs/serving.md") if words[0] == "lightning-swarm"]
+    serve_first, serve_second, serve_third = (words for words in typed if words[1] == "serve")
+    generate = next(words for words in typed if words[1] == "generate")
+    serving = first.type_in(serve_first)
+    joining = shlex.split(wait_for(serving, "Others can join: ").partition(": ")[2])
+    address = joining[-1]
+    assert joining == with_address(serve_third, address)
+    for words in typed:
+        if words[1] == "invite":
+            invite(first, second, shlex.join(words))
+    guest = second.type_in(with_address(serve_second, address))
+    wait_for(guest, "Others can join: ")
+    said = second.run([*with_address(generate, address)[:-1], "a b c"])
+    assert re.search(r"\d+ tokens, ", said), said
+
+    script = (ROOT / "examples" / "tuning" / "tune.py").read_text()
+    invited = script.replace("AttachStrategy(address)", 'AttachStrategy(address, invite="writer.invite")')
+    assert invited != script
+    (second.folder / "tune.py").write_text(invited)
+    (second.folder / "text").write_text("a b c d e f g h " * 40)
+    said = second.run(["python", "tune.py", address, "text", "my-adapter"])
+    assert "It writes: a b c d e f g h a b c d" in said, said
+    adapted = next(words for words in commands("docs/finetune.md") if "--adapter" in words)
+    said = second.run([*with_address(adapted, address), "--invite", "writer.invite"])
+    assert re.search(r"\d+ tokens, ", said), said
+    for server in (guest, serving):
+        assert server.alive, server.said
+        kill(server)
+
+
+def invite(first: Machine, second: Machine, command: str) -> None:
+    """Write an invitation on the first machine, and copy it to the second."""
+    words = shlex.split(command)
+    first.run(words)
+    shutil.copy(first.folder / words[-1], second.folder)
+
+
+def with_address(words: list[str], address: str) -> list[str]:
+    """A page's command with an address that was printed in place of the page's."""
+    return [re.sub(rf"{_FIRST}:31337/12D3\w*\.\.\.", address, word) for word in words]
