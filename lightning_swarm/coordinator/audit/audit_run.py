@@ -12,10 +12,8 @@ from msgspec import UnsetType
 
 from lightning_swarm.coordinator.audit.policy import (
     StageProjection,
-    Tolerance,
     Unit,
     WorkClaim,
-    WorkComparison,
     read_claims,
 )
 from lightning_swarm.coordinator.server_calls import ServerCalls
@@ -47,7 +45,7 @@ class Assignment:
 
     unit: Unit
     auditor: PeerId
-    receipts: Sequence[Receipt]
+    receipts: Sequence[Receipt]  # in the order of adding
     compare: bool = False  # the auditor's machine is of another kind
 
 
@@ -58,7 +56,8 @@ class AuditResult:
     claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
     refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
     unheard: frozenset[Receipt]  # it gave no answer of these
-    projection: StageProjection  # of the sum of what it computed
+    sum_digest: bytes  # of the sum of what it computed
+    projection: StageProjection  # likewise
     magnitude: float
     precision: str  # that it computed in
     touched: bytes  # bitmap over the stage's parameters to which it gave a gradient
@@ -72,6 +71,7 @@ class AuditResult:
             claims=read_claims(finding.claims, receipts),
             refused=frozenset(unpack(finding.refused) - receipts),
             unheard=frozenset(unpack(finding.unheard) - receipts),
+            sum_digest=finding.sum_digest,
             projection=_projection(finding, exact=exact),
             magnitude=finding.magnitude,
             precision=finding.precision,
@@ -99,47 +99,6 @@ class AuditResults:
     sums: dict[Unit, StageProjection] = field(default_factory=dict)  # of the audited, by the same seed
     failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
-
-
-def compare(
-    claims: Mapping[Receipt, WorkClaim],
-    its: AuditResult,
-    told: StageProjection,
-    *,
-    tolerance: Tolerance,
-    is_far: bool,
-    touches_alike: bool,
-) -> WorkComparison:
-    """Compare a server's claims, and what it told of its sum, with what an auditor found. Pure."""
-    if its.refused:
-        return WorkComparison(frozenset({"refused"}))
-    if not claims.keys() <= its.claims.keys():
-        return WorkComparison(is_whole=False, is_silent=bool(its.unheard))
-    wrong = {
-        name
-        for receipt, claim in claims.items()
-        for name, said, found in zip(WorkClaim._fields, claim, its.claims[receipt], strict=True)
-        if said != found
-    }
-    wrong |= {"output"} if is_far else set()
-    wrong |= set() if told.agrees(its.projection, tolerance=tolerance) else {"sum"}
-    wrong |= set() if touches_alike else {"list of what has a gradient"}
-    return WorkComparison(frozenset(wrong))
-
-
-def is_false_accusation(
-    claims: Mapping[Receipt, WorkClaim], its: AuditResult, true: AuditResult, *, tolerance: Tolerance
-) -> bool:
-    """Tell whether an auditor found another result of what it was given, which was what the server claims. Pure."""
-    # If it was given something else, which the server may have done, it says so in its claims.
-    given = [
-        receipt
-        for receipt, claim in its.claims.items()
-        if receipt in claims and (claim.input, claim.output_gradient) == (claims[receipt][0], claims[receipt][2])
-    ]
-    if any(its.claims[receipt] != true.claims.get(receipt) for receipt in given):
-        return True
-    return len(given) == len(claims) and not its.projection.agrees(true.projection, tolerance=tolerance)
 
 
 def _projection(sketch: StageSketch | AuditFinding, *, exact: bool) -> StageProjection:
@@ -206,9 +165,8 @@ class AuditRun:
         order, seed = results.order, results.seed
         # Apart for each auditor: one that keeps a trainer waiting holds up no other's work.
         await gather(
-            self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
+            self._order_all(trainer, results, compare, work)
             for (trainer, compare, _), work in self._by_trainer(assignments).items()
-            for begin in range(0, len(work), _MOST_AT_ONCE)
         )
         results.found, results.failed = await self.ask(order, {(one.unit, one.auditor) for one in assignments}, seed)
         results.sums, failed = await self.sketch({one.unit for one in assignments}, round_, seed)
@@ -236,12 +194,21 @@ class AuditRun:
     def _by_trainer(self, assignments: Sequence[Assignment]) -> dict[tuple[PeerId, bool, PeerId], list[AuditWork]]:
         found: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
         for one in assignments:
-            for receipt in one.receipts:
+            for place, receipt in enumerate(one.receipts):
                 work = AuditWork(
-                    receipt=receipt, stage_index=one.unit.stage_index, audited=one.unit.peer, auditor=one.auditor
+                    receipt=receipt,
+                    stage_index=one.unit.stage_index,
+                    audited=one.unit.peer,
+                    auditor=one.auditor,
+                    place=place,
                 )
                 found[self._step.trainer_of(receipt[0]), one.compare, one.auditor].append(work)
         return found
+
+    async def _order_all(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
+        # One after the other, for an auditor keeps the inputs of what comes before its turn.
+        for begin in range(0, len(work), _MOST_AT_ONCE):
+            await self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
 
     async def _order(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
         request = AuditOrder(

@@ -162,7 +162,7 @@ class MeanAudit:
         share, own = manifest.settings.audit_share or 0.0, self._servers.own
         drawn = {peer for peer in answers if _DRAWS.random() < share or Unit(index, peer) in audits.audited}
         # A sum that was screened, or audited, might not be the one that was averaged.
-        drawn |= audits.rescreen(index, {peer: answer.sums for peer, answer in answers.items()})
+        drawn |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
         return sorted(drawn - {own})
 
     async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, drawn: list[PeerId] | None) -> ExamineReply:
