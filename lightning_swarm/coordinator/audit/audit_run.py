@@ -29,7 +29,6 @@ from lightning_swarm.protocol.messages.audits import (
     FindingsRequest,
     ResultsRequest,
     SketchRequest,
-    StageSketch,
 )
 from lightning_swarm.protocol.messages.calls import Direction, Receipt, unpack
 from lightning_swarm.protocol.messages.wire import draw_challenge
@@ -64,7 +63,7 @@ class AuditResult:
     distance: float | None  # of the results from its own, relative to their norms; None: they were not compared
 
     @classmethod
-    def read(cls, finding: AuditFinding, *, exact: bool) -> AuditResult:
+    def read(cls, finding: AuditFinding) -> AuditResult:
         """Read an auditor's answer; raises ProtocolError if it is malformed."""
         receipts, distance = unpack(finding.receipts), finding.distance
         return cls(
@@ -72,7 +71,7 @@ class AuditResult:
             refused=frozenset(unpack(finding.refused) - receipts),
             unheard=frozenset(unpack(finding.unheard) - receipts),
             sum_digest=finding.sum_digest,
-            projection=_projection(finding, exact=exact),
+            projection=StageProjection(tuple(finding.values)),
             magnitude=finding.magnitude,
             precision=finding.precision,
             touched=finding.touched,
@@ -101,19 +100,11 @@ class AuditResults:
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
 
 
-def _projection(sketch: StageSketch | AuditFinding, *, exact: bool) -> StageProjection:
-    whole = None if isinstance(sketch.exact, UnsetType) else tuple(sketch.exact)
-    if (whole is not None) != exact:
-        raise ProtocolError(f"sums in fixed point, and no others, have exact sketches; got {whole}")
-    return StageProjection(tuple(sketch.values), whole)
-
-
 class AuditRun:
     """Runs audits of one step's work."""
 
-    def __init__(self, servers: ServerCalls, step: OpenStep, generation: int, *, exact: bool) -> None:
+    def __init__(self, servers: ServerCalls, step: OpenStep, generation: int) -> None:
         self._servers, self._step, self._generation = servers, step, generation
-        self._exact = exact  # sums are in fixed point
 
     async def sketch(
         self, units: Iterable[Unit], round_: int, seed: int
@@ -127,7 +118,7 @@ class AuditRun:
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                told = {Unit(one.stage_index, peer): _projection(one, exact=self._exact) for one in reply.stages}
+                told = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
                 own = [unit for unit in wanted if unit.peer == peer]
                 if lacking := [unit for unit in own if unit not in told]:
                     raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
@@ -186,7 +177,7 @@ class AuditRun:
                     raise reply
                 told = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
                 # Nothing else is read: a few bytes may name many microbatches.
-                found |= {key: AuditResult.read(one, exact=self._exact) for key, one in told.items() if key in about}
+                found |= {key: AuditResult.read(one) for key, one in told.items() if key in about}
             except SwarmError as error:
                 failed[auditor] = error
         return found, failed

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from msgspec import UNSET
-
 from lightning_swarm.coordinator.audit.policy import Unit
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -186,7 +184,4 @@ class MeanAudit:
 def _told(audits: StepAudits | None, unit: Unit) -> list[ToldSketch]:
     """What a server said of its sum when that was audited."""
     told = audits.told.get(unit, []) if audits is not None else []
-    return [
-        ToldSketch(seed=seed, values=list(one.values), exact=UNSET if one.exact is None else list(one.exact))
-        for seed, one in told
-    ]
+    return [ToldSketch(seed=seed, values=list(one.values)) for seed, one in told]

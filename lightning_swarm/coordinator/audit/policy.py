@@ -291,12 +291,9 @@ class StageProjection:
     """A sketch of a sum, of whichever kind."""
 
     values: tuple[float, ...]
-    exact: tuple[int, ...] | None = None
 
     def agrees(self, other: StageProjection, *, tolerance: Tolerance) -> bool:
-        """Tell whether this is of the sum that `other` is of: to the bit in fixed point, unless rounding differs."""
-        if self.exact is not None and other.exact is not None and tolerance.distance == 0.0:
-            return self.exact == other.exact
+        """Tell whether this may be of the sum that `other` is of, if machines of two kinds computed them."""
         if len(self.values) != len(other.values):
             return False
         if not (self.is_finite and other.is_finite):  # gradients overflow now and then, with a scaled loss in 16 bits
@@ -306,7 +303,7 @@ class StageProjection:
     @property
     def is_nothing(self) -> bool:
         """Tell whether the sum holds nothing."""
-        return not any(self.values) and not any(self.exact or ())
+        return not any(self.values)
 
     @property
     def is_finite(self) -> bool:

@@ -123,7 +123,7 @@ class StepAudits:
         self._codec_bits = min(bits, default=None)  # of what servers give to others
         self._step = step
         self._trained = trained  # the parameters that the step trains, by name
-        self._audits = AuditRun(servers, step, context.generation, exact=context.run.manifest.settings.deterministic)
+        self._audits = AuditRun(servers, step, context.generation)
         self._standing: Standing = context.audit_memory.standing
         self._disputes: Counter[frozenset[Unit]] = context.audit_memory.disputes
         self._contested: Counter[PeerId] = context.audit_memory.contested

@@ -34,8 +34,6 @@ SKETCH_LENGTH: Final = 64
 _MAX_WORK: Final = 1 << 16
 
 Sketch = Annotated[list[float], msgspec.Meta(min_length=SKETCH_LENGTH, max_length=SKETCH_LENGTH)]
-# Of coarse and of fine units; see `averaging.deterministic`.
-ExactSketch = Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]
 Claims = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * CLAIM_BYTES)]
 AddingOrder = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * ORDER_BYTES)]
 SumDigest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -62,11 +60,6 @@ def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
     return [known[place] for place in places]
 
 
-def wrapped(total: int) -> int:
-    """Return a sum of exact projections as one of them: modulo 2**64, with a sign."""
-    return (total + 2**63) % 2**64 - 2**63
-
-
 class SketchRequest(WireMessage, frozen=True):
     """The coordinator asks a server for sketches of its frozen sums, by a seed drawn once they were settled."""
 
@@ -81,7 +74,6 @@ class StageSketch(WireMessage, frozen=True):
 
     stage_index: Count
     values: Sketch  # see `model.sketch.project`
-    exact: ExactSketch | msgspec.UnsetType = msgspec.UNSET  # likewise `project_exactly`, of a sum in fixed point
 
 
 class SketchReply(WireMessage, frozen=True):
@@ -177,7 +169,6 @@ class AuditFinding(WireMessage, frozen=True):
     magnitude: NotNegative  # the norms of what it added up, added up: what rounding is measured by
     precision: ShortText  # dtype that it computed in
     touched: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # bitmap over the parameters that have a gradient
-    exact: ExactSketch | msgspec.UnsetType = msgspec.UNSET
     # Where numbers are compared: the largest relative distance of an output, and of an input's gradient.
     distance: NotNegative | msgspec.UnsetType = msgspec.UNSET
 

@@ -397,7 +397,6 @@ def _finding(audited: PeerId, found: _Recomputed, seed: int) -> AuditFinding:
         unheard=pack(found.unheard - found.claims.keys() - found.refused),
         sum_digest=sum_digest(found.total.values),
         values=sketch.values,
-        exact=sketch.exact,
         magnitude=found.magnitude,
         precision=found.precision,
         touched=to_bitmap(found.total.touched),
