@@ -347,7 +347,8 @@ class StepAudits:
             mine = self._compare(step, own, again)
         if unit.peer in verdict.failed or not self._hear(step, unit, mine, verdict):
             return False
-        if by_other:
+        # An accusation for bits is void once machines of the kind are known never to compute the same.
+        if by_other and one.compare == step.differ(unit.peer, one.auditor):
             await self._judge_auditor(step, one, results, comparison, own, again, verdict)
         return unit.peer not in verdict.convicted
 
