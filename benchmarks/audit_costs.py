@@ -141,6 +141,7 @@ def profile(settings: dict[str, Any]) -> dict[str, float]:
 def measure_costs() -> None:
     """Measure both ways in turns, and print the table and where the extra goes."""
     policy.PROBATION = 0  # type: ignore[misc]  # what is measured is a run in which all servers have passed it
+    policy.WORTHWHILE_SHARE = 0.0  # type: ignore[misc]  # and steps that are not worth a lie
     in_step, policy._SHARE_OF_STEP = policy._SHARE_OF_STEP, AUDIT_SHARE  # type: ignore[misc]  # as much in each step
     found: dict[str, list[Costs]] = {way: [] for way in WAYS}
     for turn in range(NUM_TURNS):

@@ -228,3 +228,38 @@ def test_a_lie_of_the_last_step_is_likely_found(monkeypatch: pytest.MonkeyPatch,
     assert 0 in kept, "the first step ends with a snapshot"
     assert NUM_STEPS - 1 not in kept
     assert events_of(strategy, "convicted") == ({"peer-3"} if max_steps else set())
+
+
+# ------------------------------------------------------------------ means
+
+
+class WithinTheRounding(Attack):
+    """A part of the mean that is false where the truth is zero, by less than its neighbours may be rounded."""
+
+    @override
+    def reduced(self, part: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.where(part == 0.0, 2.0**-24 * part.square().mean().sqrt(), part)
+
+
+class Unused(Model):
+    """Its first block has weights that no data reach."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.net[0][0] = nn.Linear(51 * WIDTH, WIDTH)  # type: ignore[index]
+
+    @override
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        inputs = nn.functional.pad(batch[0].repeat(1, 50), (0, WIDTH))
+        return super().training_step([inputs, batch[1]])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_false_mean_within_the_rounding_is_found_where_it_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(policy, "PROBATION", 0)
+    liar = Adversary("peer-3", WithinTheRounding(), since=SINCE)
+    _, strategy = audited(6, liar, model=Unused(), share=share, **FLOATS)
+    assert liar.struck
+    assert events_of(strategy, "convicted") == ({"peer-3"} if share else set()), "projections do not show it"
