@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from msgspec import UnsetType
-
-from lightning_swarm.coordinator.audit.policy import (
-    StageProjection,
-    Unit,
-    WorkClaim,
-    read_claims,
-)
+from lightning_swarm.coordinator.audit.disputes import AuditResult
+from lightning_swarm.coordinator.audit.policy import StageProjection, Unit
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ProtocolError, SwarmError
@@ -23,7 +17,6 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import (
     DIGEST_BYTES,
-    AuditFinding,
     AuditOrder,
     AuditWork,
     FindingsRequest,
@@ -46,37 +39,6 @@ class Assignment:
     auditor: PeerId
     receipts: Sequence[Receipt]  # in the order of adding
     compare: bool = False  # the auditor's machine is of another kind
-
-
-@dataclass(frozen=True)
-class AuditResult:
-    """What one auditor found of one server's work."""
-
-    claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
-    refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
-    unheard: frozenset[Receipt]  # it gave no answer of these
-    sum_digest: bytes  # of the sum of what it computed
-    projection: StageProjection  # likewise
-    magnitude: float
-    precision: str  # that it computed in
-    touched: bytes  # bitmap over the stage's parameters to which it gave a gradient
-    distance: float | None  # of the results from its own, relative to their norms; None: they were not compared
-
-    @classmethod
-    def read(cls, finding: AuditFinding) -> AuditResult:
-        """Read an auditor's answer; raises ProtocolError if it is malformed."""
-        receipts, distance = unpack(finding.receipts), finding.distance
-        return cls(
-            claims=read_claims(finding.claims, receipts),
-            refused=frozenset(unpack(finding.refused) - receipts),
-            unheard=frozenset(unpack(finding.unheard) - receipts),
-            sum_digest=finding.sum_digest,
-            projection=StageProjection(tuple(finding.values)),
-            magnitude=finding.magnitude,
-            precision=finding.precision,
-            touched=finding.touched,
-            distance=None if isinstance(distance, UnsetType) else distance,
-        )
 
 
 @dataclass

@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from lightning_swarm.coordinator.audit.audit_run import AuditResult
+from msgspec import UnsetType
+
 from lightning_swarm.coordinator.audit.policy import (
     StageProjection,
     Tolerance,
     WorkClaim,
     WorkComparison,
     deviation_of,
+    read_claims,
     tolerance_between_machines,
 )
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.audits import AuditFinding
+from lightning_swarm.protocol.messages.calls import Receipt, unpack
 
 # Steps of a while in which the coordinator may refute a server's accusations, before it is convicted. In a step that
 # diverges, machines of two kinds may be farther apart than in all others.
@@ -40,6 +43,37 @@ class Verdict:
     def is_clean(self) -> bool:
         """Tell whether all sums may be averaged."""
         return not (self.convicted or self.tainted or self.failed)
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What one auditor found of one server's work."""
+
+    claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
+    refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
+    unheard: frozenset[Receipt]  # it gave no answer of these
+    sum_digest: bytes  # of the sum of what it computed
+    projection: StageProjection  # likewise
+    magnitude: float
+    precision: str  # that it computed in
+    touched: bytes  # bitmap over the stage's parameters to which it gave a gradient
+    distance: float | None  # of the results from its own, relative to their norms; None: they were not compared
+
+    @classmethod
+    def read(cls, finding: AuditFinding) -> AuditResult:
+        """Read an auditor's answer; raises ProtocolError if it is malformed."""
+        receipts, distance = unpack(finding.receipts), finding.distance
+        return cls(
+            claims=read_claims(finding.claims, receipts),
+            refused=frozenset(unpack(finding.refused) - receipts),
+            unheard=frozenset(unpack(finding.unheard) - receipts),
+            sum_digest=finding.sum_digest,
+            projection=StageProjection(tuple(finding.values)),
+            magnitude=finding.magnitude,
+            precision=finding.precision,
+            touched=finding.touched,
+            distance=None if isinstance(distance, UnsetType) else distance,
+        )
 
 
 @dataclass(frozen=True)

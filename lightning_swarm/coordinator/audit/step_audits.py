@@ -11,7 +11,6 @@ from typing import Final
 
 from lightning_swarm.coordinator.audit.audit_run import (
     Assignment,
-    AuditResult,
     AuditResults,
     AuditRun,
     TrainerResults,
@@ -20,6 +19,7 @@ from lightning_swarm.coordinator.audit.disputes import (
     MAX_REFUTED,
     MAX_UNPROVEN,
     Accusation,
+    AuditResult,
     ClaimedWork,
     Kinds,
     Verdict,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.coordinator.audit.audit_run import AuditResult
 from lightning_swarm.coordinator.audit.disputes import (
     Accusation,
+    AuditResult,
     ClaimedWork,
     Kinds,
     WorkTolerance,

@@ -71,7 +71,7 @@ def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
         read.append(packed)
         return {(first, 0, 0) for first, _, _ in packed}
 
-    monkeypatch.setattr("lightning_swarm.coordinator.audit.audit_run.unpack", unpack)
+    monkeypatch.setattr("lightning_swarm.coordinator.audit.disputes.unpack", unpack)
     found, failed = asyncio.run(run().ask(1, [(Unit(0, A), B)], 1))
     assert found.keys() == {(Unit(0, A), B)}
     assert not failed
