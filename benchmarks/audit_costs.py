@@ -79,7 +79,7 @@ def end_probation(strategy: InMemoryStrategy) -> None:
 def alike_in_each_step() -> Iterator[None]:
     """Have each step audit the same share of the work."""
     drawn = step_audits.share_of_step  # type: ignore[attr-defined]
-    step_audits.share_of_step = lambda share, draw: share  # type: ignore[attr-defined]
+    step_audits.share_of_step = lambda share, draw, **_: share  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -32,7 +32,8 @@ from benchmarks.report import table, write
 from benchmarks.runs import lines_of
 from lightning_swarm import Compression, Limits, SwarmStrategy
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.coordinator.audit.audit_run import AuditResult, compare
+from lightning_swarm.coordinator.audit.audit_run import AuditResult
+from lightning_swarm.coordinator.audit.disputes import compare
 from lightning_swarm.coordinator.audit.policy import WorkComparison, tolerance_between_machines
 from lightning_swarm.protocol.compression import Codecs
 

@@ -367,6 +367,8 @@ class StepCommit:
                 joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
             )
+        if self._sums.audits is not None:
+            self._sums.audits.is_kept = self._snapshots.is_due(self._run.servers)
         return self._sums
 
     async def _average(

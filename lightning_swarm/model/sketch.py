@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.random.philox import bits, key_seed, long_bits
-from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH, wrapped
+from lightning_swarm.model.random.philox import bits, key_seed
+from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
 
 NUM_BUCKETS: Final = SKETCH_LENGTH
 _SLICE: Final = 1 << 20  # elements that are projected at once; a multiple of the buckets and of the bits of a word
@@ -35,20 +35,6 @@ def in_buckets(values: Tensor, num_buckets: int) -> Tensor:
     """Add a vector ``[n]`` up in ``[num_buckets]``, as `project` does, and return them on the CPU."""
     padded = torch.nn.functional.pad(values, (0, -len(values) % num_buckets))
     return padded.view(-1, num_buckets).sum(dim=0).cpu()
-
-
-def project_exactly(sums: Tensor, seed: int) -> list[int]:
-    """Project whole numbers ``[rows, n]`` to one of each row, modulo 2**64; any difference changes nearly every one.
-
-    Source: multilinear hashing (Dietzfelbinger, STACS 1996). An element that differs by `d` goes unnoticed with
-    probability ``d / 2**63`` at most.
-    """
-    totals = [0] * len(sums)
-    for number, part in enumerate(sums.split(_SLICE, dim=1)):
-        multipliers = long_bits(key_seed(seed, number), part.shape[1], part.device)
-        for row, found in enumerate((part * multipliers).sum(dim=1).tolist()):
-            totals[row] += found
-    return [wrapped(total) for total in totals]
 
 
 def _signs(key: int, length: int, device: torch.device) -> Tensor:

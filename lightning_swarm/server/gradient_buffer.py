@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
+from lightning_swarm.protocol.messages.audits import pack_order
 from lightning_swarm.protocol.messages.calls import Origin, Receipt
 from lightning_swarm.server.audit.kept_work import KeptWorks
 from lightning_swarm.server.averaging import deterministic
@@ -25,7 +26,7 @@ class ReceiptLedger:
 
     def __init__(self, step: int, kept_bytes: int) -> None:
         self.step = step
-        self._receipts: set[Receipt] = set()
+        self._receipts: dict[Receipt, None] = {}  # in the order of adding
         self._named: frozenset[Receipt] | None = None
         self.origins: dict[int, Origin] = {}  # of the batches that it holds something of, by their places
         self._granted: Mapping[int, Origin] = _NOTHING  # those of the named batches
@@ -34,7 +35,7 @@ class ReceiptLedger:
     @property
     def final(self) -> bool:
         """True if nothing more may be added."""
-        return self._named is not None and not self._named - self._receipts
+        return self._named is not None and self._named <= self._receipts.keys()
 
     @property
     def begun(self) -> bool:
@@ -73,7 +74,7 @@ class ReceiptLedger:
                 f"the batch at {first} of step {self.step} has the weight {before.weight!r}, got a gradient with "
                 f"{origin.weight!r}. A trainer sends all of a batch's gradients with the weight of its lease."
             )
-        self._receipts.add(receipt)
+        self._receipts[receipt] = None
         self.origins[first] = origin
         return True
 
@@ -83,7 +84,9 @@ class ReceiptLedger:
 
     def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, Origin]) -> bool:
         """Tell whether the sum holds nothing but what is named, and that with these origins of its batches."""
-        return self._receipts <= named and all(granted[first] == origin for first, origin in self.origins.items())
+        return self._receipts.keys() <= named and all(
+            granted[first] == origin for first, origin in self.origins.items()
+        )
 
     def thaw(self) -> None:
         """Take any receipt again: the step takes batches again."""
@@ -98,6 +101,11 @@ class ReceiptLedger:
     def claims(self) -> bytes:
         """What is claimed of all microbatches in the sum, in their order."""
         return b"".join(self.kept.claim(receipt) for receipt in sorted(self._receipts))
+
+    @property
+    def order(self) -> bytes:
+        """The order of adding, on which the sum's bits depend."""
+        return pack_order(self._receipts)
 
     def holds_any(self, batches: Collection[int]) -> bool:
         """Tell whether a microbatch of these batches, given by their places, is in the sum."""

@@ -319,6 +319,7 @@ class GradientSums:
                     tensors=stage.fingerprints() if request.each_tensor else UNSET,
                     claims=ledger.claims if self._is_audited(stage) else UNSET,
                     sum_digest=sum_digest(stage.sum_of(request.step).values) if self._is_audited(stage) else UNSET,
+                    order=ledger.order if self._is_audited(stage) else UNSET,
                 )
             )
         return reports, stale

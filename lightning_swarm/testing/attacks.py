@@ -19,12 +19,11 @@ from types import MappingProxyType
 from typing import ClassVar, Final
 
 import torch
-from msgspec import UNSET
 from msgspec.structs import replace as replaced
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.protocol.messages.audits import DIGEST_BYTES, AuditFinding, StageSketch, wrapped
+from lightning_swarm.protocol.messages.audits import DIGEST_BYTES, AuditFinding, StageSketch
 
 _TOLERANCE: Final = 0.05  # of a gradient that is at most 1, and may have been encoded in 8 bits
 
@@ -77,12 +76,14 @@ class SeenFinding:
     Args:
         true: What it found.
         claims: What a fellow liar claims of the same microbatches; None: the audited server is no fellow.
-        error: The sketch of what the fellow's sum holds beyond the truth, if this auditor is to answer for it.
+        sketch: What the fellow says of its sum.
+        sum_digest: The digest of the fellow's sum.
     """
 
     true: AuditFinding
     claims: bytes | None = None
-    error: StageSketch | None = None
+    sketch: StageSketch | None = None
+    sum_digest: bytes = b""
 
 
 class Attack:
@@ -451,24 +452,13 @@ class FalseAccusation(Attack):
 
 @dataclass(frozen=True)
 class CoverUp(Attack):
-    """Findings that agree with all that a fellow liar claims of its microbatches and of its sum. Source: BTARD.
-
-    It knows what a fellow did to its sum as a whole. That gradients were false as they were added it cannot cover up.
-    """
+    """Findings that agree with all that a fellow liar claims of its microbatches and of its sum. Source: BTARD."""
 
     @override
     def finding(self, seen: SeenFinding) -> AuditFinding:
-        if seen.claims is None:
+        if seen.claims is None or seen.sketch is None:
             return seen.true
-        said = replaced(seen.true, claims=seen.claims)
-        if seen.error is None:
-            return said
-        values = [one + error for one, error in zip(said.values, seen.error.values, strict=True)]
-        said = replaced(said, values=values)
-        if said.exact is UNSET or seen.error.exact is UNSET:
-            return said
-        exact = [wrapped(one + error) for one, error in zip(said.exact, seen.error.exact, strict=True)]
-        return replaced(said, exact=exact)
+        return replaced(seen.true, claims=seen.claims, values=seen.sketch.values, sum_digest=seen.sum_digest)
 
 
 ATTACKS: Final[Mapping[str, Callable[..., Attack]]] = MappingProxyType[str, Callable[..., Attack]](

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.model.partition.leftovers import join, part, part_inputs
@@ -22,14 +21,14 @@ from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
-from lightning_swarm.protocol.messages.audits import AuditFinding, FindingsReply, FindingsRequest, StageSketch, wrapped
+from lightning_swarm.protocol.messages.audits import AuditFinding, FindingsReply, FindingsRequest
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, unpack
 from lightning_swarm.protocol.messages.state import StateRequest
 from lightning_swarm.protocol.messages.step import FreezeRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FINDINGS, STATE
 from lightning_swarm.protocol.serialization import Tree
-from lightning_swarm.server.audit.kept_work import sketch_of
+from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
 from lightning_swarm.server.averaging.averager import Averager
 from lightning_swarm.server.compute import ForwardCall, ForwardResult, SavedGraph
 from lightning_swarm.server.executor import Priority
@@ -50,8 +49,6 @@ class Collusion:
     adversaries: Sequence[Adversary] = ()
     servers: dict[PeerId, Server] = field(default_factory=dict)  # by their names among the adversaries
     names: dict[PeerId, PeerId] = field(default_factory=dict)  # by peer id
-    liars: list[_Liar] = field(default_factory=list)
-    covers: dict[_Unit, PeerId] = field(default_factory=dict)  # the auditor that answers for the error of a sum
 
     def watch(self, peer: Peer, name: PeerId) -> None:
         """Have a peer's server lie as planned, as soon as it is there; call it once for each peer of the process."""
@@ -66,7 +63,7 @@ class Collusion:
             assert isinstance(peer.transport, BaseTransport)
             for adversary in self.adversaries:
                 if adversary.peer == name:
-                    self.liars.append(_Liar(adversary, server, peer.transport, self))
+                    _Liar(adversary, server, peer.transport, self)
 
         wrap(peer, "begin_to_serve", begin_to_serve)
 
@@ -85,7 +82,6 @@ class Collusion:
 
 
 _Place: TypeAlias = tuple[int, int, int]  # generation, step, stage
-_Unit: TypeAlias = tuple[int, PeerId, int]  # order of an audit, audited peer, stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,35 +279,16 @@ class _Liar:
         return encode(FindingsReply(findings=said))
 
     def _seen(self, finding: AuditFinding, request: FindingsRequest) -> SeenFinding:
-        """Add to a finding what a fellow liar claims, and what is wrong with its sum."""
+        """Add to a finding what a fellow liar claims, also of its sum."""
         name, index = self._collusion.names.get(finding.audited), finding.stage_index
         if name is None or not self._collusion.lies(name, request.step):
             return SeenFinding(finding)
         kept = self._collusion.servers[name].steps.sums.kept_work
         receipts = sorted(unpack(finding.receipts))
         claims = b"".join(kept(request.step, index, receipt).claim for receipt in receipts)
-        # Auditors' sketches are added up, so one of the fellows answers for the whole error.
-        first = self._collusion.covers.setdefault((request.order, name, index), self._adversary.peer)
-        return SeenFinding(
-            finding, claims, self._error_of(name, index, request) if first == self._adversary.peer else None
-        )
-
-    def _error_of(self, name: PeerId, index: int, request: FindingsRequest) -> StageSketch | None:
-        """Sketch what a fellow's frozen sum holds beyond the truth."""
-        place = (request.generation, request.step, index)
-        frozen = (liar._frozen.get(place) for liar in self._collusion.liars if liar._adversary.peer == name)
-        told = next((one for one in frozen if one is not None), None)
-        if told is None:
-            return None
-        exact = not told.said.is_floating_point()
-        said, true = (sketch_of(index, one, request.seed, exact=exact) for one in (told.said, told.true))
-        return StageSketch(
-            stage_index=index,
-            values=[one - other for one, other in zip(said.values, true.values, strict=True)],
-            exact=UNSET
-            if said.exact is UNSET or true.exact is UNSET
-            else [wrapped(one - other) for one, other in zip(said.exact, true.exact, strict=True)],
-        )
+        values = self._collusion.servers[name].steps.sums.stage(index).sum_of(request.step).values
+        sketch = sketch_of(index, values, request.seed, exact=not values.is_floating_point())
+        return SeenFinding(finding, claims, sketch, sum_digest(values))
 
 
 def _weighted(sums: GradientSums, stage: Stage) -> WeightedSum:

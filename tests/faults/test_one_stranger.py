@@ -273,11 +273,11 @@ def test_whose_work_does_not_fit_in_the_auditor_s_memory_is_not_convicted(
 ) -> None:
     recompute, failed = handlers._recompute, list[int]()
 
-    def exhausted(stage: Any, inputs: Any) -> Any:
+    def exhausted(stage: Any, *work: Any) -> Any:
         if stage.index == 0:
             failed.append(stage.index)
             raise error("no room")
-        return recompute(stage, inputs)
+        return recompute(stage, *work)
 
     monkeypatch.setattr(handlers, "_recompute", exhausted)
     monkeypatch.setattr(step_audits, "_MAX_SILENCES", 0)

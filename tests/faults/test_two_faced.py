@@ -135,7 +135,7 @@ def test_where_a_step_closes_again_lots_are_drawn_again(monkeypatch: pytest.Monk
     """Who has a step run again knows whom the lots hit before: a liar lies only then."""
     for name in ("PROBATION", "_WARM_UP"):
         monkeypatch.setattr(policy, name, 0)
-    monkeypatch.setattr(step_audits, "share_of_step", lambda *_: 0.0)
+    monkeypatch.setattr(step_audits, "share_of_step", lambda *_, **__: 0.0)
     expected, _ = train(6, num_stages=2)
     strike, struck = OpenStep.strike, set[int]()
 

@@ -77,6 +77,7 @@ class AuditSender:
             weight=copy.microbatch.weight,
             audited=work.audited,
             order=order.order,
+            place=work.place,
             compare=order.compare,
             structure=structure,
         )

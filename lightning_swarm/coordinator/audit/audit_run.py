@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from msgspec import UnsetType
-
-from lightning_swarm.coordinator.audit.policy import (
-    StageProjection,
-    Tolerance,
-    Unit,
-    WorkClaim,
-    WorkComparison,
-    read_claims,
-)
+from lightning_swarm.coordinator.audit.disputes import AuditResult
+from lightning_swarm.coordinator.audit.policy import StageProjection, Unit
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ProtocolError, SwarmError
@@ -25,13 +17,11 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import (
     DIGEST_BYTES,
-    AuditFinding,
     AuditOrder,
     AuditWork,
     FindingsRequest,
     ResultsRequest,
     SketchRequest,
-    StageSketch,
 )
 from lightning_swarm.protocol.messages.calls import Direction, Receipt, unpack
 from lightning_swarm.protocol.messages.wire import draw_challenge
@@ -47,37 +37,8 @@ class Assignment:
 
     unit: Unit
     auditor: PeerId
-    receipts: Sequence[Receipt]
+    receipts: Sequence[Receipt]  # in the order of adding
     compare: bool = False  # the auditor's machine is of another kind
-
-
-@dataclass(frozen=True)
-class AuditResult:
-    """What one auditor found of one server's work."""
-
-    claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
-    refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
-    unheard: frozenset[Receipt]  # it gave no answer of these
-    projection: StageProjection  # of the sum of what it computed
-    magnitude: float
-    precision: str  # that it computed in
-    touched: bytes  # bitmap over the stage's parameters to which it gave a gradient
-    distance: float | None  # of the results from its own, relative to their norms; None: they were not compared
-
-    @classmethod
-    def read(cls, finding: AuditFinding, *, exact: bool) -> AuditResult:
-        """Read an auditor's answer; raises ProtocolError if it is malformed."""
-        receipts, distance = unpack(finding.receipts), finding.distance
-        return cls(
-            claims=read_claims(finding.claims, receipts),
-            refused=frozenset(unpack(finding.refused) - receipts),
-            unheard=frozenset(unpack(finding.unheard) - receipts),
-            projection=_projection(finding, exact=exact),
-            magnitude=finding.magnitude,
-            precision=finding.precision,
-            touched=finding.touched,
-            distance=None if isinstance(distance, UnsetType) else distance,
-        )
 
 
 @dataclass
@@ -101,60 +62,11 @@ class AuditResults:
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
 
 
-def compare(
-    claims: Mapping[Receipt, WorkClaim],
-    its: AuditResult,
-    told: StageProjection,
-    *,
-    tolerance: Tolerance,
-    is_far: bool,
-    touches_alike: bool,
-) -> WorkComparison:
-    """Compare a server's claims, and what it told of its sum, with what an auditor found. Pure."""
-    if its.refused:
-        return WorkComparison(frozenset({"refused"}))
-    if not claims.keys() <= its.claims.keys():
-        return WorkComparison(is_whole=False, is_silent=bool(its.unheard))
-    wrong = {
-        name
-        for receipt, claim in claims.items()
-        for name, said, found in zip(WorkClaim._fields, claim, its.claims[receipt], strict=True)
-        if said != found
-    }
-    wrong |= {"output"} if is_far else set()
-    wrong |= set() if told.agrees(its.projection, tolerance=tolerance) else {"sum"}
-    wrong |= set() if touches_alike else {"list of what has a gradient"}
-    return WorkComparison(frozenset(wrong))
-
-
-def is_false_accusation(
-    claims: Mapping[Receipt, WorkClaim], its: AuditResult, true: AuditResult, *, tolerance: Tolerance
-) -> bool:
-    """Tell whether an auditor found another result of what it was given, which was what the server claims. Pure."""
-    # If it was given something else, which the server may have done, it says so in its claims.
-    given = [
-        receipt
-        for receipt, claim in its.claims.items()
-        if receipt in claims and (claim.input, claim.output_gradient) == (claims[receipt][0], claims[receipt][2])
-    ]
-    if any(its.claims[receipt] != true.claims.get(receipt) for receipt in given):
-        return True
-    return len(given) == len(claims) and not its.projection.agrees(true.projection, tolerance=tolerance)
-
-
-def _projection(sketch: StageSketch | AuditFinding, *, exact: bool) -> StageProjection:
-    whole = None if isinstance(sketch.exact, UnsetType) else tuple(sketch.exact)
-    if (whole is not None) != exact:
-        raise ProtocolError(f"sums in fixed point, and no others, have exact sketches; got {whole}")
-    return StageProjection(tuple(sketch.values), whole)
-
-
 class AuditRun:
     """Runs audits of one step's work."""
 
-    def __init__(self, servers: ServerCalls, step: OpenStep, generation: int, *, exact: bool) -> None:
+    def __init__(self, servers: ServerCalls, step: OpenStep, generation: int) -> None:
         self._servers, self._step, self._generation = servers, step, generation
-        self._exact = exact  # sums are in fixed point
 
     async def sketch(
         self, units: Iterable[Unit], round_: int, seed: int
@@ -168,7 +80,7 @@ class AuditRun:
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                told = {Unit(one.stage_index, peer): _projection(one, exact=self._exact) for one in reply.stages}
+                told = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
                 own = [unit for unit in wanted if unit.peer == peer]
                 if lacking := [unit for unit in own if unit not in told]:
                     raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
@@ -206,9 +118,8 @@ class AuditRun:
         order, seed = results.order, results.seed
         # Apart for each auditor: one that keeps a trainer waiting holds up no other's work.
         await gather(
-            self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
+            self._order_all(trainer, results, compare, work)
             for (trainer, compare, _), work in self._by_trainer(assignments).items()
-            for begin in range(0, len(work), _MOST_AT_ONCE)
         )
         results.found, results.failed = await self.ask(order, {(one.unit, one.auditor) for one in assignments}, seed)
         results.sums, failed = await self.sketch({one.unit for one in assignments}, round_, seed)
@@ -228,7 +139,7 @@ class AuditRun:
                     raise reply
                 told = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
                 # Nothing else is read: a few bytes may name many microbatches.
-                found |= {key: AuditResult.read(one, exact=self._exact) for key, one in told.items() if key in about}
+                found |= {key: AuditResult.read(one) for key, one in told.items() if key in about}
             except SwarmError as error:
                 failed[auditor] = error
         return found, failed
@@ -236,12 +147,21 @@ class AuditRun:
     def _by_trainer(self, assignments: Sequence[Assignment]) -> dict[tuple[PeerId, bool, PeerId], list[AuditWork]]:
         found: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
         for one in assignments:
-            for receipt in one.receipts:
+            for place, receipt in enumerate(one.receipts):
                 work = AuditWork(
-                    receipt=receipt, stage_index=one.unit.stage_index, audited=one.unit.peer, auditor=one.auditor
+                    receipt=receipt,
+                    stage_index=one.unit.stage_index,
+                    audited=one.unit.peer,
+                    auditor=one.auditor,
+                    place=place,
                 )
                 found[self._step.trainer_of(receipt[0]), one.compare, one.auditor].append(work)
         return found
+
+    async def _order_all(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
+        # One after the other, for an auditor keeps the inputs of what comes before its turn.
+        for begin in range(0, len(work), _MOST_AT_ONCE):
+            await self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
 
     async def _order(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
         request = AuditOrder(

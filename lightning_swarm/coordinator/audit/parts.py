@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from msgspec import UNSET
-
 from lightning_swarm.coordinator.audit.policy import Unit
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -134,12 +132,15 @@ class MeanAudit:
         return scales
 
     async def _check_stage(self, stage: _StageAnswers, round_: _CheckedRound, found: CheckedMeans) -> None:
-        """Have a stage examined if its projections do not agree, or the sums of members that are drawn."""
+        """Have a stage examined if its projections do not agree or it is drawn, or else the sums of some members."""
         index, answers, manifest = stage.index, stage.answers, self._run.manifest
         step = round_.closed.closing.step
         # Trainers commit to nothing, and are trusted with what they hold.
-        sound = manifest.stages[index].on_trainers or is_sound([*answers.values()], stage.scale)
-        drawn = self._drawn(stage, round_.audits) if sound else None
+        on_trainers = manifest.stages[index].on_trainers
+        sound = on_trainers or is_sound([*answers.values()], stage.scale)
+        # Projections add elements up, so a small false one may hide in the rounding of larger ones beside it.
+        is_drawn = not on_trainers and _DRAWS.random() < (manifest.settings.audit_share or 0.0)
+        drawn = self._doubtful(stage, round_.audits) if sound and not is_drawn else None
         norm, parts = agreed_norm([*answers.values()]), next(iter(answers.values())).parts
         if drawn or drawn is None:
             examined = await self._examine(stage, round_, drawn)
@@ -154,16 +155,15 @@ class MeanAudit:
         found.squared_norms.append(norm)
         found.parts.append(parts)
 
-    def _drawn(self, stage: _StageAnswers, audits: StepAudits | None) -> list[PeerId]:
+    def _doubtful(self, stage: _StageAnswers, audits: StepAudits | None) -> list[PeerId]:
         """Choose the members whose sums are fetched: nothing else binds what they say of them, here or before."""
-        index, answers, manifest = stage.index, stage.answers, self._run.manifest
-        if manifest.stages[index].on_trainers or audits is None:
+        index, answers = stage.index, stage.answers
+        if self._run.manifest.stages[index].on_trainers or audits is None:
             return []
-        share, own = manifest.settings.audit_share or 0.0, self._servers.own
-        drawn = {peer for peer in answers if _DRAWS.random() < share or Unit(index, peer) in audits.audited}
+        drawn = {peer for peer in answers if Unit(index, peer) in audits.audited}
         # A sum that was screened, or audited, might not be the one that was averaged.
-        drawn |= audits.rescreen(index, {peer: answer.sums for peer, answer in answers.items()})
-        return sorted(drawn - {own})
+        drawn |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
+        return sorted(drawn - {self._servers.own})
 
     async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, drawn: list[PeerId] | None) -> ExamineReply:
         index, answers, closed = stage.index, stage.answers, round_.closed
@@ -186,7 +186,4 @@ class MeanAudit:
 def _told(audits: StepAudits | None, unit: Unit) -> list[ToldSketch]:
     """What a server said of its sum when that was audited."""
     told = audits.told.get(unit, []) if audits is not None else []
-    return [
-        ToldSketch(seed=seed, values=list(one.values), exact=UNSET if one.exact is None else list(one.exact))
-        for seed, one in told
-    ]
+    return [ToldSketch(seed=seed, values=list(one.values)) for seed, one in told]

@@ -21,12 +21,13 @@ PROBATION: Final = 20  # steps in which all of a new server's work is audited
 WATCHED_STEPS: Final = 100  # likewise, once a peer of the same invitation was convicted, or this one fell silent
 FORGIVEN_AFTER: Final = 5_000  # steps, that a server gave no answer while it was audited
 _SHARE_OF_STEP: Final = 0.75  # of the servers, drawn in a step that has audits
+LAST_STEPS: Final = 5  # of a run, in which a lie is hardly found out later
+WORTHWHILE_SHARE: Final = 0.5  # of the servers, drawn at least in a step that is worth a lie
 SCREEN: Final = 6.0  # noise radii from the median, beyond which a sum is suspicious
 _SMALL: Final = 6  # servers of a stage, below which no median is worth the name
 _JUMP: Final = 4.0  # factor by which a stage's sums may differ from those of the steps before
 _DECAY: Final = 0.9  # of what is known of the steps before
 _WARM_UP: Final = 3  # steps of a small stage without a history, in which all of it is audited
-_ROUNDING: Final = 8.0  # beyond the bound on how far sums of the same numbers may come apart
 # Sums of what adds up to no more overflow in no order; with room for rounding.
 _LARGEST: Final = {"float64": 1e308, "float32": 3e38}
 # How far results may be apart that machines of two kinds compute, relative to their norms.
@@ -165,7 +166,18 @@ def _geometric_median(points: NDArray[np.float64]) -> NDArray[np.float64]:
 # ------------------------------------------------------------------ lots
 
 
-def share_of_step(share: float, draw: Callable[[], float]) -> float:
+def is_worth_a_lie(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
+    """Tell whether a lie of a step may stay: the run ends before it is found out, or what is stored has it.
+
+    Args:
+        step: The step.
+        max_steps: The number of steps after which the run ends; None: nobody knows.
+        is_kept: A snapshot is due, which would hold the lie.
+    """
+    return is_kept or (max_steps is not None and step >= max_steps - LAST_STEPS)
+
+
+def share_of_step(share: float, draw: Callable[[], float], *, worth_a_lie: bool = False) -> float:
     """Draw the share of the servers whose work of one step is audited: `share` on average, but in most steps none.
 
     Audits of one step run side by side, so the step waits for many no longer than for one.
@@ -173,9 +185,11 @@ def share_of_step(share: float, draw: Callable[[], float]) -> float:
     Args:
         share: Of all work.
         draw: Gives uniform numbers of [0, 1).
+        worth_a_lie: See `is_worth_a_lie`; at least `WORTHWHILE_SHARE` is audited then, if anything ever is.
     """
     in_step = max(share, _SHARE_OF_STEP)
-    return in_step if draw() < share / in_step else 0.0
+    drawn = in_step if draw() < share / in_step else 0.0
+    return max(drawn, WORTHWHILE_SHARE) if worth_a_lie and share else drawn
 
 
 @dataclass
@@ -239,12 +253,14 @@ class AuditMemory:
 
     standing: Standing = field(default_factory=Standing)
     histories: dict[int, StageHistory] = field(default_factory=dict)  # by stage
-    # Pairs of servers that said different things of one transfer, and in how many steps.
+    # Pairs of servers that said different things of one transfer, and how often: neighbours, or in an audit.
     disputes: Counter[frozenset[Unit]] = field(default_factory=Counter)
     convicted: dict[PeerId, str] = field(default_factory=dict)  # and why; also those that no record tells yet
     # In how many closings servers gave a trainer something else than was claimed.
     contested: Counter[PeerId] = field(default_factory=Counter)
     silences: Silences = field(default_factory=Silences)
+    refuted: Silences = field(default_factory=Silences)  # accusations that the coordinator refuted, likewise
+    unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute other bits each time
 
     def following(self) -> AuditMemory:
         """Return what stays known once the run has gone back: all servers are as new ones, but suspects are known."""
@@ -255,6 +271,8 @@ class AuditMemory:
             convicted=self.convicted,
             contested=self.contested,
             silences=self.silences,
+            refuted=self.refuted,
+            unrepeatable=self.unrepeatable,
         )
 
 
@@ -273,12 +291,9 @@ class StageProjection:
     """A sketch of a sum, of whichever kind."""
 
     values: tuple[float, ...]
-    exact: tuple[int, ...] | None = None
 
     def agrees(self, other: StageProjection, *, tolerance: Tolerance) -> bool:
-        """Tell whether this is of the sum that `other` is of: to the bit in fixed point, unless rounding differs."""
-        if self.exact is not None and other.exact is not None and tolerance.distance == 0.0:
-            return self.exact == other.exact
+        """Tell whether this may be of the sum that `other` is of, if machines of two kinds computed them."""
         if len(self.values) != len(other.values):
             return False
         if not (self.is_finite and other.is_finite):  # gradients overflow now and then, with a scaled loss in 16 bits
@@ -288,7 +303,7 @@ class StageProjection:
     @property
     def is_nothing(self) -> bool:
         """Tell whether the sum holds nothing."""
-        return not any(self.values) and not any(self.exact or ())
+        return not any(self.values)
 
     @property
     def is_finite(self) -> bool:
@@ -314,6 +329,11 @@ class WorkComparison:
         """Tell whether what the server gave to others is, or may be, false."""
         return bool(self.wrong - {"sum", "list of what has a gradient"})
 
+    @property
+    def rests_on_bits(self) -> bool:
+        """Tell whether only results are false, which another computation of the same inputs gave."""
+        return bool(self.wrong) and self.wrong.isdisjoint({"refused", "input", "output_gradient"})
+
     def describe(self) -> str:
         """Say what the server did."""
         if "refused" in self.wrong:
@@ -321,27 +341,17 @@ class WorkComparison:
         return f"gave a false {' and '.join(sorted(self.wrong)).replace('_', ' ')}"
 
 
-def rounding_of(magnitude: float, num_added: int, dtype: str) -> Tolerance:
-    """Bound how far two sums of the same numbers may be apart that were added up in different orders.
+def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
+    """Bound how far two sums may be apart whose numbers two kinds of machines computed.
 
-    One may overflow on its way, and the other not: who gives a server such gradients could have it convicted. They are
-    no less false for that, and are audited as what the server got them from.
+    One may overflow on its way, and the other not: a peer that gives a server such gradients could have it convicted.
+    Gradients that overflow are false already, so they are audited where they were computed.
 
     Args:
-        magnitude: The norms of what was added, added up.
-        num_added: How many.
+        magnitude: The sum of the norms of the gradients.
+        relative: The distance that is allowed for each gradient, relative to its norm.
         dtype: Of the sum.
     """
-    epsilon = 2.0**-52 if dtype == "float64" else 2.0**-23
-    return _bound(_ROUNDING * (num_added + 2) * epsilon, magnitude, dtype)
-
-
-def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
-    """Bound likewise how far two sums may be apart of what two kinds of machines computed, each number of it."""
-    return _bound(relative, magnitude, dtype)
-
-
-def _bound(relative: float, magnitude: float, dtype: str) -> Tolerance:
     # The largest magnitude that a message holds may stand for any larger one.
     distance = relative * magnitude if magnitude < sys.float_info.max else math.inf
     return Tolerance(distance, may_overflow=magnitude >= _LARGEST[dtype])

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from lightning_swarm.coordinator.audit.audit_run import (
     Assignment,
-    AuditResult,
     AuditResults,
     AuditRun,
     TrainerResults,
+)
+from lightning_swarm.coordinator.audit.disputes import (
+    MAX_REFUTED,
+    MAX_UNPROVEN,
+    Accusation,
+    AuditResult,
+    ClaimedWork,
+    Kinds,
+    Verdict,
+    WorkTolerance,
     compare,
-    is_false_accusation,
+    judge_accusation,
 )
 from lightning_swarm.coordinator.audit.policy import (
-    Screening,
     Silences,
-    StageHistory,
     StageProjection,
     Standing,
-    Tolerance,
     Unit,
     WorkClaim,
     WorkComparison,
-    deviation_of,
     disagreeing,
+    is_worth_a_lie,
     read_claims,
-    rounding_of,
-    screen,
     share_of_step,
-    tolerance_between_machines,
 )
+from lightning_swarm.coordinator.audit.step_screen import StepScreen
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
@@ -43,8 +48,11 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.mean_projections import sum_dtype
+from lightning_swarm.protocol.messages.audits import unpack_order
 from lightning_swarm.protocol.messages.calls import Direction, Receipt
 from lightning_swarm.protocol.messages.wire import draw_challenge
+
+_log = logging.getLogger(__name__)
 
 # Of the audits in stages that the coordinator does not hold: it fetches the weights for its own, and so finds out also
 # where all others of a stage lie together.
@@ -59,29 +67,15 @@ _FALSE_SUM: Final = WorkComparison(wrong=frozenset({"sum"}))
 lots = random.SystemRandom()
 
 
-@dataclass
-class Verdict:
-    """What the audits of a step came to."""
-
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # with the reasons
-    tainted: set[int] = field(default_factory=set)  # batches that went through false outputs, by their places
-    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
-    avoided: set[PeerId] = field(default_factory=set)  # say different things of one transfer
-
-    @property
-    def is_clean(self) -> bool:
-        """Tell whether all sums may be averaged."""
-        return not (self.convicted or self.tainted or self.failed)
-
-
 @dataclass(frozen=True)
 class _Examined:
     """The step's sums as they are looked into at once."""
 
     ledgers: Mapping[Unit, ServerLedger]
-    claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]
+    claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]  # in the order in which each server added
     arithmetic: Mapping[PeerId, str]
     round: int
+    unrepeatable: Collection[str] = ()  # kinds of machines that compute other bits each time
 
     def auditors_of(self, unit: Unit, without: Collection[PeerId]) -> list[PeerId]:
         """The other servers of a unit's stage."""
@@ -105,9 +99,15 @@ class _Examined:
             if stages - {unit.stage_index} and not receipts.isdisjoint(claims)
         }
 
+    def said(self, unit: Unit) -> ClaimedWork:
+        """What a server committed to."""
+        report = self.ledgers[unit].report
+        return ClaimedWork(self.claims[unit], report.sum_digest or b"", report.touched)
+
     def differ(self, one: PeerId, other: PeerId) -> bool:
-        """Tell whether two servers' machines are of different kinds."""
-        return self.arithmetic.get(one) != self.arithmetic.get(other)
+        """Tell whether two servers' machines are of different kinds, or of one that never computes the same bits."""
+        kind = self.arithmetic.get(one)
+        return kind != self.arithmetic.get(other) or kind in self.unrepeatable
 
 
 class StepAudits:
@@ -123,19 +123,21 @@ class StepAudits:
         self._codec_bits = min(bits, default=None)  # of what servers give to others
         self._step = step
         self._trained = trained  # the parameters that the step trains, by name
-        self._audits = AuditRun(servers, step, context.generation, exact=context.run.manifest.settings.deterministic)
+        self._audits = AuditRun(servers, step, context.generation)
         self._standing: Standing = context.audit_memory.standing
-        self._histories: dict[int, StageHistory] = context.audit_memory.histories
         self._disputes: Counter[frozenset[Unit]] = context.audit_memory.disputes
         self._contested: Counter[PeerId] = context.audit_memory.contested
         self._silences: Silences = context.audit_memory.silences
+        self._refuted: Silences = context.audit_memory.refuted
+        self._unrepeatable: set[str] = context.audit_memory.unrepeatable
         self._passed: dict[Unit, tuple[object, ...]] = {}  # with what was claimed then
         self._auditors: dict[Unit, PeerId] = {}
         self._due: set[Unit] = set()  # those that are audited in this step, until they have passed
         self._silent: set[PeerId] = set()
-        self._is_noted = False  # the histories have this step
+        self._accusers: set[PeerId] = set()  # those whose accusations were refuted in this step
         self._is_disturbed = False  # it closed before, and was not clean: all that is new is audited
-        self._shares: dict[int, dict[PeerId, float]] = {}  # by stage, of the newest screening
+        self.screen = StepScreen(step, context.audit_memory.histories)
+        self.is_kept = False  # a snapshot of what the step makes of the weights is due
         # What servers said of their sums, by which seed; and whose work was computed again: their sums are looked at.
         self.told: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
         self.audited: set[Unit] = set()
@@ -153,13 +155,14 @@ class StepAudits:
             return self._distrust_failed(verdict)
         self.told = defaultdict(list, {unit: [(seed, told)] for unit, told in sums.items()})
         self._convict_idle(step, sums, verdict)
-        screenings = self._screen(step, sums)
+        screenings = self.screen.screen(step.claims, sums)
         suspects = {Unit(stage, peer) for stage, found in screenings.items() for peer in found.suspects} & fresh
         disagreements = disagreeing(step.claims)
         results = await self._audits.results()
         contested = self._compare_given(step, results, disagreements, verdict)
         # Lots of this closing: who had the step run again has seen whom the ones before hit.
-        share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random)
+        is_worth = is_worth_a_lie(self._step.step, self._run.manifest.max_steps, is_kept=self.is_kept)
+        share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, worth_a_lie=is_worth)
         drawn = {unit for unit in sorted(fresh) if self._is_disturbed or self._is_drawn(unit, share)}
         chosen = (self._due | suspects | drawn | contested | set[Unit]().union(*disagreements.values())) & fresh
         self._due |= chosen
@@ -180,7 +183,7 @@ class StepAudits:
                 if step.claims[unit] and unit.peer != self._own:
                     auditor = self._auditors.get(unit) if unit in passed else None
                     self._standing.note_counted(unit.peer, self._step.step, auditor)
-            self._note(screenings)
+            self.screen.record(screenings)
         return self._distrust_failed(verdict)
 
     def _distrust_failed(self, verdict: Verdict) -> Verdict:
@@ -240,52 +243,23 @@ class StepAudits:
         else:
             self._dispute(unit, reason)
 
-    def rescreen(self, stage_index: int, sums: Mapping[PeerId, Sequence[float]]) -> set[PeerId]:
-        """Find the servers whose sums, as they were averaged, are not like those that were screened."""
-        shares = self._shares.get(stage_index, {})
-        known = {peer: values for peer, values in sums.items() if peer in shares}
-        history = self._histories.setdefault(stage_index, StageHistory())
-        idle = {peer for peer, values in known.items() if not shares[peer] and any(values)}
-        return idle | screen(known, {peer: shares[peer] for peer in known}, history).suspects
-
     def _examined(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int, verdict: Verdict) -> _Examined:
         held, claims = dict[Unit, ServerLedger](), dict[Unit, Mapping[Receipt, WorkClaim]]()
         for index, (stage, manifest) in enumerate(zip(ledgers, self._run.manifest.stages, strict=True)):
             for member, ledger in stage.items() if not manifest.on_trainers else ():
                 unit = Unit(index, member.peer_id)
                 try:
-                    claims[unit] = read_claims(ledger.report.claims or b"", ledger.held)
-                    held[unit] = ledger
+                    its = read_claims(ledger.report.claims or b"", ledger.held)
+                    added = unpack_order(ledger.report.order or b"", ledger.held)
+                    claims[unit], held[unit] = {receipt: its[receipt] for receipt in added}, ledger
                 except SwarmError as error:
                     verdict.failed[unit.peer] = error
-        return _Examined(held, claims, arithmetic, round_)
+        return _Examined(held, claims, arithmetic, round_, self._unrepeatable)
 
     # ------------------------------------------------------------------ whose work is audited
 
     def _is_drawn(self, unit: Unit, share: float) -> bool:
         return self._standing.is_drawn(unit.peer, self._step.step, share, lots.random)
-
-    def _screen(self, step: _Examined, sums: Mapping[Unit, StageProjection]) -> dict[int, Screening]:
-        num_microbatches = Counter(first for first, _, _ in self._step.counted)
-        origins = self._step.origins
-        weights = {first: origins[first].weight / number for first, number in num_microbatches.items()}
-        found = {}
-        for stage in sorted({unit.stage_index for unit in step.ledgers}):
-            units = [unit for unit in step.ledgers if unit.stage_index == stage and unit in sums]
-            shares = {unit.peer: sum(weights.get(first, 0.0) for first, _, _ in step.claims[unit]) for unit in units}
-            self._shares[stage] = shares
-            found[stage] = screen(
-                {unit.peer: sums[unit].values for unit in units},
-                shares,
-                self._histories.setdefault(stage, StageHistory()),
-            )
-        return found
-
-    def _note(self, screenings: Mapping[int, Screening]) -> None:
-        if not self._is_noted:
-            self._is_noted = True
-            for stage, found in screenings.items():
-                self._histories[stage].note(found.norm, found.spread)
 
     def watch_fellows(self, convicted: PeerId) -> None:
         """Audit all work for a while of those that came by the same invitation as a liar, or that it audited."""
@@ -327,42 +301,27 @@ class StepAudits:
             if not others or (self._own not in others and lots.random() < _OWN_SHARE):
                 others = [self._own]
             auditor = min(lots.sample(others, len(others)), key=lambda peer: loads[peer])
+            if self._disputes[_pair(unit, auditor)] >= MAX_UNPROVEN:
+                auditor = self._own  # drawn again, the audited could have all honest auditors replaced
             loads[auditor] += len(step.claims[unit])
             found.append(self._assignment(step, unit, auditor))
         return found
 
     def _assignment(self, step: _Examined, unit: Unit, auditor: PeerId) -> Assignment:
-        return Assignment(unit, auditor, sorted(step.claims[unit]), compare=step.differ(unit.peer, auditor))
+        return Assignment(unit, auditor, list(step.claims[unit]), compare=step.differ(unit.peer, auditor))
 
     def _compare(self, step: _Examined, one: Assignment, results: AuditResults) -> WorkComparison:
         """Compare what a server claims with what an auditor found."""
-        unit = one.unit
-        its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
+        its, told = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
         if its is None or told is None:
             return WorkComparison(is_whole=False)
-        claims = step.claims[unit]
-        if one.compare:  # digests are then of what the audited server gave, and its distance says the rest
-            allowed = tolerance_between_machines(its.precision)
-            far = tolerance_between_machines(its.precision, self._codec_bits)
-            is_far, tolerance = (its.distance or 0.0) > far, deviation_of(its.magnitude, allowed, self._dtype(unit))
-        else:
-            is_far, tolerance = False, self._rounding(unit, its, len(claims))
-        return compare(
-            claims,
-            its,
-            told,
-            tolerance=tolerance,
-            is_far=is_far,
-            touches_alike=its.touched == step.ledgers[unit].report.touched,
-        )
+        tolerance = self._tolerance(one.unit, its) if one.compare else None
+        return compare(step.said(one.unit), its, told, tolerance=tolerance)
 
-    def _rounding(self, unit: Unit, found: AuditResult, num_added: int) -> Tolerance:
-        """How far a sum may be from what was found, on machines of one kind."""
-        exact = found.projection.exact is not None
-        return Tolerance(0.0) if exact else rounding_of(found.magnitude, num_added, self._dtype(unit))
-
-    def _dtype(self, unit: Unit) -> str:
-        return sum_dtype(self._run.manifest.stages[unit.stage_index], self._trained)
+    def _tolerance(self, unit: Unit, found: AuditResult) -> WorkTolerance:
+        """How far results of machines of different kinds may be apart."""
+        dtype = sum_dtype(self._run.manifest.stages[unit.stage_index], self._trained)
+        return WorkTolerance.around(found, self._codec_bits, dtype)
 
     def _take(self, results: AuditResults, verdict: Verdict) -> None:
         """Take in who does not answer, and what the others said of their sums, to which they are held later."""
@@ -378,33 +337,82 @@ class StepAudits:
     ) -> bool:
         """Have the coordinator's own server do the whole audit, and convict who lies; True: the audited did not."""
         # Also where an auditor does nothing, or says that it was refused: it would let an accomplice pass.
-        unit = one.unit
-        if one.auditor == self._own:
-            return self._hear(step, unit, comparison, verdict)
+        unit, by_other, own, again = one.unit, one.auditor != self._own, one, results
+        if by_other:
+            own, again = await self._audit_itself(step, unit, verdict)
+        mine = self._compare(step, own, again)
+        # Nobody is convicted for bits that the coordinator's own machine does not compute twice.
+        if not own.compare and mine.rests_on_bits and not await self._repeats(step, own, again):
+            by_other, (own, again) = False, await self._audit_itself(step, unit, verdict)
+            mine = self._compare(step, own, again)
+        if unit.peer in verdict.failed or not self._hear(step, unit, mine, verdict):
+            return False
+        # An accusation for bits is void once machines of the kind are known never to compute the same.
+        if by_other and one.compare == step.differ(unit.peer, one.auditor):
+            await self._judge_auditor(step, one, results, comparison, own, again, verdict)
+        return unit.peer not in verdict.convicted
+
+    async def _audit_itself(self, step: _Examined, unit: Unit, verdict: Verdict) -> tuple[Assignment, AuditResults]:
         own = self._assignment(step, unit, self._own)
         again = await self._audits.audit([own], step.round)
         self._take(again, verdict)
-        if unit.peer in verdict.failed or not self._hear(step, unit, self._compare(step, own, again), verdict):
-            return False
+        return own, again
+
+    async def _repeats(self, step: _Examined, own: Assignment, again: AuditResults) -> bool:
+        """Return whether the coordinator's server finds the same once more; if not, remember its kind of machine."""
+        about, said = (own.unit, self._own), step.said(own.unit)
+        second = await self._audits.audit([own], step.round)
+        pair = [results.found.get(about) for results in (again, second)]
+        found = [one for one in pair if one is not None and said.was_given(one)]
+        if len(found) < 2 or len({(one.sum_digest, frozenset(one.claims.items())) for one in found}) == 1:
+            return True
+        kind = step.arithmetic.get(self._own, "")
+        self._unrepeatable.add(kind)
+        _log.warning("%s: not the same bits twice from the same input; compared within a tolerance from now on.", kind)
+        return False
+
+    async def _judge_auditor(
+        self,
+        step: _Examined,
+        one: Assignment,
+        results: AuditResults,
+        comparison: WorkComparison,
+        own: Assignment,
+        again: AuditResults,
+        verdict: Verdict,
+    ) -> None:
+        """Judge an auditor's accusation of a server that the coordinator's own server has cleared."""
         # By the same seed as before, so that nobody is asked, and can answer otherwise, once more.
-        about = (unit, self._own)
+        unit, about = one.unit, (one.unit, self._own)
         found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
         its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
-        if found is None or its is None or told is None or one.compare or own.compare:
-            return True
-        tolerance = self._rounding(unit, found, len(one.receipts))
-        if not told.agrees(found.projection, tolerance=tolerance):
+        if found is None or its is None or told is None:
+            return
+        tolerance, kinds = self._tolerance(unit, found), Kinds(auditor=not one.compare, judge=not own.compare)
+        if not told.agrees(found.projection, tolerance=tolerance.sum):
             self._convict(unit, _FALSE_SUM, verdict, step)
-            return False
-        if is_false_accusation(step.claims[unit], its, found, tolerance=tolerance):
-            verdict.convicted[one.auditor] = (
-                f"said as auditor that {unit.peer} had computed stage {unit.stage_index} falsely, which it had not"
-            )
         elif comparison.wrong:
-            self._dispute(
-                unit, f"{one.auditor} found other results, or was given something else, and {self._own} did not"
-            )
-        return True
+            shown = judge_accusation(step.said(unit), told, its, found, tolerance=tolerance, kinds=kinds)
+            if not all(kinds) or shown is Accusation.UNPROVEN or await self._repeats(step, own, again):
+                self._follow_accusation(one, shown, verdict)
+
+    def _follow_accusation(self, one: Assignment, shown: Accusation, verdict: Verdict) -> None:
+        """Hold a false accusation against the auditor that made it."""
+        unit, accuser = one.unit, one.auditor
+        said = f"said as auditor that {unit.peer} had computed stage {unit.stage_index} falsely, which it had not"
+        if shown is Accusation.FALSE:
+            verdict.convicted[accuser] = said
+        elif shown is Accusation.REFUTED:
+            self._dispute(Unit(unit.stage_index, accuser), f"{said}, as {self._own} found")
+            if accuser in self._accusers:  # once in each step, for one that diverges has many results that differ
+                return
+            self._accusers.add(accuser)
+            number = self._refuted.note(accuser, self._step.step)
+            if number > MAX_REFUTED:
+                verdict.convicted[accuser] = f"{said}; the {number}th step in which it accused falsely"
+        else:
+            self._disputes[_pair(unit, accuser)] += 1
+            self._dispute(unit, f"{accuser} found other results, or was given something else, and {self._own} did not")
 
     def _hear(self, step: _Examined, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
         """Take what the coordinator's own server found of a server's work; True: that did what it claims."""
@@ -482,5 +490,9 @@ class StepAudits:
                 self._leave_out(others, min(pair), f"{names} contradict each other for the second time", verdict)
 
 
+def _pair(unit: Unit, auditor: PeerId) -> frozenset[Unit]:
+    return frozenset({unit, Unit(unit.stage_index, auditor)})
+
+
 def _commitment(ledger: ServerLedger) -> tuple[object, ...]:
-    return ledger.report.sum_digest, ledger.report.claims, ledger.report.touched
+    return ledger.report.sum_digest, ledger.report.claims, ledger.report.touched, ledger.report.order

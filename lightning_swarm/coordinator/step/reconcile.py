@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_swarm.coordinator.audit.step_audits import StepAudits, Verdict
+from lightning_swarm.coordinator.audit.disputes import Verdict
+from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls

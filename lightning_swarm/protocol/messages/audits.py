@@ -6,10 +6,12 @@ server claims is settled before anybody knows what is looked at.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
 
+from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import (
     MAX_RECEIPTS,
@@ -25,18 +27,37 @@ DIGEST_BYTES: Final = 32
 CLAIM_BYTES: Final = 4 * DIGEST_BYTES
 """Digests of a microbatch's input, output, the output's gradient and the input's gradient, in this order."""
 
+ORDER_BYTES: Final = 4
+"""Of a microbatch's place in the order of adding."""
+
 SKETCH_LENGTH: Final = 64
 _MAX_WORK: Final = 1 << 16
 
 Sketch = Annotated[list[float], msgspec.Meta(min_length=SKETCH_LENGTH, max_length=SKETCH_LENGTH)]
-# Of coarse and of fine units; see `averaging.deterministic`.
-ExactSketch = Annotated[list[int], msgspec.Meta(min_length=2, max_length=2)]
 Claims = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * CLAIM_BYTES)]
+AddingOrder = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * ORDER_BYTES)]
+SumDigest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
-def wrapped(total: int) -> int:
-    """Return a sum of exact projections as one of them: modulo 2**64, with a sign."""
-    return (total + 2**63) % 2**64 - 2**63
+def pack_order(receipts: Iterable[Receipt]) -> bytes:
+    """Pack the order of distinct receipts as their places in the sorted list, four bytes each."""
+    ordered = list(receipts)
+    places = {receipt: place for place, receipt in enumerate(sorted(ordered))}
+    return b"".join(places[receipt].to_bytes(ORDER_BYTES, "little") for receipt in ordered)
+
+
+def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
+    """Return receipts in their packed order; `ProtocolError` refuses anything but an order of exactly these."""
+    known = sorted(receipts)
+    places = [
+        int.from_bytes(packed[begin : begin + ORDER_BYTES], "little") for begin in range(0, len(packed), ORDER_BYTES)
+    ]
+    if len(packed) != ORDER_BYTES * len(known) or sorted(places) != list(range(len(known))):
+        raise ProtocolError(
+            f"an order of {len(known)} microbatches names each of their places once in {ORDER_BYTES} "
+            f"bytes, got {len(packed)} bytes"
+        )
+    return [known[place] for place in places]
 
 
 class SketchRequest(WireMessage, frozen=True):
@@ -53,7 +74,6 @@ class StageSketch(WireMessage, frozen=True):
 
     stage_index: Count
     values: Sketch  # see `model.sketch.project`
-    exact: ExactSketch | msgspec.UnsetType = msgspec.UNSET  # likewise `project_exactly`, of a sum in fixed point
 
 
 class SketchReply(WireMessage, frozen=True):
@@ -69,6 +89,7 @@ class AuditWork(WireMessage, frozen=True):
     stage_index: Count
     audited: PeerId
     auditor: PeerId
+    place: Count  # in the order in which the audited server added
 
 
 class AuditOrder(WireMessage, frozen=True):
@@ -97,6 +118,7 @@ class AuditRequest(WireMessage, frozen=True):
     weight: Positive  # of the batch
     audited: PeerId
     order: Challenge
+    place: Count  # the auditor adds in the order of these, so that sums are equal to the bit
     compare: bool
     # Tree of a pair, whose tensors come with the message. First: (inputs or None, extras) as in `ForwardRequest`.
     # Second: the gradient or None of each output leaf. What is None is at the audited server.
@@ -142,11 +164,11 @@ class AuditFinding(WireMessage, frozen=True):
     claims: Claims  # of these in order, as its own computation gives them
     refused: Receipts  # the audited server did not give what it had kept of these
     unheard: Receipts  # it gave no answer of these
-    values: Sketch  # of the sum of what it computed
+    sum_digest: SumDigest  # of the sum of what it computed
+    values: Sketch  # likewise
     magnitude: NotNegative  # the norms of what it added up, added up: what rounding is measured by
     precision: ShortText  # dtype that it computed in
     touched: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # bitmap over the parameters that have a gradient
-    exact: ExactSketch | msgspec.UnsetType = msgspec.UNSET
     # Where numbers are compared: the largest relative distance of an output, and of an input's gradient.
     distance: NotNegative | msgspec.UnsetType = msgspec.UNSET
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import ExactSketch, Sketch
+from lightning_swarm.protocol.messages.audits import Sketch
 from lightning_swarm.protocol.messages.step import Closing, PartDigests, SumDigest
 from lightning_swarm.protocol.messages.wire import Challenge, Count, WireMessage
 
@@ -69,7 +69,6 @@ class ToldSketch(WireMessage, frozen=True):
 
     seed: Challenge
     values: Sketch
-    exact: ExactSketch | msgspec.UnsetType = msgspec.UNSET
 
 
 class ExamineRequest(WireMessage, frozen=True):

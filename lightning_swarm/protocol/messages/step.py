@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import Claims
+from lightning_swarm.protocol.messages.audits import AddingOrder, Claims, SumDigest
 from lightning_swarm.protocol.messages.calls import Origins, Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
@@ -103,7 +103,6 @@ class ReceiptsReply(WireMessage, frozen=True):
     stages: list[StageReceipts]
 
 
-SumDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PartDigests = Annotated[list[SumDigest], msgspec.Meta(max_length=1 << 12)]
 
 
@@ -123,6 +122,7 @@ class StageLedger(WireMessage, frozen=True):
     # Only in audited runs: what went into and came out of each microbatch, see `CLAIM_BYTES`, in order of the receipts.
     claims: Claims | msgspec.UnsetType = msgspec.UNSET
     sum_digest: SumDigest | msgspec.UnsetType = msgspec.UNSET  # likewise, BLAKE3 of the sum
+    order: AddingOrder | msgspec.UnsetType = msgspec.UNSET  # likewise, the order in which microbatches were added
 
 
 class FreezeReply(WireMessage, frozen=True):

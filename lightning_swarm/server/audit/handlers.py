@@ -35,7 +35,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import AUDIT, FINDINGS, KEPT_WORK, SKETCH
 from lightning_swarm.server.audit.arithmetic import precision_of
 from lightning_swarm.server.audit.borrowed import BorrowedStages
-from lightning_swarm.server.audit.kept_work import KeptWork, output_digest, sketch_of
+from lightning_swarm.server.audit.kept_work import KeptWork, output_digest, sketch_of, sum_digest
 from lightning_swarm.server.compute import ForwardCall
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import Priority
@@ -67,12 +67,21 @@ class _Recomputed:
     magnitude: float = 0.0
     precision: str = ""
     distance: float | None = None
+    num_taken: int = 0  # microbatches that were computed, or are about to be
+    early: dict[int, _Inputs] = field(default_factory=dict)  # of microbatches that came before their turn, by place
+
+    def take_next(self) -> _Inputs | None:
+        """Return the inputs of the microbatch that is added next; None: they have not come."""
+        inputs = self.early.pop(self.num_taken, None)
+        self.num_taken += inputs is not None
+        return inputs
 
 
 @dataclass(frozen=True)
 class _Inputs:
     """What a microbatch is computed from once more, and the results to compare with."""
 
+    request: AuditRequest
     call: ForwardCall
     gradients: serialization.Tree
     # The output, which of its tensors require grad, and the input's gradient, to be compared with.
@@ -140,8 +149,7 @@ class AuditHandlers:
         if request.results:
             stage = self._sums.stage(request.stage_index)
             version = self._membership.run.weights_version(request.step)
-            inputs = _Inputs(work.call, work.gradients)
-            results = await self._submit(stage, version, lambda: _recompute(stage, inputs), priority)
+            results = await self._submit(stage, version, lambda: _recompute(stage, work.call, work.gradients), priority)
             output, requires_grad, input_gradients = results.output, results.requires_grad, results.input_gradients
         structure, tensors = serialization.flatten(
             (
@@ -170,8 +178,10 @@ class AuditHandlers:
             raise ProtocolError(f"an audit looks into a microbatch of an open step of an audited run, got {key}")
         stage = await self._stage_for(request)
         found = self._recomputed((key.generation, key.step, request.order), request.audited, stage)
-        if key.receipt in found.claims:
+        if request.place < found.num_taken or request.place in found.early:
             return Message()  # it came twice
+        if found.refused or found.unheard:
+            return Message()  # the sum will lack a microbatch, so the coordinator decides whatever the others are
         try:
             inputs = await self._inputs(stage, request, message)
         except _UNHEARD:  # that proves nothing: it is not there, or the link is slow
@@ -180,13 +190,19 @@ class AuditHandlers:
         if inputs is None:
             found.refused.add(key.receipt)
             return Message()
+        found.early.setdefault(request.place, inputs)
+        # A sum's bits depend on the order of adding, so this adds as the audited server did.
+        while (inputs := found.take_next()) is not None:
+            await self._compute_again(found, inputs, run.weights_version(key.step))
+        return Message()
+
+    async def _compute_again(self, found: _Recomputed, inputs: _Inputs, version: int) -> None:
         try:
-            await self._submit(stage, run.weights_version(key.step), lambda: _enter(found, request, stage, inputs))
+            await self._submit(found.stage, version, partial(_enter, found, inputs))
         except SwarmError as error:
             if isinstance(error.__cause__, MemoryError | torch.OutOfMemoryError):
                 raise  # that is this server's own, and convicts nobody
-            found.refused.add(key.receipt)  # what the audited server gave cannot be computed
-        return Message()
+            found.refused.add(inputs.request.key.receipt)  # what the audited server gave cannot be computed
 
     async def _stage_for(self, request: AuditRequest) -> Stage:
         """The stage to compute with; only the coordinator borrows one, to judge."""
@@ -227,7 +243,7 @@ class AuditHandlers:
             if request.compare:
                 results = tree[2], reply.requires_grad, tree[3]
         draws = draws_of(run.manifest.seed, key, stage.index)
-        return _Inputs(ForwardCall(own, extras, wants_grad, request.mode, draws), gradients, results)
+        return _Inputs(request, ForwardCall(own, extras, wants_grad, request.mode, draws), gradients, results)
 
     async def _ask_kept(
         self, request: AuditRequest, *, wants_input: bool, wants_gradients: bool
@@ -288,21 +304,19 @@ class _Results:
     parameter_gradients: list[Tensor | None]
 
 
-def _recompute(stage: Stage, inputs: _Inputs) -> _Results:
+def _recompute(stage: Stage, call: ForwardCall, gradients: serialization.Tree) -> _Results:
     """Compute a microbatch forward and backward; on the compute thread."""
-    forward = stage.computation.forward(inputs.call)
+    forward = stage.computation.forward(call)
     if forward.graph is None:
         raise ProtocolError("an audit is of a microbatch with gradients")
-    found, own = stage.computation.backward(forward.graph, inputs.gradients, inputs.call.mode)
+    found, own = stage.computation.backward(forward.graph, gradients, call.mode)
     return _Results(forward.output, forward.requires_grad, output_digest(forward), found, own)
 
 
-def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inputs) -> None:
-    """Compute a microbatch again, and enter what came of it, once; on the compute thread."""
-    receipt = request.key.receipt
-    if receipt in found.claims:  # it came twice at once
-        return
-    again = _recompute(stage, inputs)
+def _enter(found: _Recomputed, inputs: _Inputs) -> None:
+    """Compute a microbatch again, and enter what came of it; on the compute thread."""
+    stage, request = found.stage, inputs.request
+    again = _recompute(stage, inputs.call, inputs.gradients)
     found.total.add(again.parameter_gradients, request.weight)
     given = [gradient for gradient in again.parameter_gradients if gradient is not None]
     found.magnitude = min(found.magnitude + magnitude_of(given, request.weight), _FARTHEST)
@@ -314,7 +328,7 @@ def _enter(found: _Recomputed, request: AuditRequest, stage: Stage, inputs: _Inp
         distance = _distance(stage, again, output, input_gradients, precision=found.precision)
         found.distance = max(distance, found.distance or 0.0)
     work = KeptWork.of(inputs.call, its_digest, inputs.gradients, input_gradients, is_first=stage.index == 0)
-    found.claims[receipt] = work.claim
+    found.claims[request.key.receipt] = work.claim
 
 
 def magnitude_of(gradients: Sequence[Tensor], weight: float) -> float:
@@ -381,8 +395,8 @@ def _finding(audited: PeerId, found: _Recomputed, seed: int) -> AuditFinding:
         claims=b"".join(claim for _, claim in sorted(found.claims.items())),
         refused=pack(found.refused - found.claims.keys()),
         unheard=pack(found.unheard - found.claims.keys() - found.refused),
+        sum_digest=sum_digest(found.total.values),
         values=sketch.values,
-        exact=sketch.exact,
         magnitude=found.magnitude,
         precision=found.precision,
         touched=to_bitmap(found.total.touched),

@@ -12,7 +12,7 @@ from tempfile import gettempdir
 from torch import Tensor
 
 from lightning_swarm.model.fingerprint import digest, tree_digest
-from lightning_swarm.model.sketch import project, project_exactly
+from lightning_swarm.model.sketch import project
 from lightning_swarm.model.tensor_file import TensorFile, TensorPlace
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.audits import StageSketch
@@ -117,10 +117,10 @@ def sum_digest(values: Tensor) -> bytes:
 
 
 def sketch_of(stage_index: int, values: Tensor, seed: int, *, exact: bool) -> StageSketch:
-    """Sketch a gradient sum; one in fixed point is also projected to the last bit."""
+    """Sketch a gradient sum, in floats or in fixed point."""
     if not exact:
         return StageSketch(stage_index=stage_index, values=project(values, seed).tolist())
     found = project(deterministic.quotient(values[:, :-1], 1.0), seed)
     if not deterministic.is_whole(values[:, -1]):  # a gradient that was no number is only noted
         found.fill_(math.nan)
-    return StageSketch(stage_index=stage_index, values=found.tolist(), exact=project_exactly(values, seed))
+    return StageSketch(stage_index=stage_index, values=found.tolist())

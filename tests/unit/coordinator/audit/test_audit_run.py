@@ -13,6 +13,7 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import (
     CLAIM_BYTES,
+    DIGEST_BYTES,
     SKETCH_LENGTH,
     AuditFinding,
     FindingsReply,
@@ -35,6 +36,7 @@ def finding(audited: PeerId, stage_index: int, refused: Receipts) -> AuditFindin
         claims=bytes(CLAIM_BYTES),
         refused=refused,
         unheard=[],
+        sum_digest=bytes(DIGEST_BYTES),
         values=[0.0] * SKETCH_LENGTH,
         magnitude=0.0,
         precision="float32",
@@ -58,7 +60,7 @@ class Servers:
 
 def run() -> AuditRun:
     servers, step = Servers(), SimpleNamespace(step=0)
-    return AuditRun(servers, step, 0, exact=False)  # type: ignore[arg-type]
+    return AuditRun(servers, step, 0)  # type: ignore[arg-type]
 
 
 def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
@@ -69,7 +71,7 @@ def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
         read.append(packed)
         return {(first, 0, 0) for first, _, _ in packed}
 
-    monkeypatch.setattr("lightning_swarm.coordinator.audit.audit_run.unpack", unpack)
+    monkeypatch.setattr("lightning_swarm.coordinator.audit.disputes.unpack", unpack)
     found, failed = asyncio.run(run().ask(1, [(Unit(0, A), B)], 1))
     assert found.keys() == {(Unit(0, A), B)}
     assert not failed

@@ -1,0 +1,205 @@
+"""Decides what an audit shows: whether claims are true, and whether an accusation is false. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from msgspec import UnsetType
+
+from lightning_swarm.coordinator.audit.policy import (
+    StageProjection,
+    Tolerance,
+    WorkClaim,
+    WorkComparison,
+    deviation_of,
+    read_claims,
+    tolerance_between_machines,
+)
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.audits import AuditFinding
+from lightning_swarm.protocol.messages.calls import Receipt, unpack
+
+# Steps of a while in which the coordinator may refute a server's accusations, before it is convicted. In a step that
+# diverges, machines of two kinds may be farther apart than in all others.
+MAX_REFUTED: Final = 5
+
+MAX_UNPROVEN: Final = 2  # accusations of one server by another, before the coordinator audits in the other's place
+
+
+@dataclass
+class Verdict:
+    """What the audits of a step came to."""
+
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # with the reasons
+    tainted: set[int] = field(default_factory=set)  # batches that went through false outputs, by their places
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
+    avoided: set[PeerId] = field(default_factory=set)  # say different things of one transfer
+
+    @property
+    def is_clean(self) -> bool:
+        """Tell whether all sums may be averaged."""
+        return not (self.convicted or self.tainted or self.failed)
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What one auditor found of one server's work."""
+
+    claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
+    refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
+    unheard: frozenset[Receipt]  # it gave no answer of these
+    sum_digest: bytes  # of the sum of what it computed
+    projection: StageProjection  # likewise
+    magnitude: float
+    precision: str  # that it computed in
+    touched: bytes  # bitmap over the stage's parameters to which it gave a gradient
+    distance: float | None  # of the results from its own, relative to their norms; None: they were not compared
+
+    @classmethod
+    def read(cls, finding: AuditFinding) -> AuditResult:
+        """Read an auditor's answer; raises ProtocolError if it is malformed."""
+        receipts, distance = unpack(finding.receipts), finding.distance
+        return cls(
+            claims=read_claims(finding.claims, receipts),
+            refused=frozenset(unpack(finding.refused) - receipts),
+            unheard=frozenset(unpack(finding.unheard) - receipts),
+            sum_digest=finding.sum_digest,
+            projection=StageProjection(tuple(finding.values)),
+            magnitude=finding.magnitude,
+            precision=finding.precision,
+            touched=finding.touched,
+            distance=None if isinstance(distance, UnsetType) else distance,
+        )
+
+
+@dataclass(frozen=True)
+class ClaimedWork:
+    """A server's commitment to its work of one step in one stage."""
+
+    claims: Mapping[Receipt, WorkClaim]
+    sum_digest: bytes
+    touched: bytes  # bitmap over the stage's parameters that have a gradient
+
+    def was_given(self, found: AuditResult) -> bool:
+        """Return whether an auditor computed all microbatches, each from the inputs that are claimed."""
+        return len(self.given(found)) == len(self.claims)
+
+    def given(self, found: AuditResult) -> list[Receipt]:
+        """Return the microbatches that an auditor computed from the inputs that are claimed."""
+        # An auditor whose inputs were others says so in its claims: the audited server may have given it these.
+        return [
+            receipt
+            for receipt, claim in self.claims.items()
+            if (its := found.claims.get(receipt)) is not None
+            and (its.input, its.output_gradient) == (claim.input, claim.output_gradient)
+        ]
+
+
+class WorkTolerance(NamedTuple):
+    """How far results of machines of different kinds may be apart."""
+
+    results: float  # relative distance of outputs and input gradients
+    sum: Tolerance
+
+    @classmethod
+    def around(cls, found: AuditResult, codec_bits: float | None, dtype: str) -> WorkTolerance:
+        """Return the tolerance around what an auditor found, whose sum is of a dtype."""
+        allowed = tolerance_between_machines(found.precision)
+        far = tolerance_between_machines(found.precision, codec_bits)
+        return cls(far, deviation_of(found.magnitude, allowed, dtype))
+
+    @property
+    def half(self) -> WorkTolerance:
+        """Half of it."""
+        return WorkTolerance(self.results / 2, self.sum._replace(distance=self.sum.distance / 2))
+
+    def holds(self, found: AuditResult, told: StageProjection) -> bool:
+        """Return whether a server's results and sum are this close to what an auditor found."""
+        return (found.distance or 0.0) <= self.results and told.agrees(found.projection, tolerance=self.sum)
+
+
+def compare(
+    said: ClaimedWork, its: AuditResult, told: StageProjection, *, tolerance: WorkTolerance | None
+) -> WorkComparison:
+    """Compare a server's claims with what an auditor found.
+
+    Args:
+        said: The claims.
+        its: What the auditor found.
+        told: The sketch of the server's sum.
+        tolerance: Between machines of different kinds; None: the machines are of one kind, so all bits are equal.
+    """
+    if its.refused:
+        return WorkComparison(frozenset({"refused"}))
+    if not said.claims.keys() <= its.claims.keys():
+        return WorkComparison(is_whole=False, is_silent=bool(its.unheard))
+    wrong = {
+        name
+        for receipt, claim in said.claims.items()
+        for name, one, other in zip(WorkClaim._fields, claim, its.claims[receipt], strict=True)
+        if one != other
+    }
+    if tolerance is None:
+        wrong |= {"sum"} if its.sum_digest != said.sum_digest else set()
+    else:
+        wrong |= {"output"} if (its.distance or 0.0) > tolerance.results else set()
+        wrong |= set() if told.agrees(its.projection, tolerance=tolerance.sum) else {"sum"}
+    wrong |= {"list of what has a gradient"} if its.touched != said.touched else set()
+    return WorkComparison(frozenset(wrong))
+
+
+class Accusation(Enum):
+    """What the coordinator's own computation shows of an accusation, if it has cleared the accused."""
+
+    FALSE = auto()  # the auditor's results are none of its machine
+    REFUTED = auto()  # they are farther from the truth than honest machines' ever were, or differ in the last bits
+    UNPROVEN = auto()  # the accused may have given the auditor something else than the coordinator
+
+
+class Kinds(NamedTuple):
+    """Whether the machines of three servers are of the audited server's kind."""
+
+    auditor: bool
+    judge: bool  # the coordinator's own
+
+
+def judge_accusation(
+    said: ClaimedWork,
+    told: StageProjection,
+    its: AuditResult,
+    true: AuditResult,
+    *,
+    tolerance: WorkTolerance,
+    kinds: Kinds,
+) -> Accusation:
+    """Judge an auditor's accusation by what the coordinator's own server found of the same work.
+
+    Args:
+        said: The claims of the accused, which are true as far as the coordinator can tell.
+        told: The sketch of its sum, by the seed of both findings.
+        its: What the auditor found.
+        true: What the coordinator's own server found.
+        tolerance: Between machines of different kinds.
+        kinds: Of the machines.
+    """
+    is_whole = said.was_given(its)
+    differs = any(its.claims[receipt] != true.claims.get(receipt) for receipt in said.given(its))
+    agrees = its.projection.agrees(true.projection, tolerance=tolerance.sum) and its.touched == true.touched
+    if all(kinds):
+        if differs or (is_whole and not agrees):
+            return Accusation.FALSE
+        return Accusation.REFUTED if is_whole else Accusation.UNPROVEN
+    # Between two kinds an auditor's claims name the results that it was given, which may be others.
+    if differs or not is_whole:
+        return Accusation.UNPROVEN
+    if not agrees:
+        return Accusation.REFUTED
+    if kinds.auditor:  # it speaks of bits, of which a machine of another kind knows nothing
+        return Accusation.UNPROVEN
+    # The accused could choose results that are within the tolerance of one machine, and beyond that of another.
+    is_close = kinds.judge or tolerance.half.holds(true, told)
+    return Accusation.REFUTED if is_close else Accusation.UNPROVEN

@@ -1,0 +1,52 @@
+"""Screens the sums of one step: once before they are audited, and once more as they were averaged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning_swarm.coordinator.audit.policy import Screening, StageHistory, StageProjection, Unit, screen
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.calls import Receipt
+
+
+class StepScreen:
+    """Compares the sums of one step with each other and with those of earlier steps."""
+
+    def __init__(self, step: OpenStep, histories: dict[int, StageHistory]) -> None:
+        self._step, self._histories = step, histories
+        self._is_recorded = False  # the histories include this step
+        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> shares of the newest screening
+
+    def screen(
+        self, claims: Mapping[Unit, Collection[Receipt]], sums: Mapping[Unit, StageProjection]
+    ) -> dict[int, Screening]:
+        """Screen the sums of each stage, given the microbatches that each server claims."""
+        num_microbatches = Counter(first for first, _, _ in self._step.counted)
+        origins = self._step.origins
+        weights = {first: origins[first].weight / number for first, number in num_microbatches.items()}
+        found = {}
+        for stage in sorted({unit.stage_index for unit in claims}):
+            units = [unit for unit in claims if unit.stage_index == stage and unit in sums]
+            shares = {unit.peer: sum(weights.get(first, 0.0) for first, _, _ in claims[unit]) for unit in units}
+            self._shares[stage] = shares
+            found[stage] = screen({unit.peer: sums[unit].values for unit in units}, shares, self._history(stage))
+        return found
+
+    def screen_again(self, stage_index: int, sums: Mapping[PeerId, Sequence[float]]) -> set[PeerId]:
+        """Find the servers whose averaged sums differ from the sums that were screened."""
+        shares = self._shares.get(stage_index, {})
+        known = {peer: values for peer, values in sums.items() if peer in shares}
+        idle = {peer for peer, values in known.items() if not shares[peer] and any(values)}
+        return idle | screen(known, {peer: shares[peer] for peer in known}, self._history(stage_index)).suspects
+
+    def record(self, screenings: Mapping[int, Screening]) -> None:
+        """Add the step to the histories, once."""
+        if not self._is_recorded:
+            self._is_recorded = True
+            for stage, found in screenings.items():
+                self._history(stage).note(found.norm, found.spread)
+
+    def _history(self, stage: int) -> StageHistory:
+        return self._histories.setdefault(stage, StageHistory())
