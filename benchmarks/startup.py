@@ -64,7 +64,7 @@ PARTS: Mapping[str, str] = {
     "Connecting to": "the script up to `fit`",
     "This peer asks": "import of hivemind, start of the daemon, connection to the run",
     "Downloading": "the model, and the request for a stage",
-    "Stage ": "the download, of 0.8 MB",
+    "Stage ": "the download of a stage, 1.2 MB",
     "In run": "admission, and the wait for a step to end",
     "counted": "the first microbatch that counts",
 }

@@ -27,11 +27,8 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str) -> str | None:
     try:
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(1, _MAX_PEERS + 1):
-            path = owner_file(folder, run_id).with_suffix(".peer" if number == 1 else f".peer{number}")
-            if _lock(path.with_suffix(f"{path.suffix}.lock")):
-                load_identity(path)
-                return str(path)
+        paths = (owner_file(folder, run_id).with_suffix(f".peer{number}") for number in ["", *range(2, _MAX_PEERS + 1)])
+        path = next((path for path in paths if _lock(path.with_suffix(f"{path.suffix}.lock"))), None)
     except (OSError, ConfigError) as error:
         _log.warning(
             "This peer's key is not kept, so that each start is another use of its invitation: %s. Name a file for the "
@@ -39,10 +36,13 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str) -> str | None:
             str(error).rstrip("."),
         )
         return None
-    raise ConfigError(
-        f"one user has up to {_MAX_PEERS} joined processes of run {run_id!r} on a machine, and all are there. End some "
-        "of them, or name a file for this peer's key by `--identity`."
-    )
+    if path is None:
+        raise ConfigError(
+            f"one user has up to {_MAX_PEERS} joined processes of run {run_id!r} on a machine, and all are there. End "
+            "some of them, or name a file for this peer's key by `--identity`."
+        )
+    load_identity(path)
+    return str(path)
 
 
 def _lock(path: Path) -> bool:

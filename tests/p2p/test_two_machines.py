@@ -128,8 +128,9 @@ class Pair:
         train, invite, doctor, join = typed
         self.run = self.first.type_in(train)
         printed = shlex.split(wait_for(self.run, "can join this run: ").partition("can join this run: ")[2])
-        invite[3:5] = ["server", "--uses", str(devices)] if devices > 1 else ["server"]
+        invite[4:6] = ["--uses", str(devices)] if devices > 1 else []
         invites = shlex.split(wait_for(self.run, "Only peers with an invitation").partition("in private: ")[2])
+        assert invites == invite
         self.address = printed[2]
         self.first.run(invites)
         shutil.copy(self.first.folder / "swarm.invite", self.second.folder)
@@ -152,6 +153,7 @@ class Pair:
 
 
 def test_the_second_machine_joins_as_printed_and_comes_back_after_each_kill(machines: list[Machine]) -> None:
+    """Each time as the same peer: the invitation has one use."""
     pair = Pair(machines, devices=1)
     report = pair.second.run(pair.doctor)
     assert "WRONG" not in report, report

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import Sketch
-from lightning_swarm.protocol.messages.step import Closing, PartDigests, SumDigest
+from lightning_swarm.protocol.messages.audits import Sketch, SumDigest
+from lightning_swarm.protocol.messages.step import Closing, PartDigests
 from lightning_swarm.protocol.messages.wire import Challenge, Count, WireMessage
 
 _Numbers = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
