@@ -32,8 +32,7 @@ from benchmarks.report import table, write
 from benchmarks.runs import lines_of
 from lightning_swarm import Compression, Limits, SwarmStrategy
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.coordinator.audit.audit_run import AuditResult
-from lightning_swarm.coordinator.audit.disputes import compare
+from lightning_swarm.coordinator.audit.disputes import AuditResult, compare
 from lightning_swarm.coordinator.audit.policy import WorkComparison, tolerance_between_machines
 from lightning_swarm.protocol.compression import Codecs
 
@@ -80,7 +79,7 @@ def one_run(name: str, num_peers: int, num_steps: int) -> dict[str, float]:
         return compare(claims, its, *arguments, **options)
 
     # A coordinator keeps no distances, so its comparison of each audit is replaced by one that notes them.
-    step_audits.compare = noted  # type: ignore[attr-defined]
+    step_audits.compare = noted  # type: ignore[assignment,attr-defined]
     strategy = SwarmStrategy(
         num_stages=NUM_STAGES,
         microbatch_size=4,
