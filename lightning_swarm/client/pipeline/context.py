@@ -15,9 +15,9 @@ from hashlib import blake2b
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
-from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter, deadline_s
+from lightning_swarm.client.pipeline.router import PeerCharge, PeerLoad, StageRouter
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
@@ -25,15 +25,18 @@ from lightning_swarm.protocol.messages.calls import TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import WireMessage, encode
+from lightning_swarm.protocol.patience import LEAST_S, UNFAMILIAR_S, deadline_s
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
-_ACCEPT_TIMEOUT_S = 10.0
+_ACCEPT_TIMEOUT_S = LEAST_S
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
+_SLOWEST = 4.0  # times the median time, that a server may be believed to take in an audited run
+_NUM_SENDS = 2
 _DEFAULT_COPIES_BYTES = 4 << 30
 _KEY_BYTES = 16
 
@@ -67,7 +70,13 @@ async def send(
     with answers_of(peer):
         if not message.tensors:
             return await transport.call(peer, method, message.body, timeout=timeout)
-        return (await transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
+        for left in reversed(range(_NUM_SENDS)):
+            try:
+                return (await transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
+            except DeadlineExceeded:  # a large message is not repeated by the transport
+                if not left:
+                    raise
+        raise AssertionError
 
 
 @dataclass
@@ -187,12 +196,34 @@ class PipelineContext:
             self.num_under_way -= 1
             self._progress.set()
 
-    def patience_s(self, stage: int, charge: PeerCharge) -> float:
-        """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it."""
+    def patience_s(self, stage: int, charge: PeerCharge, shapes: int) -> float:
+        """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it.
+
+        `shapes` is a hash of the shapes that it computes: new ones may have to be compiled.
+        """
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
-        return deadline_s(charge.expected_s, self.num_under_way + load.queued, longest_s=self.timeout)
+        usual_s = self._usual_s(stage, charge, load)
+        least_s = LEAST_S if shapes in load.shapes else UNFAMILIAR_S
+        return deadline_s(usual_s, longest_s=self.timeout, least_s=least_s)
+
+    def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
+        """Return how long a microbatch usually takes at a peer, with those before it."""
+        if self.judge is None:
+            return charge.expected_s * (1 + self.num_under_way + load.queued)
+        # Where servers may lie, what one reports of its own rate and queue buys it no more than a little time.
+        router = self.routers[stage]
+        rate, queued = router.median_rate(), min(load.queued, _SLOWEST * (1 + router.median_queued()))
+        expected_s = charge.expected_s if rate is None else min(charge.expected_s, _SLOWEST * charge.num_samples / rate)
+        return expected_s * (1 + self.num_under_way + queued)
+
+    def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int) -> float:
+        """Return how long an auditor may take for a microbatch, with so many before it."""
+        rate = self.routers[stage].median_rate()
+        if rate is None:
+            return self.timeout
+        return deadline_s(_SLOWEST * num_rows / rate * (1 + num_ahead + self.num_under_way), longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return True if another peer may take the place of `peer`."""

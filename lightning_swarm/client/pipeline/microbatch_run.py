@@ -318,11 +318,11 @@ class _BackwardRun:
 
     async def _receive_all(self) -> None:
         """Wait, for the time of one stage, for the stage that ends last: its receipt comes with those of the others."""
-        calls, context = self._calls, self._calls.context
+        calls = self._calls
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
             return
-        patience_s = context.patience_s(calls.last_stage, calls.route[calls.last_stage])
+        patience_s = calls.patience_s(calls.last_stage)
         try:
             report = await calls.wait(calls.gradient_end, "backward", timeout=patience_s)
         except StageCallFailed as failure:

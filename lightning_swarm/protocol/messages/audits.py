@@ -19,7 +19,15 @@ from lightning_swarm.protocol.messages.calls import (
     Receipt,
     Receipts,
 )
-from lightning_swarm.protocol.messages.wire import Challenge, Count, NotNegative, Positive, ShortText, WireMessage
+from lightning_swarm.protocol.messages.wire import (
+    Challenge,
+    Count,
+    NotNegative,
+    Positive,
+    Seconds,
+    ShortText,
+    WireMessage,
+)
 
 DIGEST_BYTES: Final = 32
 CLAIM_BYTES: Final = 4 * DIGEST_BYTES
@@ -86,6 +94,8 @@ class AuditOrderReply(WireMessage, frozen=True):
 
     undone: dict[Count, Annotated[str, msgspec.Meta(max_length=500)]]  # reasons, by their places in the order
     lost: list[Receipt]  # those of which the trainer has no copy
+    # Auditors that answered pings, and not an audit in time.
+    silent: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]
 
 
 class AuditRequest(WireMessage, frozen=True):
@@ -101,6 +111,7 @@ class AuditRequest(WireMessage, frozen=True):
     # Tree of a pair, whose tensors come with the message. First: (inputs or None, extras) as in `ForwardRequest`.
     # Second: the gradient or None of each output leaf. What is None is at the audited server.
     structure: Any
+    patience_s: Seconds  # for which the auditor may wait for the audited server
 
 
 class KeptWorkRequest(WireMessage, frozen=True):
