@@ -162,7 +162,7 @@ class Liveness:
             ping = self._spawn(self._ping_once(peer, watched))
             watched.pings.add(ping)
             ping.add_done_callback(watched.pings.discard)
-        if silent_s < 2 * interval_s:  # a peer that answers nothing would get them all at once later
+        if silent_s < 1.5 * interval_s:  # a peer that answers nothing would get them all at once later
             for exchange in tuple(watched.exchanges):
                 exchange.look(now_s, is_moving=is_moving)
         self._arm(peer, watched)

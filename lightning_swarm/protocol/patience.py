@@ -21,6 +21,7 @@ TIMES: Final = 8.0
 """A peer is late when it takes so many times as long as usual."""
 
 _KEPT: Final = 32  # newest durations
+_MOST_STRETCHED: Final = 2.0**20  # beyond all limits
 _ENOUGH: Final = 3  # durations from which a usual one follows
 
 
@@ -43,10 +44,16 @@ class Durations:
 
     def note_late(self) -> None:
         """Double the next deadlines, for all peers may have become slower at once."""
-        self._stretch *= 2.0
+        self._stretch = min(2.0 * self._stretch, _MOST_STRETCHED)
+
+    @property
+    def usual_s(self) -> float | None:
+        """The median of the newest durations; None until enough was measured."""
+        return statistics.median(self._newest) if len(self._newest) >= _ENOUGH else None
 
     def deadline_s(self, *, longest_s: float) -> float:
         """Return how long such work may take; `longest_s` until enough was measured."""
-        if len(self._newest) < _ENOUGH:
+        usual_s = self.usual_s
+        if usual_s is None:
             return longest_s
-        return min(deadline_s(statistics.median(self._newest), longest_s=longest_s) * self._stretch, longest_s)
+        return min(deadline_s(usual_s, longest_s=longest_s) * self._stretch, longest_s)

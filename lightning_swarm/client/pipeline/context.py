@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import PeerCharge, PeerLoad, StageRouter
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
@@ -25,18 +25,17 @@ from lightning_swarm.protocol.messages.calls import TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import WireMessage, encode
-from lightning_swarm.protocol.patience import LEAST_S, UNFAMILIAR_S, deadline_s
+from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
-_ACCEPT_TIMEOUT_S = LEAST_S
+_ACCEPT_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
 _SLOWEST = 4.0  # times the median time, that a server may be believed to take in an audited run
-_NUM_SENDS = 2
 _DEFAULT_COPIES_BYTES = 4 << 30
 _KEY_BYTES = 16
 
@@ -70,13 +69,7 @@ async def send(
     with answers_of(peer):
         if not message.tensors:
             return await transport.call(peer, method, message.body, timeout=timeout)
-        for left in reversed(range(_NUM_SENDS)):
-            try:
-                return (await transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
-            except DeadlineExceeded:  # a large message is not repeated by the transport
-                if not left:
-                    raise
-        raise AssertionError
+        return (await transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 
 
 @dataclass
@@ -98,6 +91,7 @@ class PipelineContext:
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     revokers: set[PeerId] = field(default_factory=set)  # servers that said that a batch of the open step is struck
     num_under_way: int = 0  # microbatches
+    durations: Durations = field(default_factory=Durations)  # of microbatches, each way through all stages
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
     _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage: avoided, or lost to the open step
@@ -204,9 +198,9 @@ class PipelineContext:
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
-        usual_s = self._usual_s(stage, charge, load)
-        least_s = LEAST_S if shapes in load.shapes else UNFAMILIAR_S
-        return deadline_s(usual_s, longest_s=self.timeout, least_s=least_s)
+        # What microbatches take as a whole has the time of the links in it.
+        least_s = max(self.durations.deadline_s(longest_s=self.timeout), 0.0 if shapes in load.shapes else UNFAMILIAR_S)
+        return deadline_s(self._usual_s(stage, charge, load), longest_s=self.timeout, least_s=least_s)
 
     def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
         """Return how long a microbatch usually takes at a peer, with those before it."""
@@ -220,10 +214,10 @@ class PipelineContext:
 
     def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int) -> float:
         """Return how long an auditor may take for a microbatch, with so many before it."""
-        rate = self.routers[stage].median_rate()
-        if rate is None:
+        rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
+        if rate is None or whole_s is None:
             return self.timeout
-        return deadline_s(_SLOWEST * num_rows / rate * (1 + num_ahead + self.num_under_way), longest_s=self.timeout)
+        return deadline_s(max(_SLOWEST * num_rows / rate, whole_s) * (1 + num_ahead), longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return True if another peer may take the place of `peer`."""

@@ -6,6 +6,7 @@ server claims is settled before anybody knows what is looked at.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -95,7 +96,7 @@ class AuditOrderReply(WireMessage, frozen=True):
     undone: dict[Count, Annotated[str, msgspec.Meta(max_length=500)]]  # reasons, by their places in the order
     lost: list[Receipt]  # those of which the trainer has no copy
     # Auditors that answered pings, and not an audit in time.
-    silent: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]
+    silent: Annotated[list[PeerId], msgspec.Meta(max_length=4096)] = msgspec.field(default_factory=list)
 
 
 class AuditRequest(WireMessage, frozen=True):
@@ -111,7 +112,9 @@ class AuditRequest(WireMessage, frozen=True):
     # Tree of a pair, whose tensors come with the message. First: (inputs or None, extras) as in `ForwardRequest`.
     # Second: the gradient or None of each output leaf. What is None is at the audited server.
     structure: Any
-    patience_s: Seconds  # for which the auditor may wait for the audited server
+    patience_s: Seconds = (
+        sys.float_info.max
+    )  # for which the auditor may wait for the audited server; at most a call's timeout
 
 
 class KeptWorkRequest(WireMessage, frozen=True):
