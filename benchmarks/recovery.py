@@ -139,7 +139,8 @@ class Hand(L.Callback):
         for kind, length_s in itertools.islice(kinds, self._num_faults):
             self._wait_until_whole()
             threading.Event().wait(2.0 + self._rng.random())
-            self.faults.append(self._strike(kind, length_s))
+            self.faults.append(one := self._strike(kind, length_s))
+            print(one.kind, one.length_s, f"{one.beyond_s:.2f}", one.pauses, one.events[:12], flush=True)
 
     def _wait_until_whole(self) -> None:
         end_s = time.time() + _MOST_S

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -45,11 +45,9 @@ from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.repeats import RepeatedSend, RunningAnswers, repeated_id
 from lightning_swarm.network.rpc import (
-    STALL_TIMEOUT_S,
     Channel,
-    Hold,
-    Responder,
     ServedMethod,
+    Tap,
     answer_to,
     ask,
     check_answer,
@@ -71,18 +69,6 @@ _IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream
 _STRANGERS_BYTES: Final = 512 << 20
 _STRANGER_BYTES: Final = 64 << 20
 _FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: their number is bounded
-
-
-class Tap(Protocol):
-    """Sees and changes a peer's exchanges, also those with itself; by their bodies tests find where a fault is due."""
-
-    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
-        """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
-        ...
-
-    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
-        """Note that the answer to a call has come back to `caller`."""
-        ...
 
 
 class CutOff(asyncio.Event):
@@ -372,7 +358,7 @@ class BaseTransport(Transport):
             on_stream, max_bytes, admit = entry
             if admit is not None:
                 admit(caller)
-            hold = _holding(self._strangers_budget if admit is None else self._budget, caller)
+            hold = (self._strangers_budget if admit is None else self._budget).hold_of(caller)
             return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold, caller, guard)
         raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
@@ -415,7 +401,7 @@ class BaseTransport(Transport):
             known = method in self._call_handlers or method in self._stream_handlers
             self._count(self._account_of(caller), method if known else "", channel)
 
-        holding = _holding(self._strangers_budget, caller)
+        holding = self._strangers_budget.hold_of(caller)
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
             self._check_size(caller, num_bytes)
@@ -493,17 +479,6 @@ class BaseTransport(Transport):
         cancelled = self._serving - {asyncio.current_task()}
         if cancelled:
             await asyncio.wait(cancelled)
-
-
-def _holding(budget: ByteBudget, caller: PeerId) -> Hold:
-    """Hold requests of a caller within a budget, except short ones."""
-
-    def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
-        if num_bytes <= _FREE_BYTES:
-            return hold_all(num_bytes)
-        return budget.holding(caller, num_bytes, timeout=STALL_TIMEOUT_S)
-
-    return hold
 
 
 async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:
