@@ -84,15 +84,16 @@ _T = TypeVar("_T")
 _ROUND_TIMEOUTS: Final = 5.0
 """A server waits for the parts of the others, then for what they made of them; with PowerSGD for both twice."""
 
-_ROUND_PATIENCE: Final = 3.0
-"""Deadlines of one part: the other servers of its stage name a silent one before they are late themselves."""
-
 _REPLAY_TIMEOUTS: Final = 3
 """A trainer finds out within one that a holder does not answer, asks it once more, and has one for the rest."""
 
 _MAX_DAMAGED: Final = 3
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
+
+
+class ServerSilent(DeadlineExceeded):
+    """A server that may be a stranger's answers pings, and not the coordinator's call."""
 
 
 class ServerCalls:
@@ -156,8 +157,8 @@ class ServerCalls:
             for peer, held in sorted(named.items())
         }
         bodies = {peer: encode(request) for peer, request in requests.items()}
-        times = _ROUND_PATIENCE if patience_s < self._timeout else _ROUND_TIMEOUTS
-        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=times * patience_s)
+        # So servers that wait for a silent one report it before they are late themselves.
+        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * patience_s)
 
     async def project(
         self, peers: Iterable[PeerId], request: ProjectRequest
@@ -275,7 +276,8 @@ class ServerCalls:
         except SwarmError as error:
             if peer == self.own:
                 raise
-            return error
+            is_silent = self._durations is not None and isinstance(error, DeadlineExceeded)
+            return ServerSilent(str(error)) if is_silent else error
         if self._durations is not None and peer != self.own:
             self._durations[method].note(now_s() - began_s)
         return answer

@@ -241,8 +241,8 @@ class Silences:
         return self.as_auditor.get(peer, (0, -1))[1] >= step
 
     def note(self, peer: PeerId, step: int) -> int:
-        """Count a silence, and return how many there are that are not forgiven."""
-        recent = [at for at in self.noted.get(peer, ()) if step - at < FORGIVEN_AFTER]
+        """Count a silence, one a step, and return how many there are that are not forgiven."""
+        recent = [at for at in self.noted.get(peer, ()) if at != step and step - at < FORGIVEN_AFTER]
         self.noted[peer] = [*recent, step]
         return len(self.noted[peer])
 

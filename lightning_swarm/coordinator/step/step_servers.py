@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_swarm.coordinator.audit.policy import MAX_SILENCES, AuditMemory
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.server_calls import ServerCalls, ServerSilent
 from lightning_swarm.core.errors import DeadlineExceeded, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
@@ -49,7 +49,7 @@ class StepServers:
             raise error
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
-            if self._memory is not None and isinstance(error, DeadlineExceeded):
+            if self._memory is not None and isinstance(error, ServerSilent):
                 self._note_silence(peer, self._memory)
         self.gone[peer] = error
 
