@@ -60,12 +60,19 @@ def answers_of(peer: PeerId) -> Iterator[None]:
 
 
 async def send(
-    transport: Transport, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor], *, timeout: float
+    transport: Transport,
+    peer: PeerId,
+    method: str,
+    request: WireMessage,
+    tensors: Sequence[Tensor],
+    *,
+    timeout: float,
+    accept_s: float = _ACCEPT_TIMEOUT_S,
 ) -> bytes:
     """Send a small call if there are no tensors, and a stream if there are; blame the peer for any other answer."""
     message = Message(encode(request), tuple(tensors))
     # A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
-    timeout = min(timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
+    timeout = min(timeout, accept_s + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
     with answers_of(peer):
         if not message.tensors:
             return await transport.call(peer, method, message.body, timeout=timeout)
@@ -168,11 +175,13 @@ class PipelineContext:
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """Send a small call if there are no tensors, and a stream if there are."""
+        accept_s = self.durations.deadline_s(longest_s=_ACCEPT_TIMEOUT_S)
+        ask = partial(send, self.transport, peer, method, request, tensors, timeout=self.timeout, accept_s=accept_s)
         try:
-            return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
+            return await ask()
         except NotEnlisted:  # the run left this trainer out, or the peer does not know yet that it is in
             await self.check()
-            return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
+            return await ask()
 
     async def wait_for_room(self) -> None:
         """Wait while some stage's peers have enough until their first forwards show which of them is slow."""
