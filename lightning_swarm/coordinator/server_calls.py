@@ -106,7 +106,7 @@ class ServerCalls:
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
         self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
         self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step began with
-        # By method. Empty unless servers may lie: others are waited for, and a lost message is repeated.
+        # method -> durations; None unless servers may be strangers. Others are waited for until the call's timeout.
         self._durations: defaultdict[str, Durations] | None = None
         if context.run.manifest.settings.is_audited:
             self._durations = defaultdict(Durations)

@@ -56,7 +56,7 @@ class StepServers:
     def _note_silence(self, peer: PeerId, memory: AuditMemory) -> None:
         """Count that a server answered pings, and no call: by that a stranger would hold up the run again and again."""
         number = memory.silences.note(peer, self._step)
-        if number > MAX_SILENCES:
+        if number > MAX_SILENCES and peer not in (self._run.keepers or ()):
             memory.convicted[peer] = reason = f"gave no answer {number} times, and answered pings"
             self._events.note("convicted", peer=peer, step=self._step, reason=reason)
 
