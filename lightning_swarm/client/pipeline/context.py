@@ -208,7 +208,9 @@ class PipelineContext:
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
         # What microbatches take as a whole has the time of the links in it.
-        least_s = max(self.durations.deadline_s(longest_s=self.timeout), 0.0 if shapes in load.shapes else UNFAMILIAR_S)
+        is_familiar = self.durations.usual_s is not None and shapes in load.shapes
+        whole_s = 0.0 if self.durations.usual_s is None else self.durations.deadline_s(longest_s=self.timeout)
+        least_s = whole_s if is_familiar else max(whole_s, UNFAMILIAR_S)
         return deadline_s(self._usual_s(stage, charge, load), longest_s=self.timeout, least_s=least_s)
 
     def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
