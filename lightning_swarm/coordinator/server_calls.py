@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from typing import Final, TypeVar
 
 from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
     Damaged,
     DeadlineExceeded,
@@ -62,6 +65,7 @@ from lightning_swarm.protocol.methods import (
     SETTLE,
     SKETCH,
 )
+from lightning_swarm.protocol.patience import Durations
 from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
 
 
@@ -88,6 +92,10 @@ _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 
 
+class ServerSilent(DeadlineExceeded):
+    """A server that may be a stranger's answers pings, and not the coordinator's call."""
+
+
 class ServerCalls:
     """The coordinator's calls to all servers that hold a stage."""
 
@@ -98,6 +106,10 @@ class ServerCalls:
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
         self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
         self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step began with
+        # method -> durations; None unless servers may be strangers. Others are waited for until the call's timeout.
+        self._durations: defaultdict[str, Durations] | None = None
+        if context.run.manifest.settings.is_audited:
+            self._durations = defaultdict(Durations)
 
     @property
     def own(self) -> PeerId:
@@ -128,26 +140,25 @@ class ServerCalls:
             record = self._behind.get(peer)
             if record is not None:
                 await self._apply(peer, record)
-            try:
-                reply = await self._call(peer, FREEZE, encode(request))
-            except DeadlineExceeded:  # it lives, so a message may have been lost
-                reply = await self._call(peer, FREEZE, encode(request))
-            answer = decode(reply, FreezeReply)
+            answer = decode(await self._call(peer, FREEZE, encode(request)), FreezeReply)
             for signed in answer.bans or ():
                 heed(self._transport, signed)  # so that the step's record tells it
             return answer
 
-        return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
+        return await self._each(FREEZE, {peer: partial(freeze, peer, request) for peer, request in requests.items()})
 
     async def average(
         self, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], *, late: bool
     ) -> dict[PeerId, AverageReply | SwarmError]:
         """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means."""
+        patience_s = self._deadline_s(AVERAGE, self._timeout)
         requests = {
-            peer: AverageRequest(closing=closing, named=held, late=late) for peer, held in sorted(named.items())
+            peer: AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s)
+            for peer, held in sorted(named.items())
         }
         bodies = {peer: encode(request) for peer, request in requests.items()}
-        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
+        # So servers that wait for a silent one report it before they are late themselves.
+        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * patience_s)
 
     async def project(
         self, peers: Iterable[PeerId], request: ProjectRequest
@@ -235,31 +246,53 @@ class ServerCalls:
         async def ask(peer: PeerId, body: bytes) -> _T:
             return read(await self._call(peer, method, body, timeout=timeout))
 
-        return await self._each({peer: ask(peer, body) for peer, body in bodies.items()})
+        return await self._each(method, {peer: partial(ask, peer, body) for peer, body in bodies.items()})
 
-    async def _each(self, works: Mapping[PeerId, Coroutine[Any, Any, _T]]) -> dict[PeerId, _T | SwarmError]:
+    async def _each(
+        self, method: str, works: Mapping[PeerId, Callable[[], Awaitable[_T]]]
+    ) -> dict[PeerId, _T | SwarmError]:
         """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here.
 
-        Raises NotCoordinator if some follow a higher term, and the voters do: one server's word deposes nobody.
+        Where servers may lie, one that is late beside the others is not waited for. Raises NotCoordinator if some
+        follow a higher term, and the voters do: one server's word deposes nobody.
         """
-
-        async def one(peer: PeerId, work: Coroutine[Any, Any, _T]) -> _T | SwarmError:
-            try:
-                return await work
-            except SwarmError as error:
-                if peer == self.own:
-                    raise
-                return error
-
-        replies = await gather(one(peer, work) for peer, work in works.items())
-        deposed = next((reply for reply in replies if isinstance(reply, NotCoordinator)), None)
+        replies = await gather(self._answer_of(method, peer, work) for peer, work in works.items())
+        found = dict(zip(works, replies, strict=True))
+        late = [peer for peer, reply in found.items() if isinstance(reply, DeadlineExceeded)]
+        if self._durations is not None and 2 * len(late) > len(works) - (self.own in works):
+            # The whole swarm is slow, or this peer's own link. They have twice the time, and twice that the next time.
+            self._durations[method].note_late()
+            again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
+            found.update(zip(late, again, strict=True))
+        deposed = next((reply for reply in found.values() if isinstance(reply, NotCoordinator)), None)
         if deposed is not None and await is_superseded(self._transport, self._run, self._term, timeout=self._silence_s):
             raise deposed
-        return dict(zip(works, replies, strict=True))
+        return found
+
+    async def _answer_of(self, method: str, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
+        began_s = now_s()
+        try:
+            answer = await work()
+        except SwarmError as error:
+            if peer == self.own:
+                raise
+            is_silent = self._durations is not None and isinstance(error, DeadlineExceeded)
+            return ServerSilent(str(error)) if is_silent else error
+        if self._durations is not None and peer != self.own:
+            self._durations[method].note(now_s() - began_s)
+        return answer
+
+    def _deadline_s(self, method: str, longest_s: float) -> float:
+        """Return how long a server may take: where servers may lie, a multiple of what it usually takes."""
+        return longest_s if self._durations is None else self._durations[method].deadline_s(longest_s=longest_s)
 
     async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
         try:
-            return await self._call_undamaged(peer, method, body, timeout=timeout or self._timeout)
+            if timeout is None:
+                timeout = self._deadline_s(method, self._timeout)
+            if peer == self.own:  # it is no stranger, and the step fails with it
+                timeout = max(timeout, self._timeout)
+            return await self._call_undamaged(peer, method, body, timeout=timeout)
         except Unreachable as error:
             held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
             stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import SMALL_BYTES, PeerId
+from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Hold, hold_all
 
 
 @dataclass(eq=False)
@@ -43,6 +44,16 @@ class ByteBudget:
             del self._by_peer[peer]
         freed, self._freed = self._freed, asyncio.Event()
         freed.set()
+
+    def hold_of(self, peer: PeerId) -> Hold:
+        """Return what holds the requests of a peer within this budget; short ones are not counted."""
+
+        def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
+            if num_bytes <= SMALL_BYTES:
+                return hold_all(num_bytes)
+            return self.holding(peer, num_bytes, timeout=STALL_TIMEOUT_S)
+
+        return hold
 
     @asynccontextmanager
     async def holding(self, peer: PeerId, num_bytes: int, *, timeout: float) -> AsyncIterator[None]:

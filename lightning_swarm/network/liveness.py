@@ -16,6 +16,9 @@ from lightning_swarm.network.rpc import Channel
 PINGS_PER_SILENCE: Final = 4
 """Pings in a row that go unanswered before a peer counts as silent, so that one lost ping does no harm."""
 
+_LONGEST_LOOK_S: Final = 2.5  # between two looks at the exchanges with a peer
+_AGAIN_S: Final = 1.25  # a request that has no answer by then is sent again at the next look
+
 _ROUND_TRIPS: Final = 4  # a peer may be silent for so many of its round trips, even if that exceeds the limit
 _LONGEST: Final = 6  # but never for more than so many times the limit
 _FADING: Final = 0.9
@@ -28,6 +31,18 @@ class Exchange:
 
     limit: asyncio.Timeout
     silent_s: float | None = None  # how long the peer had been silent, if that ended the exchange
+    send_again: Callable[[], None] | None = None  # sends the request once more; None: it is sent once
+    is_large: bool = False  # repeated only while the link carries nothing large
+    begun_s: float = 0.0
+    num_again: int = 0
+
+    def look(self, now_s: float, *, is_moving: bool) -> None:
+        """Repeat the request if no answer has come: the first time after a moment, then twice as long each time."""
+        if self.send_again is None or (self.is_large and is_moving):
+            return
+        if now_s - self.begun_s >= _AGAIN_S * 2**self.num_again:
+            self.num_again += 1
+            self.send_again()
 
 
 class _WatchedPeer:
@@ -66,6 +81,10 @@ class Liveness:
         slow_s = 0.0 if watched is None else _ROUND_TRIPS * watched.round_trip_s
         return min(max(self.silence_s, slow_s), _LONGEST * self.silence_s)
 
+    def _interval_s(self, peer: PeerId) -> float:
+        """Seconds between two looks at a peer."""
+        return min(self.patience_s(peer) / PINGS_PER_SILENCE, _LONGEST_LOOK_S)
+
     @contextmanager
     def watching(self, peer: PeerId, exchange: Exchange) -> Iterator[None]:
         """End `exchange` if `peer` falls silent within this context."""
@@ -74,6 +93,7 @@ class Liveness:
         if not watched.exchanges:
             watched.heard_s = loop.time()
         watched.exchanges[exchange] = None
+        exchange.begun_s = loop.time()
         if watched.tick is None:
             self._arm(peer, watched)
         try:
@@ -115,7 +135,7 @@ class Liveness:
 
     def _arm(self, peer: PeerId, watched: _WatchedPeer) -> None:
         loop = asyncio.get_running_loop()
-        watched.due_s = loop.time() + self.patience_s(peer) / PINGS_PER_SILENCE
+        watched.due_s = loop.time() + self._interval_s(peer)
         watched.tick = loop.call_at(watched.due_s, self._on_tick, peer, watched)
 
     def _on_tick(self, peer: PeerId, watched: _WatchedPeer) -> None:
@@ -123,11 +143,12 @@ class Liveness:
         if not watched.exchanges:
             return  # the timer outlives exchanges, so that short ones cost none
         now_s = asyncio.get_running_loop().time()
-        interval_s = self.patience_s(peer) / PINGS_PER_SILENCE
+        interval_s = self._interval_s(peer)
         if (late_s := now_s - watched.due_s) > interval_s:
             watched.heard_s += late_s  # this process was suspended or blocked, and could hear nothing
         num_moved_bytes = sum(channel.num_moved_bytes for channel in watched.channels)
-        if num_moved_bytes != watched.num_moved_bytes:  # a sign of life
+        is_moving = num_moved_bytes != watched.num_moved_bytes
+        if is_moving:  # a sign of life
             watched.num_moved_bytes, watched.heard_s = num_moved_bytes, now_s
         silent_s = now_s - watched.heard_s
         if silent_s >= self.patience_s(peer):
@@ -141,6 +162,9 @@ class Liveness:
             ping = self._spawn(self._ping_once(peer, watched))
             watched.pings.add(ping)
             ping.add_done_callback(watched.pings.discard)
+        if silent_s < 1.5 * interval_s:  # a peer that answers nothing would get them all at once later
+            for exchange in tuple(watched.exchanges):
+                exchange.look(now_s, is_moving=is_moving)
         self._arm(peer, watched)
 
     async def _ping_once(self, peer: PeerId, watched: _WatchedPeer) -> None:

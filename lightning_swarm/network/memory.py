@@ -13,9 +13,9 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId, check_record
 from lightning_swarm.network.framing import Buffer, Kind, decode
-from lightning_swarm.network.rpc import Channel, Feed
+from lightning_swarm.network.rpc import Channel, Feed, Tap
 from lightning_swarm.network.simulated_link import SimulatedLink, cross
-from lightning_swarm.network.transport import SILENCE_S, BaseTransport, Tap
+from lightning_swarm.network.transport import SILENCE_S, BaseTransport
 
 _PIPE_BYTES: Final = 1 << 20
 

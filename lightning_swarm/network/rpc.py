@@ -138,6 +138,18 @@ class ServedMethod(NamedTuple):
     guard: Guard | None = None
 
 
+class Tap(Protocol):
+    """Sees and changes a peer's exchanges, also those with itself; by their bodies tests find where a fault is due."""
+
+    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
+        """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
+        ...
+
+    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
+        """Note that the answer to a call has come back to `caller`."""
+        ...
+
+
 async def ask(
     channel: Channel, kind: Kind, exchange_id: int, method: str, message: Message, max_bytes: int
 ) -> tuple[Message, bool]:

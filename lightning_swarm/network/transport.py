@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -43,12 +43,11 @@ from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges, end_no
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
+from lightning_swarm.network.repeats import RepeatedSend, RunningAnswers, repeated_id
 from lightning_swarm.network.rpc import (
-    STALL_TIMEOUT_S,
     Channel,
-    Hold,
-    Responder,
     ServedMethod,
+    Tap,
     answer_to,
     ask,
     check_answer,
@@ -70,18 +69,6 @@ _IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream
 _STRANGERS_BYTES: Final = 512 << 20
 _STRANGER_BYTES: Final = 64 << 20
 _FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: their number is bounded
-
-
-class Tap(Protocol):
-    """Sees and changes a peer's exchanges, also those with itself; by their bodies tests find where a fault is due."""
-
-    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
-        """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
-        ...
-
-    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
-        """Note that the answer to a call has come back to `caller`."""
-        ...
 
 
 class CutOff(asyncio.Event):
@@ -108,6 +95,7 @@ class BaseTransport(Transport):
         self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
         self._asking = OpenExchanges()
         self._answering = OpenAnswers()
+        self._running = RunningAnswers()
         self._serving: set[asyncio.Task[Any]] = set()
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
@@ -141,27 +129,36 @@ class BaseTransport(Transport):
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
         message = Message(body)
-        async with self._deadline(peer, method, timeout):
+        async with self._deadline(peer, method, timeout) as exchange:
             if peer == self._peer_id:
                 return (await self._ask_self(Kind.CALL, method, message, 0)).body
-            ask = partial(self._ask_small, peer, Kind.CALL, method, message, 0)
+            ask = partial(self._ask_small, exchange, peer, Kind.CALL, method, message, 0)
             return (await (ask() if self._certification is None else self._certification.ask(peer, method, ask))).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
     ) -> Message:
         """See `Transport`."""
-        async with self._deadline(peer, method, timeout):
+        async with self._deadline(peer, method, timeout) as exchange:
             if peer == self._peer_id:
                 return await self._ask_self(Kind.STREAM, method, message, max_bytes)
             if max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES:
-                ask = partial(self._ask_small, peer, Kind.STREAM, method, message, max_bytes)
+                ask = partial(self._ask_small, exchange, peer, Kind.STREAM, method, message, max_bytes)
             else:
-                ask = partial(self._ask_large, peer, method, message, max_bytes)
+                ask = partial(self._ask_large, exchange, peer, method, message, max_bytes)
             return await (ask() if self._certification is None else self._certification.ask(peer, method, ask))
 
-    async def _ask_large(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
-        """Exchange messages over a stream of their own."""
+    async def _ask_large(
+        self, exchange: Exchange, peer: PeerId, method: str, message: Message, max_bytes: int
+    ) -> Message:
+        """Exchange messages over a stream of their own; repeat a request without tensors while nothing moves."""
+        exchange.is_large = True
+        if message.tensors:
+            return await self._send_large(peer, method, message, max_bytes)
+        send = partial(self._send_large, peer, method, message, max_bytes)
+        return await RepeatedSend(exchange, lambda _: send(), self._spawn).first_answer()
+
+    async def _send_large(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         began_s = now_s()
         answer = await self._send_stream(peer, method, message, max_bytes)
         self._liveness.heard(peer)
@@ -173,9 +170,20 @@ class BaseTransport(Transport):
         )
         return answer
 
-    async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
+    async def _ask_small(
+        self, exchange: Exchange, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int
+    ) -> Message:
         """Exchange messages that are small enough for the stream of the calls."""
-        exchange_id = next(self._exchange_ids)
+        send = partial(self._send_small, peer, kind, next(self._exchange_ids), method, message)
+        head, data = await RepeatedSend(exchange, send, self._spawn).first_answer()
+        head.check_size(max_bytes)
+        return Message(head.body, framing.take_tensors(data, head))
+
+    async def _send_small(
+        self, peer: PeerId, kind: Kind, first_id: int, method: str, message: Message, num_repeats: int
+    ) -> tuple[Head, bytes]:
+        """Send a small request once; return the answer with its head, or raise the error that it carries."""
+        exchange_id = repeated_id(first_id, num_repeats)
         request = b"".join(framing.encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
         began_s = now_s()
@@ -185,11 +193,9 @@ class BaseTransport(Transport):
         self.traffic.received_bytes[peer, method] += len(data)
         head = framing.decode(data)
         check_answer(head, exchange_id, method)
-        head.check_size(max_bytes)
-        answer = Message(head.body, framing.take_tensors(data, head))
         if self.tap is not None:
-            await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
-        return answer
+            await self.tap.arrived(self._peer_id, peer, method, message.body, head.body)
+        return head, data
 
     def set_credentials(self, credentials: Credentials | None) -> None:
         """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
@@ -296,7 +302,7 @@ class BaseTransport(Transport):
         try:
             with self._counting(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
                 head = framing.decode(request)
-                served = self._find(caller, head)
+                served = self._find(caller, head, joins=True)
                 head.check_size(served.max_bytes)
                 method = head.method
                 message = Message(head.body, framing.take_tensors(request, head))
@@ -328,8 +334,11 @@ class BaseTransport(Transport):
         if self._gate is not None:
             self._gate.check_size(caller, num_bytes)
 
-    def _find(self, caller: PeerId, head: Head) -> ServedMethod:
+    def _find(self, caller: PeerId, head: Head, *, joins: bool = False) -> ServedMethod:
+        """Find what answers a request; with `joins`, a repeat is answered like the request that it repeats."""
         served = self._served(caller, head)
+        if joins:
+            served = served._replace(respond=self._running.joining(caller, head, served.respond))
         if self.tap is not None:
             served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
         return served
@@ -349,7 +358,7 @@ class BaseTransport(Transport):
             on_stream, max_bytes, admit = entry
             if admit is not None:
                 admit(caller)
-            hold = _holding(self._strangers_budget if admit is None else self._budget, caller)
+            hold = (self._strangers_budget if admit is None else self._budget).hold_of(caller)
             return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold, caller, guard)
         raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
@@ -392,7 +401,7 @@ class BaseTransport(Transport):
             known = method in self._call_handlers or method in self._stream_handlers
             self._count(self._account_of(caller), method if known else "", channel)
 
-        holding = _holding(self._strangers_budget, caller)
+        holding = self._strangers_budget.hold_of(caller)
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
             self._check_size(caller, num_bytes)
@@ -409,7 +418,7 @@ class BaseTransport(Transport):
             self.traffic.received_bytes[peer, method] += received_bytes
 
     @asynccontextmanager
-    async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[None]:
+    async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[Exchange]:
         """End an exchange after `timeout` seconds, when the peer falls silent, or when this transport closes."""
         if self._closed:
             raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
@@ -421,7 +430,7 @@ class BaseTransport(Transport):
             async with limit:
                 self._asking.open(limit, peer, partial(end_now, limit))
                 with watching:
-                    yield
+                    yield exchange
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -470,17 +479,6 @@ class BaseTransport(Transport):
         cancelled = self._serving - {asyncio.current_task()}
         if cancelled:
             await asyncio.wait(cancelled)
-
-
-def _holding(budget: ByteBudget, caller: PeerId) -> Hold:
-    """Hold requests of a caller within a budget, except short ones."""
-
-    def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
-        if num_bytes <= _FREE_BYTES:
-            return hold_all(num_bytes)
-        return budget.holding(caller, num_bytes, timeout=STALL_TIMEOUT_S)
-
-    return hold
 
 
 async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:

@@ -81,7 +81,8 @@ class AveragingRounds:
         self._sums = sums
         self._membership = context.membership
         self._me = context.me
-        self._timeout = context.limits.call_timeout  # for one exchange of a round
+        self._timeout = context.limits.call_timeout  # for one exchange of a round, at most
+        self._patience_s = self._timeout  # likewise, in the newest round that was asked for
         self._held: HeldRound | None = None
         self._running: tuple[Closing, asyncio.Task[_StageResults]] | None = None  # the newest round
         context.transport.handle_call(AVERAGE, self._handle_average)
@@ -202,6 +203,7 @@ class AveragingRounds:
             self._refuse(run.ties, closing, run.present(closing.absent), str(error))
             raise
         try:
+            self._patience_s = min(request.patience_s, self._timeout)
             found = await self._result(closing, late=request.late)
         except AveragingFailed as error:
             missed, refusing = ([] if peer is None else [peer] for peer in (error.missed, error.refusing))
@@ -301,7 +303,7 @@ class AveragingRounds:
             roster=[member.peer_id for member in roster],
             prefix=round_name(closing, index),
             tickets=self._tickets,
-            timeout=self._timeout,
+            timeout=self._patience_s,
             shares_with=self._membership.knows_server,
             is_audited=self._is_audited,
         )

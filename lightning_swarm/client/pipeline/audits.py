@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.replay_buffer import ReplayCopy
-from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather_bounded
 from lightning_swarm.network import Message, PeerId
@@ -28,6 +30,10 @@ from lightning_swarm.protocol.methods import AUDIT, AVOID, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
 
 
+class _AuditorSilent(DeadlineExceeded):
+    """An auditor answers pings, and not an audit."""
+
+
 class AuditSender:
     """Has servers compute again what others did, whatever the main thread does."""
 
@@ -37,6 +43,7 @@ class AuditSender:
         self._context = context
         self._run = run
         self._max_in_flight = max_in_flight
+        self._num_audits: Counter[PeerId] = Counter()  # by auditor, of all orders that are under way
         context.transport.handle_call(ORDER_AUDITS, self._handle_order)
         context.transport.handle_call(RESULTS, self._handle_results)
         context.transport.handle_call(AVOID, self._handle_avoid)
@@ -52,7 +59,7 @@ class AuditSender:
                     f"one server of {last + 1} stages audits another one, got stage {work.stage_index}, "
                     f"{work.auditor} and {work.audited}"
                 )
-        undone, lost = dict[int, str](), set[Receipt]()
+        undone, lost, silent = dict[int, str](), set[Receipt](), set[PeerId]()
 
         async def send(place: int, work: AuditWork) -> None:
             key = CallKey.of(order.generation, order.step, work.receipt)
@@ -61,14 +68,28 @@ class AuditSender:
                 lost.add(work.receipt)
                 return
             try:
-                await self._send(order, work, copy)
+                if work.auditor in silent:
+                    raise _AuditorSilent(f"{work.auditor} was silent about another microbatch of this order")
+                await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor])
             except SwarmError as error:
                 undone[place] = shorten(str(error))[:500]
+                if isinstance(error, _AuditorSilent):
+                    silent.add(work.auditor)
 
-        await gather_bounded([send(place, work) for place, work in enumerate(order.work)], self._max_in_flight)
-        return encode(AuditOrderReply(undone=undone, lost=sorted(lost)))
+        orders = Counter(work.auditor for work in order.work)
+        self._num_audits.update(orders)
+        try:
+            await gather_bounded([send(place, work) for place, work in enumerate(order.work)], self._max_in_flight)
+        finally:
+            self._num_audits.subtract(orders)
+        return encode(AuditOrderReply(undone=undone, lost=sorted(lost), silent=sorted(silent)))
 
-    async def _send(self, order: AuditOrder, work: AuditWork, copy: ReplayCopy) -> None:
+    async def _send(self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int) -> None:
+        context = self._context
+        # Twice as long where the audited server computes its part again, too.
+        patience_s = (1 + order.compare) * context.audit_patience_s(
+            work.stage_index, copy.microbatch.num_rows, num_ahead
+        )
         structure, tensors = serialization.flatten(_brought(copy, work.stage_index))
         request = AuditRequest(
             key=copy.microbatch.key,
@@ -80,10 +101,16 @@ class AuditSender:
             place=work.place,
             compare=order.compare,
             structure=structure,
+            patience_s=patience_s / 2,
         )
         message = Message(encode(request), tuple(tensors))
-        context = self._context
-        await context.transport.stream(work.auditor, AUDIT, message, timeout=context.timeout, max_bytes=0)
+        begin_s = now_s()
+        try:
+            await context.transport.stream(work.auditor, AUDIT, message, timeout=patience_s, max_bytes=0)
+        except DeadlineExceeded as error:
+            if now_s() < begin_s + patience_s:
+                raise  # the auditor says that of the audited server
+            raise _AuditorSilent(str(error)) from error
 
     async def _handle_results(self, caller: PeerId, body: bytes) -> bytes:
         self._run.check_coordinator(caller)

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
-from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter, deadline_s
+from lightning_swarm.client.pipeline.router import PeerCharge, PeerLoad, StageRouter
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather, nothing
@@ -25,6 +25,7 @@ from lightning_swarm.protocol.messages.calls import TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import WireMessage, encode
+from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ _CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
 _ACCEPT_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
+_SLOWEST = 4.0  # times the median time, that a server may be believed to take in an audited run
 _DEFAULT_COPIES_BYTES = 4 << 30
 _KEY_BYTES = 16
 
@@ -58,12 +60,19 @@ def answers_of(peer: PeerId) -> Iterator[None]:
 
 
 async def send(
-    transport: Transport, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor], *, timeout: float
+    transport: Transport,
+    peer: PeerId,
+    method: str,
+    request: WireMessage,
+    tensors: Sequence[Tensor],
+    *,
+    timeout: float,
+    accept_s: float = _ACCEPT_TIMEOUT_S,
 ) -> bytes:
     """Send a small call if there are no tensors, and a stream if there are; blame the peer for any other answer."""
     message = Message(encode(request), tuple(tensors))
     # A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
-    timeout = min(timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
+    timeout = min(timeout, accept_s + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
     with answers_of(peer):
         if not message.tensors:
             return await transport.call(peer, method, message.body, timeout=timeout)
@@ -89,6 +98,7 @@ class PipelineContext:
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     revokers: set[PeerId] = field(default_factory=set)  # servers that said that a batch of the open step is struck
     num_under_way: int = 0  # microbatches
+    durations: Durations = field(default_factory=Durations)  # of microbatches, each way through all stages
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
     _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage: avoided, or lost to the open step
@@ -165,11 +175,13 @@ class PipelineContext:
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """Send a small call if there are no tensors, and a stream if there are."""
+        accept_s = self.durations.deadline_s(longest_s=_ACCEPT_TIMEOUT_S)
+        ask = partial(send, self.transport, peer, method, request, tensors, timeout=self.timeout, accept_s=accept_s)
         try:
-            return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
+            return await ask()
         except NotEnlisted:  # the run left this trainer out, or the peer does not know yet that it is in
             await self.check()
-            return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
+            return await ask()
 
     async def wait_for_room(self) -> None:
         """Wait while some stage's peers have enough until their first forwards show which of them is slow."""
@@ -187,12 +199,36 @@ class PipelineContext:
             self.num_under_way -= 1
             self._progress.set()
 
-    def patience_s(self, stage: int, charge: PeerCharge) -> float:
-        """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it."""
+    def patience_s(self, stage: int, charge: PeerCharge, shapes: int) -> float:
+        """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it.
+
+        `shapes` is a hash of the shapes that it computes: new ones may have to be compiled.
+        """
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
-        return deadline_s(charge.expected_s, self.num_under_way + load.queued, longest_s=self.timeout)
+        # What microbatches take as a whole has the time of the links in it.
+        is_familiar = self.durations.usual_s is not None and shapes in load.shapes
+        whole_s = 0.0 if self.durations.usual_s is None else self.durations.deadline_s(longest_s=self.timeout)
+        least_s = whole_s if is_familiar else max(whole_s, UNFAMILIAR_S)
+        return deadline_s(self._usual_s(stage, charge, load), longest_s=self.timeout, least_s=least_s)
+
+    def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
+        """Return how long a microbatch usually takes at a peer, with those before it."""
+        if self.judge is None:
+            return charge.expected_s * (1 + self.num_under_way + load.queued)
+        # Where servers may lie, what one reports of its own rate and queue buys it no more than a little time.
+        router = self.routers[stage]
+        rate, queued = router.median_rate(), min(load.queued, _SLOWEST * (1 + router.median_queued()))
+        expected_s = charge.expected_s if rate is None else min(charge.expected_s, _SLOWEST * charge.num_samples / rate)
+        return expected_s * (1 + self.num_under_way + queued)
+
+    def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int) -> float:
+        """Return how long an auditor may take for a microbatch, with so many before it."""
+        rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
+        if rate is None or whole_s is None:
+            return self.timeout
+        return deadline_s(max(_SLOWEST * num_rows / rate, whole_s) * (1 + num_ahead), longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return True if another peer may take the place of `peer`."""

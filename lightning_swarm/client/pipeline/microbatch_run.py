@@ -77,6 +77,8 @@ class MicrobatchRun:
                 result, report = await calls.fetch(calls.last_stage, "forward")
                 for charge in calls.route:
                     context.note_answer(charge.peer, step=calls.step)
+                if not recovery.num_failures:
+                    context.durations.note(now_s() - began_s)
                 # After a failure it is not certain which peers these reports are of.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
                 await self._note_given("forward", calls.last_stage, result[0], result[1])
@@ -102,9 +104,12 @@ class MicrobatchRun:
         calls.gradients = gradients
         wants_input_gradient, again = self.microbatch.input_grad, self._num_backwards > 1
         backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
+        began_s = now_s()
         with context.under_way():
             try:
                 found = await backward.run(sent=sent)
+                if not backward.num_failures:
+                    context.durations.note(now_s() - began_s)
                 await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()
@@ -269,6 +274,11 @@ class _BackwardRun:
         self._wants_input_gradient = wants_input_gradient
         self._recovery = BackwardRecovery(calls, avoid)
 
+    @property
+    def num_failures(self) -> int:
+        """Failures so far."""
+        return self._recovery.num_failures
+
     async def run(self, *, sent: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
         """Return the input's gradients, as they travel, or None; call `sent` once all stages accepted their calls."""
         calls, recovery = self._calls, self._recovery
@@ -318,11 +328,11 @@ class _BackwardRun:
 
     async def _receive_all(self) -> None:
         """Wait, for the time of one stage, for the stage that ends last: its receipt comes with those of the others."""
-        calls, context = self._calls, self._calls.context
+        calls = self._calls
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
             return
-        patience_s = context.patience_s(calls.last_stage, calls.route[calls.last_stage])
+        patience_s = calls.patience_s(calls.last_stage)
         try:
             report = await calls.wait(calls.gradient_end, "backward", timeout=patience_s)
         except StageCallFailed as failure:

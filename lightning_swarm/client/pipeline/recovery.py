@@ -66,6 +66,8 @@ class Recovery:
         key = self.microbatch.key
         if self._failing_since_s is None:
             self._failing_since_s = now_s()
+        if isinstance(failure.error, DeadlineExceeded):
+            self.context.durations.note_late()  # unless others are as quick as usual, all have become slower
         repeated = isinstance(failure.error, (TicketGone, InputMissing))
         self.context.fault_counts["repeated" if repeated else "replaced"] += 1
         self.context.events.note(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ class PeerLoad:
     banned_until_s: float | None = None
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # in samples/s, as measured
     waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
+    shapes: set[int] = field(default_factory=set)  # hashes of the shapes that it has computed
     place: float = 0.0  # in its heap
     again_s: float = 0.0  # when it is tried again if it gets nothing: see `StageRouter`
 
@@ -95,9 +97,6 @@ class PeerHeap:
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
 
-LATE_FACTOR = 8.0  # a peer is late when it takes so many times as long as measured
-SHORTEST_DEADLINE_S = 30.0  # no peer is late earlier: a peer may have to compile or load something first
-
 FIRST_FORWARDS: Final = 2  # for each peer at a time while none was measured: one to compute, and one that waits
 # Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
 # that is gone (something was compiled, or read from disk).
@@ -106,6 +105,7 @@ FIRST_MEASURED: Final = 2
 TRIED_AGAIN: Final = 32.0
 _KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer that has done no forward when another one has done so many is slow
 _MOST_WAITING: Final = 1024  # a longer queue is not believed: another peer may have reported it
+_MAX_SHAPES: Final = 256  # of one peer; where each batch has other shapes, each may be new to it
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
 # Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward.
@@ -245,6 +245,12 @@ class StageRouter:
             if charge.roster == self._roster:
                 load.left_s += charge.left_s - before_s
 
+    def note_shapes(self, peer: PeerId, shapes: int) -> None:
+        """Note that a peer has computed tensors of some shapes, given by a hash."""
+        load = self.peers.get(peer)
+        if load is not None and len(load.shapes) < _MAX_SHAPES:
+            load.shapes.add(shapes)
+
     def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """Take a finished microbatch off its account, and update the peer's rate."""
         load = self.peers.get(charge.peer)
@@ -345,6 +351,15 @@ class StageRouter:
             self._sum_of_rates += sign * Fraction(load.samples_per_s)
             self._num_measured += sign
 
+    def median_rate(self) -> float | None:
+        """Return the median of the measured rates in samples/s, which few false reports cannot move far."""
+        rates = [load.samples_per_s for load in self.peers.values() if load.samples_per_s is not None]
+        return statistics.median(rates) if rates else None
+
+    def median_queued(self) -> float:
+        """Return the median of the lengths of the peers' queues, as they report them."""
+        return statistics.median(load.queued for load in self.peers.values()) if self.peers else 0.0
+
     def _mean_rate(self) -> float:
         """Return the mean rate in samples/s: an unmeasured peer is taken for an average one."""
         return float(self._sum_of_rates / self._num_measured) if self._num_measured else 1.0
@@ -355,8 +370,3 @@ def _retry_s(load: PeerLoad) -> float:
     if load.num_done >= FIRST_MEASURED:
         return load.again_s
     return math.inf if load.num_under_way else -math.inf
-
-
-def deadline_s(expected_s: float, num_ahead: int, *, longest_s: float) -> float:
-    """Return how long a microbatch that should take `expected_s` may take there, with `num_ahead` before it."""
-    return min(max(SHORTEST_DEADLINE_S, LATE_FACTOR * expected_s * (1 + num_ahead)), longest_s)

@@ -15,6 +15,7 @@ from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, PeerError, StageError
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.tensors import spec_of
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import (
@@ -119,10 +120,23 @@ class StageCalls:
         for router, charge in zip(self.context.routers, self.route, strict=False):
             router.release(charge)
 
+    def patience_s(self, stage: int) -> float:
+        """Return how long the peer of a stage may take once it has its input."""
+        return self.context.patience_s(stage, self.route[stage], self._shapes(stage))
+
+    def _shapes(self, stage: int) -> int:
+        """Hash what a stage computes this microbatch with, but for the numbers: something may be compiled for that."""
+        # The inputs of later stages follow from those of the first one.
+        leaves = serialization.leaves((self.microbatch.inputs, self.microbatch.extras[stage]))
+        specs = tuple(leaf.spec if isinstance(leaf, serialization.Encoded) else spec_of(leaf) for leaf in leaves)
+        mode = self.microbatch.modes[stage]
+        return hash((mode.training, mode.grad, mode.autocast, specs))
+
     def settle(self, stage: int, report: StageReport) -> None:
         """Take a stage that is finished off its peer's account, with the time that it took."""
         self.context.routers[stage].settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
         self.context.note_answer(self.peer(stage), step=self.step)
+        self.context.routers[stage].note_shapes(self.peer(stage), self._shapes(stage))
 
     def unsent(self, end: int) -> list[int]:
         """Return the stages before `end` whose peers on the present route were never sent the forward."""
@@ -202,14 +216,14 @@ class StageCalls:
         """Wait for a call's report, `timeout` seconds at most, or as long as the stage's peer may take."""
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders
-            timeout = self.context.timeout if is_only_one else self.context.patience_s(stage, self.route[stage])
+            timeout = self.context.timeout if is_only_one else self.patience_s(stage)
         with self._blaming(stage, direction), answers_of(self.peer(stage)):
             return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[tuple[serialization.Tree, list[bool]], CallReport]:
         """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
-        timeout = min(sum(self.context.patience_s(stage, self.route[stage]) for stage in stages), self.context.timeout)
+        timeout = min(sum(map(self.patience_s, stages)), self.context.timeout)
         with self._blaming(stage, direction), answers_of(self.peer(stage)):
             message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
             return from_message(message), decode(report, CallReport)

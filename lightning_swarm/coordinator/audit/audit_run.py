@@ -60,6 +60,8 @@ class AuditResults:
     sums: dict[Unit, StageProjection] = field(default_factory=dict)  # of the audited, by the same seed
     failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
+    # Auditors, by stage, that answered pings and no audit, and the trainers that report it.
+    silent: defaultdict[Unit, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
 
 
 class AuditRun:
@@ -173,6 +175,9 @@ class AuditRun:
             _log.warning("Trainer %s sent nothing to an auditor: %s", trainer, error)
             return
         results.lost |= set(reply.lost)
+        for one in work:
+            if one.auditor in reply.silent:
+                results.silent[Unit(one.stage_index, one.auditor)].add(trainer)
         undone = reply.undone
         for place, reason in sorted(undone.items())[:1]:
             one = work[place] if place < len(work) else None

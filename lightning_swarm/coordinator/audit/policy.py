@@ -20,6 +20,8 @@ from lightning_swarm.protocol.messages.calls import Receipt
 PROBATION: Final = 20  # steps in which all of a new server's work is audited
 WATCHED_STEPS: Final = 100  # likewise, once a peer of the same invitation was convicted, or this one fell silent
 FORGIVEN_AFTER: Final = 5_000  # steps, that a server gave no answer while it was audited
+MAX_SILENCES: Final = 5  # of a server that answers pings, that are forgiven later, before it is convicted
+_EXCUSED_STEPS: Final = 20  # in which a server audits nothing, after it was silent as an auditor for the first time
 _SHARE_OF_STEP: Final = 0.75  # of the servers, drawn in a step that has audits
 LAST_STEPS: Final = 5  # of a run, in which a lie is hardly found out later
 WORTHWHILE_SHARE: Final = 0.5  # of the servers, drawn at least in a step that is worth a lie
@@ -239,10 +241,22 @@ class Silences:
     """When servers gave no answer while they were audited."""
 
     noted: dict[PeerId, list[int]] = field(default_factory=dict)  # in which steps
+    # By auditor: silences, each of which excuses it for twice as many steps, and the step until which it is excused.
+    as_auditor: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
+
+    def note_auditor(self, peer: PeerId, step: int) -> None:
+        """Give a server that was silent as an auditor no audits for a while."""
+        number, until = self.as_auditor.get(peer, (0, -1))
+        if step > until:
+            self.as_auditor[peer] = number + 1, step + min(_EXCUSED_STEPS * 2**number, FORGIVEN_AFTER)
+
+    def is_excused(self, peer: PeerId, step: int) -> bool:
+        """Return whether a server was silent as an auditor a while ago."""
+        return self.as_auditor.get(peer, (0, -1))[1] >= step
 
     def note(self, peer: PeerId, step: int) -> int:
-        """Count a silence, and return how many there are that are not forgiven."""
-        recent = [at for at in self.noted.get(peer, ()) if step - at < FORGIVEN_AFTER]
+        """Count a silence, one a step, and return how many there are that are not forgiven."""
+        recent = [at for at in self.noted.get(peer, ()) if at != step and step - at < FORGIVEN_AFTER]
         self.noted[peer] = [*recent, step]
         return len(self.noted[peer])
 

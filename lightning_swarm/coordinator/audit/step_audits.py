@@ -28,6 +28,7 @@ from lightning_swarm.coordinator.audit.disputes import (
     judge_accusation,
 )
 from lightning_swarm.coordinator.audit.policy import (
+    MAX_SILENCES,
     Silences,
     StageProjection,
     Standing,
@@ -59,8 +60,6 @@ _log = logging.getLogger(__name__)
 _OWN_SHARE: Final = 1 / 16
 
 _MAX_CONTESTED: Final = 2  # closings in which a server may give trainers what is not claimed, before it is left out
-
-_MAX_SILENCES: Final = 5  # audits of a while in which a server may give no answer, before it is convicted
 
 _FALSE_SUM: Final = WorkComparison(wrong=frozenset({"sum"}))
 
@@ -298,6 +297,7 @@ class StepAudits:
         found, loads = [], Counter[PeerId]()
         for unit in units:
             others = step.auditors_of(unit, verdict.convicted)
+            others = [peer for peer in others if not self._silences.is_excused(peer, self._step.step)]
             if not others or (self._own not in others and lots.random() < _OWN_SHARE):
                 others = [self._own]
             auditor = min(lots.sample(others, len(others)), key=lambda peer: loads[peer])
@@ -326,6 +326,9 @@ class StepAudits:
     def _take(self, results: AuditResults, verdict: Verdict) -> None:
         """Take in who does not answer, and what the others said of their sums, to which they are held later."""
         verdict.failed |= results.failed
+        for unit, trainers in sorted(results.silent.items()):
+            if unit.peer != self._own:
+                self._note_silent_auditor(unit, trainers, verdict)
         for unit, told in results.sums.items():
             self.told[unit].append((results.seed, told))
         self.audited |= results.sums.keys()
@@ -433,8 +436,15 @@ class StepAudits:
         # Machines and links fail now and then. A liar that is audited in each step has few lies left.
         self._standing.watch([peer], self._step.step)
         number = self._silences.note(peer, self._step.step)
-        if number > _MAX_SILENCES:
+        if number > MAX_SILENCES:
             verdict.convicted[peer] = f"gave no answer {number} times while it was audited"
+
+    def _note_silent_auditor(self, unit: Unit, trainers: Collection[PeerId], verdict: Verdict) -> None:
+        """Give a server no audits for a while that was silent as an auditor; the lead's report counts as a silence."""
+        self._dispute(unit, f"it audited nothing in time, as {' and '.join(sorted(trainers))} found")
+        self._silences.note_auditor(unit.peer, self._step.step)
+        if self._run.manifest.lead in trainers:  # other trainers may be strangers, and convict nobody
+            self._note_silence(unit.peer, verdict)
 
     def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: _Examined) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"

@@ -6,6 +6,7 @@ server claims is settled before anybody knows what is looked at.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Final
 
@@ -21,7 +22,15 @@ from lightning_swarm.protocol.messages.calls import (
     Receipt,
     Receipts,
 )
-from lightning_swarm.protocol.messages.wire import Challenge, Count, NotNegative, Positive, ShortText, WireMessage
+from lightning_swarm.protocol.messages.wire import (
+    Challenge,
+    Count,
+    NotNegative,
+    Positive,
+    Seconds,
+    ShortText,
+    WireMessage,
+)
 
 DIGEST_BYTES: Final = 32
 CLAIM_BYTES: Final = 4 * DIGEST_BYTES
@@ -107,6 +116,8 @@ class AuditOrderReply(WireMessage, frozen=True):
 
     undone: dict[Count, Annotated[str, msgspec.Meta(max_length=500)]]  # reasons, by their places in the order
     lost: list[Receipt]  # those of which the trainer has no copy
+    # Auditors that answered pings, and not an audit in time.
+    silent: Annotated[list[PeerId], msgspec.Meta(max_length=4096)] = msgspec.field(default_factory=list)
 
 
 class AuditRequest(WireMessage, frozen=True):
@@ -123,6 +134,9 @@ class AuditRequest(WireMessage, frozen=True):
     # Tree of a pair, whose tensors come with the message. First: (inputs or None, extras) as in `ForwardRequest`.
     # Second: the gradient or None of each output leaf. What is None is at the audited server.
     structure: Any
+    patience_s: Seconds = (
+        sys.float_info.max
+    )  # for which the auditor may wait for the audited server; at most a call's timeout
 
 
 class KeptWorkRequest(WireMessage, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,6 +30,7 @@ from lightning_swarm.protocol.messages.wire import (
     Count,
     NotNegative,
     Positive,
+    Seconds,
     ShortText,
     WireMessage,
 )
@@ -191,6 +193,9 @@ class AverageRequest(WireMessage, frozen=True):
     closing: Closing
     named: list[NamedReceipts]  # for each stage of this server
     late: bool = False  # the next step already takes batches
+    patience_s: Seconds = (
+        sys.float_info.max
+    )  # for one part of another server, which is named then; at most a call's timeout
 
 
 class PartNorm(WireMessage, frozen=True):

@@ -259,8 +259,9 @@ class AuditHandlers:
             results=request.compare,
         )
         max_bytes = self._context.limits.max_message_bytes
+        timeout = min(request.patience_s, self._timeout)
         message = await self._transport.stream(
-            request.audited, KEPT_WORK, Message(encode(asked)), timeout=self._timeout, max_bytes=max_bytes
+            request.audited, KEPT_WORK, Message(encode(asked)), timeout=timeout, max_bytes=max_bytes
         )
         reply = decode(message.body, KeptWorkReply)
         tree = serialization.unflatten(reply.structure, message.tensors)

@@ -28,6 +28,7 @@ from lightning_swarm.protocol.messages.parts import (
 from lightning_swarm.protocol.messages.step import Closing
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
+from lightning_swarm.protocol.patience import Durations
 from lightning_swarm.server.audit.examination import Examination
 from lightning_swarm.server.averaging.all_reduce import squared_norm
 from lightning_swarm.server.averaging.projection import (
@@ -52,6 +53,7 @@ class MeanChecks:
         self._transport, self._compute = context.transport, context.compute
         self._membership, self._me = context.membership, context.me.peer_id
         self._timeout = context.limits.call_timeout
+        self._durations = Durations()  # of fetching a vector
         self._sums, self._rounds = steps.sums, steps.rounds
         transport, max_bytes = context.transport, context.limits.max_message_bytes
         transport.handle_call(PROJECT, self._handle_project)
@@ -154,7 +156,8 @@ class MeanChecks:
         asked = VectorRequest(closing=request.closing, stage_index=request.stage_index, of=of)
         wanted = examination.kind(of)
         max_bytes = wanted.numel() * wanted.itemsize
-        deadline_s = now_s() + self._timeout  # of all tries, for the coordinator waits no longer
+        begin_s = now_s()
+        deadline_s = begin_s + self._patience_s  # of all tries, for the coordinator waits no longer
         for left in reversed(range(_TRIES)):
             try:
                 timeout = max(0.0, deadline_s - now_s())
@@ -167,13 +170,21 @@ class MeanChecks:
                     raise _Unreached(peer, error) from error
             except SwarmError as error:
                 raise _Unreached(peer, error) from error
+        if peer != self._me:
+            self._durations.note(now_s() - begin_s)
         found = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
         return message.tensors[0] if found == [(wanted.dtype, wanted.shape)] else None
+
+    @property
+    def _patience_s(self) -> float:
+        return self._durations.deadline_s(longest_s=self._timeout)
 
     async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
         body = encode(MeanReplacement(closing=request.closing, stage_index=request.stage_index))
         try:
-            await self._transport.stream(peer, REPLACE_MEAN, Message(body, (mean,)), timeout=self._timeout, max_bytes=0)
+            await self._transport.stream(
+                peer, REPLACE_MEAN, Message(body, (mean,)), timeout=self._patience_s, max_bytes=0
+            )
         except SwarmError as error:
             raise _Unreached(peer, error) from error
 

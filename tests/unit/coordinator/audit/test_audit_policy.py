@@ -237,8 +237,8 @@ def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
 
 def test_silences_are_forgiven_after_many_steps() -> None:
     silences, peer = Silences(), PeerId("a")
-    assert [silences.note(peer, step) for step in (0, 0, FORGIVEN_AFTER - 1)] == [1, 2, 3]
-    assert silences.note(peer, FORGIVEN_AFTER) == 2, "the first two are forgiven"
+    assert [silences.note(peer, step) for step in (0, 1, FORGIVEN_AFTER - 1)] == [1, 2, 3]
+    assert silences.note(peer, FORGIVEN_AFTER + 1) == 2, "the first two are forgiven"
     assert silences.note(PeerId("b"), FORGIVEN_AFTER) == 1
 
 
@@ -265,3 +265,19 @@ def test_gradients_of_any_size_have_a_magnitude_that_a_message_holds() -> None:
     large = torch.full((9,), 1e308, dtype=torch.float64)
     assert magnitude_of([large, large], 1.0) == sys.float_info.max
     assert magnitude_of([large, torch.tensor([math.inf])], 1.0) == 0.0
+
+
+def test_a_silence_counts_once_a_step() -> None:
+    silences, peer = Silences(), PeerId("a")
+    assert [silences.note(peer, step) for step in (3, 3, 4, 4, 5)] == [1, 1, 2, 2, 3]
+
+
+def test_a_silent_auditor_is_excused_for_twice_as_many_steps_each_time() -> None:
+    silences, peer = Silences(), PeerId("a")
+    assert not silences.is_excused(peer, 0)
+    begins = [0]
+    for _ in range(3):
+        silences.note_auditor(peer, begins[-1])
+        silences.note_auditor(peer, begins[-1])  # of the same step
+        begins.append(next(step for step in range(begins[-1], 10_000) if not silences.is_excused(peer, step)))
+    assert begins == [0, 21, 62, 143]

@@ -1,0 +1,106 @@
+"""Small requests that are sent again while no answer comes: both sides of it, for every transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.tasks import ended
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.exchanges import end_now
+from lightning_swarm.network.framing import Head
+from lightning_swarm.network.liveness import Exchange
+from lightning_swarm.network.rpc import Responder
+
+_T = TypeVar("_T")
+_Request: TypeAlias = tuple[PeerId, int, str, bytes]
+_REPEAT_BITS: Final = 48  # of an exchange id, below the number of the repeat
+
+
+def repeated_id(exchange_id: int, num_repeats: int) -> int:
+    """Return the exchange id of a repeat: the answering peer finds the first one's id in it."""
+    return exchange_id | num_repeats << _REPEAT_BITS
+
+
+# A peer that answers pings but not a request may compute for long, or may have missed the request. The caller cannot
+# tell the two apart, so it sends the request again beside the first one, which goes on. The answering peer runs the
+# handler once for both. Where only the answer was lost the handler runs again, and repeats nothing that has to happen
+# once.
+class RepeatedSend(Generic[_T]):
+    """Sends one small request, again at each look of its exchange that finds no answer, and takes the first answer."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        send: Callable[[int], Coroutine[Any, Any, _T]],  # takes the number of the repeat, 0 for the first request
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._exchange, self._send, self._spawn = exchange, send, spawn
+        self._first = asyncio.timeout(None)
+        self._again: list[asyncio.Task[None]] = []
+        self._answers: list[_T | SwarmError] = []
+
+    async def first_answer(self) -> _T:
+        """Return the answer that comes first, or raise the error that it carries."""
+        self._exchange.send_again = self._send_again
+        try:
+            async with self._first:
+                return await self._send(0)
+        except TimeoutError:
+            if not self._answers:
+                raise
+            if isinstance(answer := self._answers[0], SwarmError):
+                raise answer from None
+            return answer
+        finally:
+            self._exchange.send_again = None
+            if self._again:
+                await ended(self._again)
+
+    def _send_again(self) -> None:
+        self._again.append(self._spawn(self._repeat(len(self._again) + 1)))
+
+    async def _repeat(self, number: int) -> None:
+        try:
+            self._answers.append(await self._send(number))
+        except SwarmError as error:
+            self._answers.append(error)
+        end_now(self._first)
+
+
+class RunningAnswers:
+    """Small requests that are being answered. A repeat joins the request that it repeats."""
+
+    def __init__(self) -> None:
+        self._running: dict[_Request, asyncio.Future[Message | None]] = {}
+
+    def joining(self, caller: PeerId, head: Head, respond: Responder) -> Responder:
+        """Return a function that answers like `respond`, but runs it once for a request and its repeats."""
+        first_id = head.exchange_id & ((1 << _REPEAT_BITS) - 1)
+        request = caller, first_id, head.method, head.body
+
+        async def answer(message: Message) -> Message:
+            while (running := self._running.get(request)) is not None:
+                joined = await asyncio.shield(running)
+                if joined is not None:
+                    return joined
+            return await self._run(request, respond, message)
+
+        return answer
+
+    async def _run(self, request: _Request, respond: Responder, message: Message) -> Message:
+        self._running[request] = running = asyncio.get_running_loop().create_future()
+        answer: Message | None = None  # of a cancelled request: a repeat that joined it runs by itself
+        try:
+            answer = await respond(message)
+            return answer
+        except SwarmError as error:
+            running.set_exception(error)
+            running.exception()  # perhaps no repeat joined
+            raise
+        finally:
+            del self._running[request]
+            if not running.done():
+                running.set_result(answer)

@@ -1,0 +1,84 @@
+"""In an audited run a stranger that answers pings and nothing else holds no step up for minutes; weights stay exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase, local_swarm
+from tests.faults.test_audited import NUM_STEPS, Model, audited, data, events_of
+
+SILENT = "peer-3"
+SOON_S = 60.0
+"""Virtual seconds that a step may take in which a server falls silent."""
+
+
+class Clock(L.Callback):
+    """Notes when each step is over."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, InMemoryStrategy)
+        self.ends_s.append(trainer.strategy.virtual_loop.time())
+
+    @property
+    def longest_s(self) -> float:
+        return max(end_s - begin_s for begin_s, end_s in zip(self.ends_s, self.ends_s[1:], strict=False))
+
+
+def run(faults: FaultPlan, *, share: float) -> tuple[Tensor, InMemoryStrategy, Clock]:
+    clock, module = Clock(), Model()
+    settings: dict[str, Any] = {
+        "num_stages": 2,
+        "trust": "audited",
+        "audit_share": share,
+        "on_conviction": "go_on",
+        "microbatch_size": 4,
+        "deterministic": True,
+        "latency_s": 0.002,
+        "microbatch_s": [0.01],
+    }
+    with local_swarm(6, faults=faults, **settings) as swarm:
+        swarm.trainer(max_steps=NUM_STEPS, callbacks=[clock]).fit(module, data())
+        (strategy,) = swarm.strategies
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]), strategy, clock
+
+
+@pytest.fixture(scope="module")
+def clean() -> Tensor:
+    return audited(6, num_stages=2, microbatch_size=4)[0]
+
+
+def test_an_auditor_that_never_answers_is_reported(clean: Tensor) -> None:
+    faults = FaultPlan().delay(SILENT, by_s=400.0, at=Phase.AUDIT, times=None)
+    weights, strategy, clock = run(faults, share=1.0)
+    assert clock.longest_s < SOON_S
+    assert SILENT in events_of(strategy, "disputed")
+    assert not events_of(strategy, "convicted")
+    assert torch.equal(weights, clean)
+
+
+@pytest.mark.parametrize("phase", [Phase.CLOSE, Phase.SKETCH, Phase.FINDINGS, Phase.AVERAGE], ids=lambda one: one.name)
+def test_a_server_that_answers_no_call_of_a_closing_step_is_left_out(clean: Tensor, phase: Phase) -> None:
+    faults = FaultPlan().drop(SILENT, at=phase, times=None, step=NUM_STEPS - 2)
+    weights, strategy, clock = run(faults, share=1.0)
+    assert clock.longest_s < SOON_S
+    assert events_of(strategy, "gone") == {SILENT}
+    assert torch.equal(weights, clean)
+
+
+def test_a_server_that_is_late_with_each_microbatch_is_avoided(clean: Tensor) -> None:
+    faults = FaultPlan().delay(SILENT, by_s=9.0, at=Phase.FORWARD, times=None)
+    weights, _, clock = run(faults, share=0.0)
+    late = [b - a for a, b in zip(clock.ends_s, clock.ends_s[1:], strict=False) if b - a > 1.0]
+    assert len(late) <= 2
+    assert clock.longest_s < SOON_S
+    assert torch.equal(weights, clean)

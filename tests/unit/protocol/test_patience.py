@@ -1,0 +1,63 @@
+"""How long a peer may take: a multiple of what is usual, and no less than a moment, and no more than the limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_swarm.protocol.patience import LEAST_S, TIMES, Durations, deadline_s
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "longest_s", "expected_s"),
+    [
+        pytest.param(10.0, 300.0, 10.0 * TIMES, id="a multiple"),
+        pytest.param(0.001, 300.0, LEAST_S, id="at least a moment"),
+        pytest.param(1000.0, 300.0, 300.0, id="at most the limit"),
+        pytest.param(0.001, 2.0, 2.0, id="a limit below the moment"),
+    ],
+)
+def test_a_deadline_is_within_its_bounds(usual_s: float, longest_s: float, expected_s: float) -> None:
+    assert deadline_s(usual_s, longest_s=longest_s) == expected_s
+
+
+def test_nothing_is_late_before_enough_was_measured() -> None:
+    durations = Durations()
+    for _ in range(2):
+        durations.note(0.1)
+        assert durations.deadline_s(longest_s=300.0) == 300.0
+    durations.note(0.1)
+    assert durations.deadline_s(longest_s=300.0) == LEAST_S
+
+
+def test_a_slow_swarm_has_the_time_that_it_takes() -> None:
+    durations = Durations()
+    for _ in range(10):
+        durations.note(20.0)
+    assert durations.deadline_s(longest_s=300.0) == 20.0 * TIMES
+
+
+def test_some_false_durations_move_no_deadline() -> None:
+    durations = Durations()
+    for took_s in (2.0, 1e-9, 2.0, 299.0, 2.0):
+        durations.note(took_s)
+    assert durations.deadline_s(longest_s=300.0) == 2.0 * TIMES
+
+
+def test_where_all_are_late_the_next_deadlines_grow_to_the_limit_until_work_is_done_again() -> None:
+    durations = Durations()
+    for _ in range(3):
+        durations.note(1.0)
+    found = []
+    for _ in range(7):
+        found.append(durations.deadline_s(longest_s=300.0))
+        durations.note_late()
+    assert found == [8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0]
+    durations.note(1.0)
+    assert durations.deadline_s(longest_s=300.0) == 8.0
+
+
+def test_what_was_long_ago_does_not_count() -> None:
+    durations = Durations()
+    for took_s in [1.0] * 100 + [30.0] * 32:
+        durations.note(took_s)
+    assert durations.deadline_s(longest_s=3000.0) == 30.0 * TIMES
