@@ -39,7 +39,9 @@ HELPERS = {"bare", "delays", "ends", "gpipe", "joined", "together", "train", "wa
 """Programs of the processes that benchmarks start."""
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Conversion of an array")  # by hivemind's codecs
+@pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor", "ignore:Conversion of an array", "ignore:The given NumPy"
+)  # by hivemind's codecs
 @pytest.mark.parametrize("name", SMALL)
 def test_it_measures(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nan" not in run(name, SMALL[name], folder, monkeypatch)

@@ -63,6 +63,7 @@ NUM_SWARMS = {
     "docs/checkpoints.md": 2,
     "docs/inference.md": 1,
     "docs/notebooks.md": 1,
+    "docs/whole.md": 1,
 }
 """How many runs the blocks of a page make; its tests included."""
 
@@ -151,7 +152,9 @@ def test_python_runs(
         warnings.filterwarnings("ignore", "The number of training batches")
         run(page, request)
     assert len(launched) == NUM_SWARMS.get(page, 0)
-    assert all(sum(server.calls.num_forwards for server in strategy.servers) > 0 for strategy in launched)
+    # The trainer computes a model that is not cut, and the servers the stages of all others.
+    computed = [sum(server.calls.num_forwards for server in strategy.servers) > 0 for strategy in launched]
+    assert computed == [page != "docs/whole.md"] * len(launched)
 
 
 @pytest.mark.usefixtures("_small")
